@@ -1,0 +1,27 @@
+"""What the notebooks import.
+
+Importing this package costs nothing and needs the standard library only, because
+`python3 -m helpers lab` must run before anything is installed. Each name below is
+loaded when it is first used.
+"""
+
+import importlib
+
+# public name -> the module of this package that defines it
+_HOMES = {
+    "need_gpus": "gpus",
+    "count_copies": "gpus",
+}
+_MODULES = ("check", "draw", "gpus", "simgpu")
+
+
+def __getattr__(name: str):
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'helpers' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES, *_MODULES])
