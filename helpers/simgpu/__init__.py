@@ -1,0 +1,252 @@
+"""Simulated GPUs: N pretend CUDA devices in this process, for code that is real.
+
+    from helpers import simgpu
+    simgpu.start(4)                      # now torch.cuda.device_count() == 4
+    torch.ones(3, device="cuda:2").device
+    simgpu.stop()                        # everything is as it was
+
+Numbers are computed on the CPU and are real; devices and their errors are PyTorch's;
+memory and time are counted by a model, never measured. What is not supported raises
+`NotSimulated`.
+"""
+
+import os
+import threading
+
+import torch
+from torch.overrides import _len_torch_function_stack, _pop_mode, _push_mode
+from torch.utils import _python_dispatch
+
+from helpers.simgpu import cuda_api, placement, tensor_api
+from helpers.simgpu.cards import find_card, parse_memory
+from helpers.simgpu.clock import Clock, Timeline
+from helpers.simgpu.placement import Functions, Gpu, NotSimulated, Placement
+
+__all__ = ["NotSimulated", "count", "start", "stop", "timeline"]
+
+MOST_GPUS = 64
+_INVALID_ORDINAL = (
+    "CUDA error: invalid device ordinal\n"
+    "GPU device may be out of range, do you have enough GPUs?\n"
+    "CUDA kernel errors might be asynchronously reported at some other API call, so "
+    "the stacktrace below might be incorrect.\n"
+    "For debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
+)
+_BAD_FORK = (
+    "Cannot re-initialize CUDA in forked subprocess. To use CUDA with "
+    "multiprocessing, you must use the 'spawn' start method"
+)
+
+
+class Simulator:
+    """A machine with simulated GPUs. `start()` makes one, `stop()` ends it."""
+
+    def __init__(self, number: int, card: str, memory, honour_visible: bool):
+        self.request = (number, card, memory)
+        self.card = find_card(card)
+        self.total = self.card.total_memory if memory is None else parse_memory(memory)
+        if self.total > self.card.total_memory:
+            raise ValueError(f"a {card} does not have {memory} of memory")
+        self.number = number
+        self.honour_visible = honour_visible
+        self.seen = False  # CUDA is initialised: the visible GPUs are fixed
+        self.forked = False  # this is a forked child, where CUDA cannot be used
+        self.thread = placement._PerThread()
+        self.gpus = self._make(range(number))
+        self.clock = Clock(self.gpus)
+        self.handlers = tensor_api.handlers()
+        self.undo: list[tuple[object, str, object]] = []
+        self.modes = (Functions(self, self.handlers), Placement(self))
+
+    def _make(self, ordinals) -> list[Gpu]:
+        return [Gpu(i, self.card, self.total, n) for i, n in enumerate(ordinals)]
+
+    def count(self) -> int:
+        """GPUs that the program can see; asking does not initialise CUDA."""
+        if self.honour_visible and not self.seen:
+            return len(cuda_api.visible_ordinals(self.number))
+        return len(self.gpus)
+
+    def see(self) -> int:
+        """Initialise CUDA: from now on the environment is not read again."""
+        if not self.seen:
+            self.seen = True
+            if self.honour_visible:
+                ordinals = cuda_api.visible_ordinals(self.number)
+                if len(ordinals) < self.number:
+                    self.gpus[:] = [self.gpus[n] for n in ordinals]
+                for index, gpu in enumerate(self.gpus):
+                    gpu.ordinal = ordinals[index]
+                    gpu.index = gpu.memory.index = index
+                    gpu.device = torch.device("cuda", index)
+                self.clock.clear()
+        return len(self.gpus)
+
+    def find(self, device) -> Gpu | None:
+        """The GPU that `device` names (None for the host).
+
+        Raises:
+            torch.AcceleratorError: for an index that does not exist.
+            RuntimeError: in a forked child.
+        """
+        if isinstance(device, int):
+            device = torch.device("cuda", device)
+        if device.type == "cpu":
+            return None
+        if device.type != "cuda":
+            raise NotSimulated(f"the device {str(device)!r}")
+        if self.forked:
+            raise RuntimeError(_BAD_FORK)
+        if not self.see():
+            raise RuntimeError("No CUDA GPUs are available")
+        index = self.thread.current if device.index is None else device.index
+        if index >= len(self.gpus):
+            raise torch.AcceleratorError(_INVALID_ORDINAL)
+        return self.gpus[index]
+
+    # -- on and off ------------------------------------------------------------------
+
+    def table(self) -> list[tuple[object, str, object]]:
+        """Everything that is replaced: (owner, attribute, new value)."""
+        return [
+            *tensor_api.replacements(),
+            *cuda_api.replacements(self),
+            (threading.Thread, "_bootstrap_inner", _in_every_thread),
+        ]
+
+    def enter(self) -> None:
+        for owner, name, new in self.table():
+            self.undo.append((owner, name, vars(owner).get(name, _ABSENT)))
+            setattr(owner, name, new)
+        for mode in self.modes:
+            mode.__enter__()
+
+    def exit(self) -> None:
+        if torch.get_default_device().type == "cuda":
+            torch.set_default_device(None)
+        functions, dispatch = self.modes
+        _take_out(functions, _len_torch_function_stack, _pop_mode, _push_mode)
+        _take_out(
+            dispatch,
+            _python_dispatch._len_torch_dispatch_stack,
+            _python_dispatch._pop_mode,
+            _python_dispatch._push_mode,
+        )
+        while self.undo:
+            owner, name, old = self.undo.pop()
+            if old is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, old)
+        for gpu in self.gpus:
+            gpu.alive = False
+
+
+_ABSENT = object()
+_raw_bootstrap_inner = threading.Thread._bootstrap_inner
+
+
+def _take_out(mode, length, pop, push) -> None:
+    """Remove `mode` from its stack, wherever other modes have left it."""
+    above = []
+    while length():
+        top = pop()
+        if top is mode:
+            break
+        above.append(top)
+    for other in reversed(above):
+        push(other)
+
+
+def _in_every_thread(thread) -> None:
+    """Modes are per thread: each new thread enters the simulator's own pair."""
+    sim = placement.running
+    if sim is None:
+        return _raw_bootstrap_inner(thread)
+    with Functions(sim, sim.handlers), Placement(sim):
+        return _raw_bootstrap_inner(thread)
+
+
+def _after_fork() -> None:
+    if placement.running is not None:
+        placement.running.forked = True
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def start(
+    number: int = 4, card: str = "A100", memory=None, *, honour_visible: bool = False
+) -> None:
+    """Give this process `number` simulated GPUs.
+
+    Starting again with the same arguments changes nothing.
+
+    Args:
+        number: 1 to 64.
+        card: "T4", "A100", "H100" or "H200".
+        memory: of each card, in bytes or as text ("512MB"); None is all it has.
+        honour_visible: whether CUDA_VISIBLE_DEVICES hides some of them, as it does
+            in a new process on a real machine.
+
+    Raises:
+        ValueError: for a number, card or memory that cannot be.
+        RuntimeError: if other GPUs are simulated already, if CUDA is in use for real,
+            or outside the main thread.
+
+    Taught in 00-start-here.
+    """
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise ValueError(f"the number of GPUs must be a whole number, not {number!r}")
+    if not 1 <= number <= MOST_GPUS:
+        raise ValueError(f"{number} GPUs cannot be simulated; choose 1 to {MOST_GPUS}")
+    _check_thread("start")
+    if placement.running is not None:
+        if placement.running.request == (number, card, memory):
+            return
+        raise RuntimeError(
+            f"{placement.running.number} simulated GPUs are running; call simgpu.stop() before "
+            "you start others"
+        )
+    sim = Simulator(number, card, memory, honour_visible)
+    if torch.cuda.is_initialized():
+        raise RuntimeError(
+            "CUDA is in use for real in this process; simulate in a fresh one "
+            "(restart the kernel)"
+        )
+    placement.running = sim
+    sim.enter()
+
+
+def stop() -> None:
+    """Take the simulated GPUs away and restore all that `start()` replaced.
+
+    Tensors that lived on them go on as CPU tensors. Does nothing if none is running.
+
+    Raises:
+        RuntimeError: outside the main thread.
+    """
+    _check_thread("stop")
+    if placement.running is not None:
+        placement.running.exit()
+        placement.running = None
+
+
+def _check_thread(action: str) -> None:
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError(f"{action} the simulated GPUs from the main thread")
+
+
+def count() -> int:
+    """How many simulated GPUs are running; 0 for none."""
+    return 0 if placement.running is None else placement.running.number
+
+
+def timeline() -> Timeline:
+    """The log of what ran on the simulated GPUs; it draws itself in a notebook.
+
+    Raises:
+        RuntimeError: if the simulator is not running.
+    """
+    return Timeline(placement.current().clock)
+

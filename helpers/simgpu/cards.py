@@ -1,0 +1,130 @@
+"""The graphics cards that can be simulated, from their makers' datasheets.
+
+Models: memory size, peak arithmetic rates, memory and link bandwidth, and what
+`torch.cuda.get_device_properties` reports. Leaves out: clocks that change with load,
+cache sizes in the cost of an operation, and any card not in the table.
+
+Rates of matrix products (float64 through tensor cores where a card has them).
+Sources: NVIDIA's datasheets for T4 (2019), A100 80GB SXM (2021), H100 SXM (2023) and
+H200 SXM (2024). Rates are dense (no sparsity). `total_memory` is what CUDA leaves of
+the nominal size, rounded to 0.01 GiB.
+"""
+
+import re
+from dataclasses import dataclass
+
+KIB, MIB, GIB = 1024, 1024**2, 1024**3
+
+
+@dataclass(frozen=True)
+class Card:
+    """One model of graphics card. Rates in 1/s, bandwidths in bytes/s."""
+
+    name: str  # what get_device_name() says on a real one
+    total_memory: int  # bytes
+    capability: tuple[int, int]  # compute capability (major, minor)
+    multi_processors: int
+    flops: dict[str, float]  # dtype name -> floating-point operations a second
+    memory_bandwidth: float  # of the card's own memory
+    pcie_bandwidth: float  # host to card, one direction
+    nvlink_bandwidth: float  # card to card, one direction; 0 where there is none
+    l2_cache: int  # bytes
+
+
+def _rates(float32: float, half: float, float64: float, tf32: float = 0.0):
+    return {
+        "float64": float64,
+        "float32": float32,
+        "tf32": tf32 or float32,
+        "float16": half,
+        "bfloat16": half,
+    }
+
+
+CARDS = {
+    "T4": Card(
+        name="Tesla T4",
+        total_memory=int(14.56 * GIB),
+        capability=(7, 5),
+        multi_processors=40,
+        flops=_rates(8.1e12, 65e12, 0.25e12),
+        memory_bandwidth=320e9,
+        pcie_bandwidth=16e9,
+        nvlink_bandwidth=0,
+        l2_cache=4 * MIB,
+    ),
+    "A100": Card(
+        name="NVIDIA A100-SXM4-80GB",
+        total_memory=int(79.25 * GIB),
+        capability=(8, 0),
+        multi_processors=108,
+        flops=_rates(19.5e12, 312e12, 19.5e12, tf32=156e12),
+        memory_bandwidth=2039e9,
+        pcie_bandwidth=32e9,
+        nvlink_bandwidth=300e9,
+        l2_cache=40 * MIB,
+    ),
+    "H100": Card(
+        name="NVIDIA H100 80GB HBM3",
+        total_memory=int(79.19 * GIB),
+        capability=(9, 0),
+        multi_processors=132,
+        flops=_rates(67e12, 989.4e12, 67e12, tf32=494.7e12),
+        memory_bandwidth=3350e9,
+        pcie_bandwidth=64e9,
+        nvlink_bandwidth=450e9,
+        l2_cache=50 * MIB,
+    ),
+    "H200": Card(
+        name="NVIDIA H200",
+        total_memory=int(139.81 * GIB),
+        capability=(9, 0),
+        multi_processors=132,
+        flops=_rates(67e12, 989.4e12, 67e12, tf32=494.7e12),
+        memory_bandwidth=4800e9,
+        pcie_bandwidth=64e9,
+        nvlink_bandwidth=450e9,
+        l2_cache=60 * MIB,
+    ),
+}
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+
+
+def find_card(name: str) -> Card:
+    """The card of that name, in any case.
+
+    Raises:
+        ValueError: for a name that is not in the table; the message lists them.
+    """
+    card = CARDS.get(str(name).upper())
+    if card is None:
+        raise ValueError(f"unknown card {name!r}; choose one of {', '.join(CARDS)}")
+    return card
+
+
+def parse_memory(size: int | str) -> int:
+    """Bytes in `size`: a number of bytes, or text such as "512MB" or "1.5 GiB".
+
+    As everywhere in PyTorch, MB and MiB both mean 1024 * 1024 bytes.
+
+    Raises:
+        ValueError: for text that is not a size, and for less than 1 MiB.
+    """
+    if isinstance(size, str):
+        match = _SIZE.fullmatch(size.strip())
+        if not match:
+            raise ValueError(f'cannot read {size!r} as memory; write "512MB" or "16GB"')
+        unit = 1024 ** " KMGT".index(match[2].upper() or " ")
+        size = int(float(match[1]) * unit)
+    if size < MIB:
+        raise ValueError(f"{size} bytes is too little memory for a GPU (at least 1 MB)")
+    return size
+
+
+def show_bytes(size: int) -> str:
+    """`size` as PyTorch's allocator writes it: "512.00 MiB"."""
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if size >= unit:
+            return f"{size / unit:.2f} {name}"
+    return f"{size} bytes"

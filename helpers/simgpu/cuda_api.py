@@ -1,0 +1,447 @@
+"""What `torch.cuda` and `torch.accelerator` say while GPUs are simulated.
+
+Models: counting, naming and choosing devices, random numbers, memory in use, waiting.
+Leaves out: streams, events, graphs, NVML's sensors, sharing between processes. Whatever
+`torch.cuda` offers and this file does not answer raises `NotSimulated`.
+`replacements()` is this file's part of the table that `start()` applies.
+"""
+
+import os
+import uuid
+from dataclasses import dataclass
+
+import torch
+import torch.nn.parallel.comm
+import torch.utils.dlpack
+
+from helpers.simgpu import placement
+from helpers.simgpu.placement import NotSimulated, gpu_of
+
+_raw_generator = torch._C.Generator
+_raw_autocast_enter = torch.amp.autocast_mode.autocast.__enter__
+
+
+def _gpu(device=None) -> placement.Gpu:
+    """The GPU that `device` names; None is the current one.
+
+    Raises:
+        ValueError: if it is not a CUDA device.
+    """
+    if device is None:
+        device = torch.device("cuda")
+    elif isinstance(device, str):
+        device = torch.device(device)
+    elif isinstance(device, int):
+        device = torch.device("cuda", device) if device >= 0 else torch.device("cuda")
+    if device.type != "cuda":
+        raise ValueError(f"Expected a cuda device, but got: {device.type}")
+    return placement.current().find(device)
+
+
+# -- which GPUs there are ------------------------------------------------------------
+
+
+def is_available() -> bool:
+    return placement.current().see() > 0
+
+
+def device_count() -> int:
+    return placement.current().count()
+
+
+def current_device() -> int:
+    return _gpu().index
+
+
+def set_device(device) -> None:
+    index = device if isinstance(device, int) else torch.device(device).index
+    if index is None:
+        return
+    if index >= 0:
+        placement.current().thread.current = _gpu(index).index
+
+
+def get_device_name(device=None) -> str:
+    return get_device_properties(device).name
+
+
+def get_device_capability(device=None) -> tuple[int, int]:
+    return _gpu(device).card.capability
+
+
+@dataclass(frozen=True)
+class DeviceProperties:
+    """The properties that can be known of a simulated GPU."""
+
+    name: str
+    major: int
+    minor: int
+    total_memory: int  # bytes
+    multi_processor_count: int
+    uuid: uuid.UUID
+    pci_bus_id: int
+    L2_cache_size: int  # bytes
+    warp_size: int = 32
+    is_integrated: int = 0
+    is_multi_gpu_board: int = 0
+
+    def __repr__(self) -> str:
+        return (
+            f"_CudaDeviceProperties(name='{self.name}', major={self.major}, "
+            f"minor={self.minor}, total_memory={self.total_memory // 2**20}MB, "
+            f"multi_processor_count={self.multi_processor_count}, uuid={self.uuid}, "
+            f"pci_bus_id={self.pci_bus_id}, "
+            f"L2_cache_size={self.L2_cache_size // 2**20}MB)"
+        )
+
+
+def get_device_properties(device=None) -> DeviceProperties:
+    gpu = _gpu(device)
+    return DeviceProperties(
+        name=f"{gpu.card.name} (simulated)",
+        major=gpu.card.capability[0],
+        minor=gpu.card.capability[1],
+        total_memory=gpu.memory.total,
+        multi_processor_count=gpu.card.multi_processors,
+        uuid=uuid.UUID(int=gpu.ordinal),
+        pci_bus_id=gpu.ordinal,
+        L2_cache_size=gpu.card.l2_cache,
+    )
+
+
+def can_device_access_peer(device, peer_device) -> bool:
+    a, b = _gpu(device), _gpu(peer_device)
+    return a is not b
+
+
+def get_arch_list() -> list[str]:
+    cards = {gpu.card.capability for gpu in placement.current().gpus}
+    return [f"sm_{major}{minor}" for major, minor in sorted(cards)]
+
+
+def is_bf16_supported(including_emulation: bool = True) -> bool:
+    return including_emulation or _gpu().card.capability >= (8, 0)
+
+
+class device:
+    """The context `torch.cuda.device(1)`: another current GPU for a while."""
+
+    def __init__(self, device):
+        if device is None:
+            self.index = None
+        elif isinstance(device, int):
+            self.index = device if device >= 0 else None
+        else:
+            self.index = torch.device(device).index
+        self.before = None
+
+    def __enter__(self):
+        self.before = current_device()
+        if self.index is not None:
+            set_device(self.index)
+
+    def __exit__(self, *error):
+        set_device(self.before)
+        return False
+
+
+class device_of(device):
+    """The context of the GPU on which a tensor or storage lives."""
+
+    def __init__(self, obj):
+        super().__init__(obj.get_device() if obj.is_cuda else None)
+
+
+def synchronize(device=None) -> None:
+    sim = placement.current()
+    sim.clock.wait(_gpu(device))
+
+
+class DefaultStream:
+    """The one stream of a simulated GPU; it can be waited for, and no more."""
+
+    def __init__(self, gpu: placement.Gpu):
+        self.device, self.device_index = gpu.device, gpu.index
+        self._gpu = gpu
+
+    def synchronize(self) -> None:
+        placement.current().clock.wait(self._gpu)
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str):
+        raise NotSimulated(f"torch.cuda.Stream.{name}")
+
+
+def current_stream(device=None) -> DefaultStream:
+    return DefaultStream(_gpu(device))
+
+
+def init() -> None:
+    placement.current().see()
+
+
+def is_initialized() -> bool:
+    return placement.current().seen
+
+
+def _is_in_bad_fork() -> bool:
+    return placement.current().forked
+
+
+# -- memory ----------------------------------------------------------------------------
+
+
+def memory_allocated(device=None) -> int:
+    return _gpu(device).memory.allocated
+
+
+def max_memory_allocated(device=None) -> int:
+    return _gpu(device).memory.peak
+
+
+def reset_peak_memory_stats(device=None) -> None:
+    memory = _gpu(device).memory
+    memory.peak = memory.allocated
+
+
+def empty_cache() -> None:
+    """Nothing is cached: every block is free as soon as its storage dies."""
+
+
+# -- random numbers --------------------------------------------------------------------
+
+
+class _GeneratorMeta(type(_raw_generator)):
+    def __instancecheck__(cls, value):
+        return isinstance(value, _raw_generator)
+
+
+class Generator(_raw_generator, metaclass=_GeneratorMeta):
+    """`torch.Generator(device="cuda:1")`, made of a CPU generator."""
+
+    gpu = None
+
+    def __new__(cls, device="cpu"):
+        device = torch.device(device)
+        if device.type not in ("cpu", "cuda"):
+            return _raw_generator(device)
+        made = _raw_generator.__new__(cls, "cpu")
+        made.gpu = placement.current().find(device)
+        return made
+
+    @property
+    def device(self):
+        return self.gpu.device if self.gpu else torch.device("cpu")
+
+
+def _for_default(gpu) -> Generator:
+    """The default generator of a GPU, as `torch.cuda.default_generators` lists it."""
+    made = Generator(gpu.device)
+    made.set_state(gpu.generator.get_state())
+    gpu.generator = made
+    return made
+
+
+def manual_seed(seed: int) -> None:
+    _gpu().generator.manual_seed(int(seed))
+
+
+def manual_seed_all(seed: int) -> None:
+    for gpu in placement.current().gpus:
+        gpu.generator.manual_seed(int(seed))
+
+
+def seed() -> None:
+    _gpu().generator.seed()
+
+
+def seed_all() -> None:
+    manual_seed_all(_gpu().generator.seed())
+
+
+def initial_seed() -> int:
+    return _gpu().generator.initial_seed()
+
+
+def get_rng_state(device="cuda") -> torch.Tensor:
+    return _gpu(device).generator.get_state()
+
+
+def get_rng_state_all() -> list[torch.Tensor]:
+    return [gpu.generator.get_state() for gpu in placement.current().gpus]
+
+
+def set_rng_state(new_state, device="cuda") -> None:
+    _gpu(device).generator.set_state(new_state)
+
+
+def set_rng_state_all(new_states) -> None:
+    for gpu, state in zip(placement.current().gpus, new_states, strict=True):
+        gpu.generator.set_state(state)
+
+
+# -- torch.accelerator -----------------------------------------------------------------
+
+
+def current_accelerator(check_available: bool = False) -> torch.device | None:
+    if check_available and not is_available():
+        return None
+    return torch.device("cuda")
+
+
+class device_index(device):
+    """The context `torch.accelerator.device_index(1)`."""
+
+
+def get_memory_info(device_index=None) -> tuple[int, int]:
+    memory = _gpu(device_index).memory
+    return memory.total - memory.allocated, memory.total
+
+
+# -- refused ---------------------------------------------------------------------------
+
+# torch.cuda's names that work as they are, or are data
+_KEPT = {
+    "CudaError", "DeferredCudaCallError", "check_error", "cudaStatus", "has_half",
+    "has_magma", "is_tf32_supported", "get_sync_debug_mode", "ipc_collect",
+}  # fmt: skip
+
+
+def _refuse(call: str):
+    def refused(*args, **kwargs):
+        raise NotSimulated(call)
+
+    refused.__name__ = call.rsplit(".", 1)[-1]
+    return refused
+
+
+def _refused_class(call: str):
+    def refuse(cls, *args, **kwargs):
+        raise NotSimulated(call)
+
+    return type(call.rsplit(".", 1)[-1], (), {"__new__": refuse})
+
+
+def _autocast_enter(self):
+    if self.device == "cuda" and self._enabled:
+        raise NotSimulated('torch.autocast("cuda")')
+    return _raw_autocast_enter(self)
+
+
+def _refused() -> list[tuple[object, str, object]]:
+    """Every public call of torch.cuda and torch.accelerator without an answer."""
+    answered = set(_CUDA) | _KEPT
+    table = []
+    for module, names in (
+        (torch.cuda, torch.cuda.__all__),
+        (torch.accelerator, torch.accelerator.__all__),
+        (torch.nn.parallel.comm, _COMM),
+    ):
+        known = _ACCELERATOR if module is torch.accelerator else answered
+        for name in names:
+            value = getattr(module, name, None)
+            if name in known or not callable(value):
+                continue
+            if name.endswith(("Tensor", "Storage")):  # tensor_api.py; legacy storages
+                continue
+            call = f"{module.__name__}.{name}"
+            make = _refused_class if isinstance(value, type) else _refuse
+            table.append((module, name, make(call)))
+    return table
+
+
+_COMM = (
+    "broadcast", "broadcast_coalesced", "reduce_add", "reduce_add_coalesced",
+    "scatter", "gather",
+)  # fmt: skip
+
+_CUDA = {
+    f.__name__: f
+    for f in (
+        is_available, device_count, current_device, set_device, get_device_name,
+        get_device_capability, get_device_properties, can_device_access_peer,
+        get_arch_list, is_bf16_supported, device, device_of, synchronize, init,
+        is_initialized, memory_allocated, max_memory_allocated,
+        reset_peak_memory_stats, empty_cache, manual_seed, manual_seed_all, seed,
+        seed_all, initial_seed, get_rng_state, get_rng_state_all, set_rng_state,
+        set_rng_state_all, _is_in_bad_fork,
+    )
+} | {
+    "is_current_stream_capturing": lambda: False,
+    "mem_get_info": get_memory_info,
+    "reset_max_memory_allocated": reset_peak_memory_stats,
+    "_lazy_init": init,
+    "current_stream": current_stream,
+    "default_stream": current_stream,
+}  # fmt: skip
+
+_ACCELERATOR = {
+    "is_available": is_available,
+    "device_count": device_count,
+    "current_accelerator": current_accelerator,
+    "current_device_index": current_device,
+    "current_device_idx": current_device,
+    "set_device_index": set_device,
+    "set_device_idx": set_device,
+    "device_index": device_index,
+    "synchronize": synchronize,
+    "memory_allocated": memory_allocated,
+    "max_memory_allocated": max_memory_allocated,
+    "reset_peak_memory_stats": reset_peak_memory_stats,
+    "empty_cache": empty_cache,
+    "current_stream": current_stream,
+    "get_memory_info": get_memory_info,
+}
+
+
+def replacements(sim) -> list[tuple[object, str, object]]:
+    """(owner, attribute, new value) for everything in this file."""
+    random = ("manual_seed", "manual_seed_all", "seed", "seed_all", "initial_seed",
+              "get_rng_state", "get_rng_state_all", "set_rng_state",
+              "set_rng_state_all")  # fmt: skip
+    memory = ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats",
+              "empty_cache", "mem_get_info")  # fmt: skip
+    return [
+        *((torch.cuda, name, new) for name, new in _CUDA.items()),
+        *((torch.cuda.random, name, _CUDA[name]) for name in random),
+        *((torch.cuda.memory, name, _CUDA[name]) for name in memory),
+        *((torch.accelerator, name, new) for name, new in _ACCELERATOR.items()),
+        *_refused(),
+        (torch.cuda, "default_generators", tuple(map(_for_default, sim.gpus))),
+        (torch, "Generator", Generator),
+        (torch.backends.cuda, "is_built", lambda: True),
+        (torch.backends.cudnn, "is_acceptable", lambda tensor: False),
+        (torch.amp.autocast_mode.autocast, "__enter__", _autocast_enter),
+        (torch, "compile", _refuse("torch.compile")),
+        (torch.utils.dlpack, "to_dlpack", _to_dlpack),
+    ]
+
+
+_raw_to_dlpack = torch.utils.dlpack.to_dlpack
+
+
+def _to_dlpack(tensor):
+    if gpu_of(tensor) is not None:
+        raise NotSimulated("DLPack of a GPU tensor")
+    return _raw_to_dlpack(tensor)
+
+
+def visible_ordinals(count: int) -> list[int]:
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves of `count`, in its order.
+
+    As in CUDA, the list ends at the first entry that names no GPU.
+    """
+    text = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if text is None:
+        return list(range(count))
+    ordinals: list[int] = []
+    for entry in text.split(","):
+        entry = entry.strip()
+        if not entry.isdigit() or int(entry) >= count:
+            break
+        if int(entry) in ordinals:  # CUDA refuses a list that names one twice
+            return []
+        ordinals.append(int(entry))
+    return ordinals

@@ -1,0 +1,654 @@
+"""On which simulated GPU each tensor lives, and what may be computed with what.
+
+Tensors stay plain CPU tensors. Each *storage* carries a `Block` that names its GPU, so
+views and in-place operations need no code, and the block's bytes are given back when
+the storage dies. A dispatch mode sees every operation below autograd: it finds the
+device from `device=` or from the inputs, refuses to mix devices in PyTorch's own words,
+runs the operation on the CPU, and marks the new storages.
+
+Models: placement, device errors, copies, random numbers of each GPU. Leaves out:
+what TorchScript moves inside its own interpreter, and the method names in a few
+messages (a real GPU says `cudnn_...` where the CPU runs something else).
+
+Terms: a tensor is *on* a `Gpu` or on None, the host. A tensor is *C++-born* when
+PyTorch's C++ made it without a tensor to look at (zeros in a backward formula, say):
+to C++ everything here is a CPU tensor, so it asks for the CPU, and the tensor joins the
+GPU of the first operation that uses it.
+"""
+
+import functools
+import re
+import sys
+import threading
+import weakref
+from pathlib import Path
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from helpers.simgpu.cards import Card
+from helpers.simgpu.memory import Memory, round_up
+
+aten = torch.ops.aten
+_Tensor = torch.Tensor
+_Base = torch._C.TensorBase
+_storage_of = _Base.untyped_storage
+_HOST = torch.device("cpu")
+_PLAIN = _Tensor.__torch_dispatch__  # of tensors on which PyTorch's own kernels run
+
+
+class NotSimulated(NotImplementedError):
+    """The simulator does not have this call, and will not guess."""
+
+    def __init__(self, call: str, advice: str = ""):
+        super().__init__(
+            f"{call} is not simulated. {advice or 'It needs a real GPU.'} "
+            "(helpers.simgpu)"
+        )
+
+
+running = None  # the Simulator of this process, set by start() and stop()
+
+
+def current():
+    """The running `Simulator`.
+
+    Raises:
+        RuntimeError: if there is none.
+    """
+    if running is None:
+        raise RuntimeError(
+            "no simulated GPUs are running; call simgpu.start(4) or need_gpus(4) first"
+        )
+    return running
+
+
+class Gpu:
+    """One simulated GPU: its card, its memory and its random numbers."""
+
+    def __init__(self, index: int, card: Card, total: int, ordinal: int):
+        self.index = index  # as the program counts
+        self.ordinal = ordinal  # as the machine counts (CUDA_VISIBLE_DEVICES)
+        self.device = torch.device("cuda", index)
+        self.card = card
+        self.memory = Memory(index, total)
+        self.generator = torch._C.Generator()
+        self.alive = True  # False once the simulator has stopped
+
+
+class Block:
+    """Marks a storage as living on a GPU; its bytes are freed with the storage."""
+
+    __slots__ = ("gpu", "nbytes")
+
+    def __init__(self, gpu: Gpu, nbytes: int):
+        self.nbytes = 0  # should take() refuse, __del__ has nothing to give back
+        gpu.memory.take(nbytes)
+        self.gpu = gpu
+        self.nbytes = nbytes
+
+    def resize(self, nbytes: int) -> None:
+        """The storage has grown or shrunk in place."""
+        self.gpu.memory.take(nbytes)
+        self.gpu.memory.give_back(self.nbytes)
+        self.nbytes = nbytes
+
+    def __del__(self):
+        if self.nbytes:
+            self.gpu.memory.give_back(self.nbytes)
+
+
+# -- where a tensor is ---------------------------------------------------------------
+
+
+def gpu_of_storage(storage) -> Gpu | None:
+    """The simulated GPU on which an UntypedStorage lives, or None."""
+    block = getattr(storage, "_simgpu", None)
+    return block.gpu if block is not None and block.gpu.alive else None
+
+
+def gpu_of(tensor: torch.Tensor) -> Gpu | None:
+    """The simulated GPU on which `tensor` lives, or None."""
+    try:
+        block = getattr(_storage_of(tensor), "_simgpu", None)
+    except (NotImplementedError, RuntimeError):  # sparse tensors have no storage
+        return _gpu_of_sparse(tensor)
+    return block.gpu if block is not None and block.gpu.alive else None
+
+
+def _gpu_of_sparse(tensor) -> Gpu | None:
+    if not is_plain(tensor):
+        return None
+    block = getattr(tensor, "_simgpu", None)
+    if block is not None:
+        return block.gpu if block.gpu.alive else None
+    with torch._C._DisableTorchDispatch():
+        if tensor.layout == torch.sparse_coo:
+            return gpu_of(_Base._values(tensor.detach()))
+        if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+            return gpu_of(_Base.values(tensor.detach()))
+        return None
+
+
+def is_plain(tensor) -> bool:
+    """Whether PyTorch's own kernels run on it (no FakeTensor, DTensor, ...)."""
+    return type(tensor).__torch_dispatch__ is _PLAIN
+
+
+def place(tensor: torch.Tensor, gpu: Gpu | None) -> torch.Tensor:
+    """Mark a new tensor as living on `gpu`; one that is marked stays where it is."""
+    if gpu is None:
+        return tensor
+    try:
+        storage = _storage_of(tensor)
+        nbytes = storage.nbytes()
+    except (NotImplementedError, RuntimeError):
+        storage, nbytes = tensor, 0  # sparse: its parts are counted on their own
+    block = getattr(storage, "_simgpu", None)
+    if block is None or not block.gpu.alive:
+        storage._simgpu = Block(gpu, nbytes)
+    elif block.nbytes != nbytes:
+        block.resize(nbytes)
+    return tensor
+
+
+# -- what the operations need ----------------------------------------------------------
+
+
+class _Op:
+    """What the mode must know of one operation; made once an operation."""
+
+    __slots__ = ("name", "has_device", "random", "silent", "run")
+
+    def __init__(self, func):
+        self.name = func._schema.name.removeprefix("aten::")
+        arguments = {argument.name for argument in func._schema.arguments}
+        self.has_device = "device" in arguments
+        self.random = torch.Tag.nondeterministic_seeded in func.tags
+        # launches nothing on a GPU: views, and memory that nobody fills
+        self.silent = func.is_view or self.name in _SILENT
+        self.run = _SPECIAL.get(self.name)
+
+
+_SILENT = {
+    "detach", "alias", "empty", "empty_like", "empty_strided", "new_empty",
+    "new_empty_strided", "set_", "resize_", "_unsafe_view", "lift_fresh", "lift",
+    "_sparse_coo_tensor_with_dims_and_tensors", "_coalesced_", "_reshape_alias",
+}  # fmt: skip
+_SPECIAL = {}  # operation name -> method of Placement that runs it
+_OPS: dict = {}
+
+
+def _special(*names):
+    def register(method):
+        _SPECIAL.update(dict.fromkeys(names, method))
+        return method
+
+    return register
+
+
+def tensors_in(values) -> list[torch.Tensor]:
+    """The tensors among arguments or results, also inside lists."""
+    found = []
+    for value in values:
+        if isinstance(value, _Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [item for item in value if isinstance(item, _Tensor)]
+    return found
+
+
+class _PerThread(threading.local):
+    """State of one thread."""
+
+    current = 0  # index of the current GPU
+    calls = 0  # torch functions called so far: tells two calls apart
+    moving = False  # this very copy was asked for by the program
+    quiet = 0  # greater than 0: nothing is logged (a tensor is being printed)
+    asked_for_host = False  # this very factory call says device="cpu"
+    born = None  # the C++ call in which a C++-born tensor was last made
+
+
+class Placement(TorchDispatchMode):
+    """Sees every operation below autograd. One for each thread, over one `sim`."""
+
+    def __init__(self, sim):
+        super().__init__()
+        self.sim = sim
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if types and any(kind.__torch_dispatch__ is not _PLAIN for kind in types):
+            return NotImplemented  # tensor subclasses unwrap themselves first
+        op = _OPS.get(func)
+        if op is None:
+            op = _OPS[func] = _Op(func)
+        kwargs = kwargs or {}
+        tensors = tensors_in(args)
+        if kwargs:
+            tensors += tensors_in(kwargs.values())
+        if op.run is not None:
+            return op.run(self, op, func, args, kwargs, tensors)
+        if op.has_device:
+            return self._create(op, func, args, kwargs, tensors)
+        gpu = self._meet(func, args, tensors)
+        if gpu is None and not tensors and op.random:  # generator work on the host
+            return func(*args, **kwargs)
+        return self._run(op, func, args, kwargs, tensors, gpu)
+
+    # -- the usual way ---------------------------------------------------------------
+
+    def _meet(self, func, args, tensors) -> Gpu | None:
+        """The one GPU (or None) of an operation's inputs."""
+        if not tensors:
+            return None
+        gpus = [gpu_of(tensor) for tensor in tensors]
+        first = gpus[0]
+        for gpu in gpus:
+            if gpu is not first:
+                return self._reconcile(func, args, tensors, gpus)
+        return first
+
+    def _reconcile(self, func, args, tensors, gpus) -> Gpu:
+        """Inputs on several devices: let in who may join, or refuse."""
+        gpu = next(gpu for gpu in gpus if gpu is not None)
+        for tensor, its in zip(tensors, gpus, strict=True):
+            if its is gpu:
+                continue
+            if its is None and tensor.device.type == "meta":
+                continue
+            if its is None and self._is_born_here(tensor):
+                place(tensor, gpu)
+            elif its is None and tensor.dim() == 0 and _joins_scalars(func):
+                _send_gradient_home(tensor)
+            else:
+                raise RuntimeError(_mismatch(func, args, tensors, gpus))
+        return gpu
+
+    def _run(self, op, func, args, kwargs, tensors, gpu):
+        """Run on the CPU, mark the results, log and time it."""
+        if gpu is None:
+            out = func(*args, **kwargs)
+            if self.sim.thread.born is not None:
+                self._inherit_birth(tensors, out)
+            return out
+        if op.random and kwargs.get("generator") is None:
+            out = self._with_random_state(gpu, func, args, kwargs)
+        else:
+            out = func(*args, **kwargs)
+        outputs = tensors_in(out if isinstance(out, (tuple, list)) else (out,))
+        for tensor in outputs:
+            place(tensor, gpu)
+        if not op.silent and not self.sim.thread.quiet:
+            self.sim.clock.kernel(gpu, func, args, kwargs, tensors, outputs)
+        return out
+
+    def _with_random_state(self, gpu, func, args, kwargs):
+        """Run `func` with the random state of `gpu` in place of the host's."""
+        host = torch.default_generator
+        before = host.get_state()
+        host.set_state(gpu.generator.get_state())
+        try:
+            return func(*args, **kwargs)
+        finally:
+            gpu.generator.set_state(host.get_state())
+            host.set_state(before)
+
+    # -- operations with device= -------------------------------------------------------
+
+    def _create(self, op, func, args, kwargs, tensors):
+        """Factories: `zeros(..., device=)`, `new_zeros`, `zeros_like`, ..."""
+        device = kwargs.get("device")
+        if device is not None and device.type not in ("cuda", "cpu"):
+            return func(*args, **kwargs)
+        if device is not None and device.type == "cuda":
+            gpu = self.sim.find(device)
+        elif tensors and (device is None or not self.sim.thread.asked_for_host):
+            # nothing asked for, or C++ repeats the device that it sees: the input's
+            gpu = self._meet(func, args, tensors)
+        else:
+            gpu = None
+        pin = kwargs.get("pin_memory")
+        if gpu is not None or pin:
+            kwargs = {**kwargs, "device": _HOST, "pin_memory": False}
+        if gpu is not None:
+            if pin:
+                raise RuntimeError("Only dense CPU tensors can be pinned")
+            _refuse_too_large(gpu, args, kwargs)
+        out = self._run(op, func, args, kwargs, tensors, gpu)
+        if gpu is None and pin:
+            _storage_of(out)._simgpu_pinned = True
+        elif gpu is None and not tensors:
+            self._note_birth(out)
+        return out
+
+    # -- C++-born tensors ----------------------------------------------------------------
+
+    def _here(self):
+        """Names the Python call that is running: same name, same call into C++."""
+        frame = sys._getframe(1)
+        while frame.f_code.co_filename == __file__:
+            if frame.f_code is _FUNCTION_CODE:
+                return (self.sim.thread.calls, "torch function")
+            frame = frame.f_back
+        if frame.f_code is _BACKWARD_CODE:
+            return "backward"
+        return (self.sim.thread.calls, id(frame), frame.f_lasti)
+
+    def _note_birth(self, tensor) -> None:
+        if isinstance(tensor, _Tensor) and tensor.layout == torch.strided:
+            here = self._here()
+            _storage_of(tensor)._simgpu_born = here
+            self.sim.thread.born = here
+
+    def _inherit_birth(self, tensors, out) -> None:
+        """What C++ computes from a C++-born tensor in the same call is C++-born."""
+        if not tensors or self.sim.thread.born != self._here():
+            return
+        if any(self._is_born_here(tensor) for tensor in tensors):
+            for tensor in tensors_in((out,)):
+                _storage_of(tensor)._simgpu_born = self.sim.thread.born
+
+    def _is_born_here(self, tensor) -> bool:
+        if tensor.layout != torch.strided:
+            return False
+        born = getattr(_storage_of(tensor), "_simgpu_born", None)
+        return born is not None and (born == "backward" or born == self._here())
+
+    # -- special operations ----------------------------------------------------------------
+
+    @_special("_to_copy")
+    def _to_copy(self, op, func, args, kwargs, tensors):
+        """A change of dtype stays; a change of device is a copy over a link."""
+        (tensor,), thread = tensors, self.sim.thread
+        source, device = gpu_of(tensor), kwargs.get("device")
+        asked, thread.moving = thread.moving, False
+        if device is None or (device.type == "cpu" and not asked):
+            target = source  # C++ passes on the CPU that it sees
+        elif device.type in ("cuda", "cpu"):
+            target = self.sim.find(device)
+        else:
+            return func(*args, **kwargs)
+        kwargs = {**kwargs, "device": _HOST}
+        pin = kwargs.pop("pin_memory", None)
+        if target is source:
+            return self._run(op, func, args, kwargs, tensors, source)
+        out = place(func(*args, **kwargs), target)
+        if pin:
+            _storage_of(out)._simgpu_pinned = True
+        self._log_copy(source, target, tensor)
+        return out
+
+    @_special("copy_")
+    def _copy(self, op, func, args, kwargs, tensors):
+        """`target.copy_(source)` works across devices."""
+        target, source = (gpu_of(tensor) for tensor in tensors[:2])
+        if target is None and source is not None and self._is_born_here(tensors[0]):
+            place(tensors[0], source)
+            target = source
+        if source is None and target is not None and self._is_born_here(tensors[1]):
+            source = target
+        if target is source:
+            return self._run(op, func, args, kwargs, tensors, target)
+        out = func(*args, **kwargs)
+        self._log_copy(source, target, tensors[1])
+        return out
+
+    @_special("_local_scalar_dense", "equal", "is_nonzero")
+    def _read_back(self, op, func, args, kwargs, tensors):
+        """`.item()` and its like: a copy to the host, which waits for it."""
+        gpu = self._meet(func, args, tensors)
+        out = func(*args, **kwargs)
+        if gpu is not None and not self.sim.thread.quiet:
+            self.sim.clock.copy(gpu, None, tensors[0].element_size())
+        return out
+
+    @_special("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index")
+    def _index(self, op, func, args, kwargs, tensors):
+        """Indices may be on the host; the rest must agree."""
+        gpu = gpu_of(tensors[0])
+        indices = [t for t in args[1] if t is not None]
+        for index in indices:
+            its = gpu_of(index)
+            if its is not None and its is not gpu:
+                raise RuntimeError(
+                    "indices should be either on cpu or on the same device as the "
+                    f"indexed tensor ({gpu.device if gpu else 'cpu'})"
+                )
+        for index in indices:
+            if gpu is not None and gpu_of(index) is None:
+                if not self._is_born_here(index):
+                    self._log_copy(None, gpu, index)
+        others = [t for t in tensors if not any(t is index for index in indices)]
+        self._meet(func, args, others)
+        return self._run(op, func, args, kwargs, tensors, gpu)
+
+    @_special("_pack_padded_sequence")
+    def _pack(self, op, func, args, kwargs, tensors):
+        """Lengths and batch sizes stay on the host, as on CUDA."""
+        gpu = gpu_of(tensors[0])
+        if gpu_of(tensors[1]) is not None:
+            raise RuntimeError(
+                "'lengths' argument should be a 1D CPU int64 tensor, but got "
+                f"{tensors[1].dim()}D {gpu_of(tensors[1]).device} "
+                f"{str(tensors[1].dtype).removeprefix('torch.').title()} tensor"
+            )
+        data, batch_sizes = func(*args, **kwargs)
+        if not self.sim.thread.quiet and gpu is not None:
+            self.sim.clock.kernel(gpu, func, args, kwargs, tensors[:1], [data])
+        return place(data, gpu), batch_sizes
+
+    @_special("is_pinned")
+    def _is_pinned(self, op, func, args, kwargs, tensors):
+        return getattr(_storage_of(tensors[0]), "_simgpu_pinned", False)
+
+    @_special("_pin_memory")
+    def _pin(self, op, func, args, kwargs, tensors):
+        out = tensors[0].clone()
+        _storage_of(out)._simgpu_pinned = True
+        return out
+
+    @_special("record_stream")
+    def _record_stream(self, op, func, args, kwargs, tensors):
+        raise NotSimulated("Tensor.record_stream")
+
+    def _log_copy(self, source, target, tensor) -> None:
+        if not self.sim.thread.quiet:
+            nbytes = tensor.numel() * tensor.element_size()
+            self.sim.clock.copy(source, target, nbytes)
+
+
+class _Foreach:
+    """`torch._foreach_*` takes lists; each position may be on its own device."""
+
+    def __call__(self, mode, op, func, args, kwargs, tensors):
+        gpus = {gpu_of(tensor) for tensor in tensors}
+        if len(gpus) == 1:
+            return mode._run(op, func, args, kwargs, tensors, gpus.pop())
+        if op.name == "_foreach_copy_":  # the one that may cross devices
+            for target, source in zip(args[0], args[1], strict=True):
+                target.copy_(source)
+            return None
+        lists = [a for a in args if isinstance(a, (list, tuple)) and tensors_in((a,))]
+        results = []
+        for i in range(len(lists[0])):
+            single = [[a[i]] if _is_parallel(a, lists[0]) else a for a in args]
+            mine = tensors_in(single)
+            gpu = mode._meet(func, single, mine)
+            out = mode._run(op, func, single, kwargs, mine, gpu)
+            results += out if isinstance(out, (list, tuple)) else []
+        return results or None
+
+
+def _is_parallel(value, model) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) == len(model)
+
+
+for _name in dir(aten):
+    if _name.startswith(("_foreach_", "_fused_")):
+        _SPECIAL[_name] = _Foreach()
+
+
+# -- PyTorch's words -----------------------------------------------------------------
+
+
+@functools.cache
+def _declarations() -> dict[str, str]:
+    """Operation and overload -> its entry in PyTorch's native_functions.yaml.
+
+    The file says how each CUDA operation checks its devices. It is read only when a
+    program mixes devices.
+    """
+    import torchgen
+
+    folder = Path(torchgen.__file__).parent / "packaged" / "ATen" / "native"
+    text = (folder / "native_functions.yaml").read_text(encoding="utf-8")
+    return {
+        entry[: entry.index("(")].strip(): entry
+        for entry in re.split(r"^- func: ", text, flags=re.MULTILINE)[1:]
+    }
+
+
+def _declaration(func) -> str:
+    return _declarations().get(func._schema.name.removeprefix("aten::") + (
+        f".{func._schema.overload_name}" if func._schema.overload_name else ""
+    ), "")
+
+
+@functools.cache
+def _joins_scalars(func) -> bool:
+    """Whether CUDA lets a CPU tensor without dimensions join this operation."""
+    return "NoCheck" in _declaration(func) or torch.Tag.pointwise in func.tags
+
+
+# operations that CUDA runs as another one: name -> (that one, argument -> argument)
+_RUNS_AS = {
+    "embedding": ("_index_select", {"indices": "index"}),
+}
+_LEGACY = {
+    torch.float32: "FloatTensor", torch.float64: "DoubleTensor",
+    torch.float16: "HalfTensor", torch.bfloat16: "BFloat16Tensor",
+    torch.int64: "LongTensor", torch.int32: "IntTensor", torch.int16: "ShortTensor",
+    torch.int8: "CharTensor", torch.uint8: "ByteTensor", torch.bool: "BoolTensor",
+}  # fmt: skip
+
+
+def type_name(tensor) -> str:
+    """What `tensor.type()` says: "torch.cuda.FloatTensor"."""
+    package = "torch.cuda." if gpu_of(tensor) else "torch."
+    return package + _LEGACY.get(tensor.dtype, str(tensor.dtype))
+
+
+def _mismatch(func, args, tensors, gpus) -> str:
+    """What CUDA says when `func` gets tensors of several devices."""
+    name = func._schema.name.removeprefix("aten::")
+    devices = [gpu.device if gpu else _HOST for gpu in gpus]
+    if name == "convolution" and None in gpus:
+        return (
+            f"Input type ({type_name(tensors[0])}) and weight type "
+            f"({type_name(tensors[1])}) should be the same"
+        )
+    if name.startswith("masked_fill"):
+        return (
+            "expected self and mask to be on the same device, but got mask on "
+            f"{devices[1]} and self on {devices[0]}"
+        )
+    if name == "where" and len(devices) == 3:
+        return (
+            "Expected condition, x and y to be on the same device, but condition is "
+            f"on {devices[0]} and x and y are on {devices[1]} and {devices[2]} "
+            "respectively"
+        )
+    if "rnn" in name or "lstm" in name or "gru" in name:
+        return (
+            "Input and parameter tensors are not at the same device, found input "
+            f"tensor at {devices[0]} and parameter tensor at {devices[1]}"
+        )
+    entry = _declaration(func)
+    if _joins_scalars(func) or "CUDA" not in entry and name not in _RUNS_AS:
+        first = next(d for d in devices if d.type == "cuda")
+        other = next(d for d in devices if d != first)
+        return (
+            "Expected all tensors to be on the same device, but found at least two "
+            f"devices, {first} and {other}!"
+        )
+    run_as, renamed = _RUNS_AS.get(name, (None, {}))
+    if run_as is None:
+        overload = func._schema.overload_name
+        structured = "structured" in entry
+        run_as = name if structured else f"{overload}_{name}"
+    position = next(i for i, device in enumerate(devices) if device != devices[0])
+    argument = _argument_name(func, args, tensors[position])
+    return (
+        "Expected all tensors to be on the same device, but got "
+        f"{renamed.get(argument, argument)} is on {devices[position]}, different from "
+        f"other tensors on {devices[0]} (when checking argument in method "
+        f"wrapper_CUDA_{run_as})"
+    )
+
+
+def _argument_name(func, args, tensor) -> str:
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if any(tensor is item for item in tensors_in((value,))):
+            return argument.name
+    return "self"
+
+
+_sent_home = weakref.WeakSet()  # CPU scalars whose gradient is brought back
+
+
+def _send_gradient_home(scalar) -> None:
+    """A CPU scalar that joined a GPU operation gets its gradient on the CPU."""
+    if scalar.requires_grad and scalar not in _sent_home:
+        _sent_home.add(scalar)
+        scalar.register_hook(lambda gradient: gradient.cpu())
+
+
+def _refuse_too_large(gpu: Gpu, args, kwargs) -> None:
+    """Raise OutOfMemoryError before the host fills its own memory with zeros."""
+    size = args[0] if args and isinstance(args[0], (list, tuple, torch.Size)) else ()
+    if size and all(isinstance(n, int) for n in size):
+        count = functools.reduce(lambda a, b: a * b, size, 1)
+        dtype = kwargs.get("dtype") or torch.get_default_dtype()
+        nbytes = count * dtype.itemsize
+        if round_up(nbytes) > gpu.memory.total - gpu.memory.allocated:
+            gpu.memory.take(nbytes)  # raises
+
+
+# -- torch functions -------------------------------------------------------------------
+
+
+class Functions(TorchFunctionMode):
+    """Sees every torch function before PyTorch reads its arguments.
+
+    Only for what the dispatch mode never gets to see: whole numbers as devices, and
+    functions such as `torch.tensor` that build their result in C++ at once.
+    """
+
+    def __init__(self, sim, handlers: dict):
+        super().__init__()
+        self.sim = sim
+        self.handlers = handlers
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        thread = self.sim.thread
+        thread.calls += 1
+        handler = self.handlers.get(func)
+        if handler is not None:
+            return handler(*args, **(kwargs or {}))
+        if not kwargs:
+            return func(*args)
+        device = kwargs.get("device")
+        if device is None:
+            return func(*args, **kwargs)
+        if type(device) is int:
+            kwargs = {**kwargs, "device": self.sim.find(device).device}
+        thread.asked_for_host = str(device) == "cpu"
+        try:
+            return func(*args, **kwargs)
+        finally:
+            thread.asked_for_host = False
+
+
+_FUNCTION_CODE = Functions.__torch_function__.__code__
+_BACKWARD_CODE = torch.autograd.graph._engine_run_backward.__code__

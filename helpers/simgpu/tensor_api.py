@@ -1,0 +1,531 @@
+"""What tensors, storages and factory functions say while GPUs are simulated.
+
+Each entry stands for one method or function of PyTorch and answers as on a machine
+with CUDA GPUs. Whatever is not replaced here reaches `placement.Placement` as an
+operation. `replacements()` is this file's part of the table that `start()` applies.
+"""
+
+import torch
+from torch.storage import UntypedStorage, _StorageBase
+
+from helpers.simgpu import placement
+from helpers.simgpu.placement import NotSimulated, gpu_of, is_plain, place
+
+_Base = torch._C.TensorBase
+_raw = {  # PyTorch's own, below our replacements
+    name: getattr(torch.Tensor, name)
+    for name in (
+        "to", "cuda", "cpu", "numpy", "type", "new", "new_tensor", "get_device",
+        "tolist", "copy_", "pin_memory", "share_memory_", "is_shared", "__dlpack__",
+        "__repr__", "__dlpack_device__",
+    )
+}  # fmt: skip
+_raw_device = _Base.device
+_raw_grad = _Base.grad
+_raw_functions = {
+    name: getattr(torch, name)
+    for name in ("tensor", "as_tensor", "asarray", "sparse_coo_tensor", "device")
+}
+_raw_storage = {
+    name: getattr(_StorageBase, name) for name in ("clone", "cpu", "cuda", "to")
+}
+_raw_storage_device = UntypedStorage.device
+_raw_run_backward = torch.autograd._engine_run_backward
+
+
+# -- moving ------------------------------------------------------------------------------
+
+
+class _Move(torch.autograd.Function):
+    """The differentiable copy between devices: its gradient goes the way back."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(tensor, device, dtype, memory_format):
+        return _move(tensor, device, dtype, memory_format)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.device, ctx.dtype = inputs[0].device, inputs[0].dtype
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.to(ctx.device, ctx.dtype), None, None, None
+
+
+_Move._backward_cls.__name__ = "ToCopyBackward0"  # as a printed tensor names it
+
+
+def _move(tensor, device, dtype, memory_format):
+    placement.current().thread.moving = True
+    return torch.ops.aten._to_copy(
+        tensor,
+        device=device,
+        dtype=dtype,
+        memory_format=memory_format or torch.preserve_format,
+    )
+
+
+def move(tensor, device: torch.device, dtype=None, copy=False, memory_format=None):
+    """`tensor` on `device`: itself if nothing changes, otherwise a copy."""
+    target = placement.current().find(device)
+    if gpu_of(tensor) is target:
+        keep = {} if memory_format is None else {"memory_format": memory_format}
+        return _raw["to"](tensor, dtype or tensor.dtype, copy=copy, **keep)
+    if dtype is tensor.dtype:
+        dtype = None
+    device = target.device if target else device
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        return _Move.apply(tensor, device, dtype, memory_format)
+    moved = _move(tensor.detach(), device, dtype, memory_format)
+    kind = type(tensor)
+    if kind is torch.Tensor or isinstance(tensor, torch.nn.Parameter):
+        return moved
+    return moved.as_subclass(kind)
+
+
+def _parse_to(device=None, dtype=None, non_blocking=False, copy=False, *,
+              memory_format=None):  # fmt: skip
+    return _device(device), dtype, copy, memory_format
+
+
+def _device(device):
+    """A torch.device for anything that names one; None stays None."""
+    if device is None or isinstance(device, torch.device):
+        return device
+    if isinstance(device, int):
+        return placement.current().find(device).device
+    return _raw_functions["device"](device)
+
+
+def _to(self, *args, **kwargs):
+    if not is_plain(self) or self.device.type == "meta":
+        return _raw["to"](self, *args, **kwargs)
+    first = args[0] if args else kwargs.get("other", kwargs.get("tensor"))
+    if isinstance(first, torch.Tensor):  # to(other)
+        rest = {k: v for k, v in kwargs.items() if k not in ("other", "tensor")}
+        args = (first.device, first.dtype, *args[1:])
+        device, dtype, copy, memory_format = _parse_to(*args, **rest)
+    elif isinstance(first, torch.dtype):  # to(dtype)
+        return _raw["to"](self, *args, **kwargs)
+    else:
+        device, dtype, copy, memory_format = _parse_to(*args, **kwargs)
+    if device is None or device.type not in ("cuda", "cpu"):
+        return _raw["to"](self, *args, **kwargs)
+    return move(self, device, dtype, copy, memory_format)
+
+
+def _cuda(self, device=None, non_blocking=False, memory_format=None):
+    if device is None:
+        device = torch.device("cuda")
+    device = _device(device)
+    if device.type != "cuda":
+        raise RuntimeError(f"Invalid device, must be cuda device, got {device.type}")
+    if not is_plain(self):
+        return self.to(device)
+    return move(self, device, memory_format=memory_format)
+
+
+def _cpu(self, memory_format=torch.preserve_format):
+    if not is_plain(self) or gpu_of(self) is None:
+        return _raw["cpu"](self, memory_format=memory_format)
+    return move(self, torch.device("cpu"), memory_format=memory_format)
+
+
+def _copy_(self, source, non_blocking=False):
+    crosses = isinstance(source, torch.Tensor) and gpu_of(self) is not gpu_of(source)
+    if crosses and torch.is_grad_enabled() and source.requires_grad:
+        source = source.to(self.device)  # so that its gradient finds the way back
+    return _raw["copy_"](self, source, non_blocking)
+
+
+# -- asking ------------------------------------------------------------------------------
+
+
+def _get_device_property(self):
+    gpu = gpu_of(self)
+    return _raw_device.__get__(self) if gpu is None else gpu.device
+
+
+def _is_cuda(self):
+    return self.device.type == "cuda"
+
+
+def _is_cpu(self):
+    return self.device.type == "cpu"
+
+
+def _get_device(self):
+    gpu = gpu_of(self)
+    return _raw["get_device"](self) if gpu is None else gpu.index
+
+
+def _repr(self, *, tensor_contents=None):
+    """Printing is not part of the program: it leaves no trace in the log."""
+    sim = placement.current()
+    sim.thread.quiet += 1
+    try:
+        return _raw["__repr__"](self, tensor_contents=tensor_contents)
+    finally:
+        sim.thread.quiet -= 1
+
+
+def _type(self, dtype=None, non_blocking=False, **kwargs):
+    if dtype is None:
+        return placement.type_name(self)
+    if isinstance(dtype, type) and issubclass(dtype, CudaTensorType):
+        return self.cuda().to(dtype.dtype)
+    name = dtype if isinstance(dtype, str) else ""
+    if name.startswith("torch.cuda."):
+        return self.cuda().to(_DTYPES[name.removeprefix("torch.cuda.")])
+    if name.startswith("torch.") and name.removeprefix("torch.") in _DTYPES:
+        return self.cpu().to(_DTYPES[name.removeprefix("torch.")])
+    return _raw["type"](self, dtype, non_blocking, **kwargs)
+
+
+def _get_grad(self):
+    return _raw_grad.__get__(self)
+
+
+def _set_grad(self, value):
+    if isinstance(value, torch.Tensor) and gpu_of(value) is not gpu_of(self):
+        raise RuntimeError(
+            "attempting to assign a gradient with device type "
+            f"'{value.device.type}' to a tensor with device type '{self.device.type}'. "
+            "Please ensure that the gradient and the tensor are on the same device"
+            if value.device.type != self.device.type
+            else "attempting to assign a gradient located on device with index "
+            f"'{value.device.index}' to a tensor located on device with index "
+            f"'{self.device.index}'. Please ensure that the gradient and the tensor "
+            "are on the same device"
+        )
+    _raw_grad.__set__(self, value)
+
+
+def _del_grad(self):
+    _raw_grad.__delete__(self)
+
+
+# -- leaving PyTorch -----------------------------------------------------------------------
+
+
+def _numpy(self, *, force=False):
+    gpu = gpu_of(self)
+    if gpu is None:
+        return _raw["numpy"](self, force=force)
+    if force:
+        return _raw["numpy"](self.detach().cpu(), force=True)
+    raise TypeError(
+        f"can't convert {gpu.device} device type tensor to numpy. Use Tensor.cpu() to "
+        "copy the tensor to host memory first."
+    )
+
+
+def _tolist(self):
+    return _raw["tolist"](self if gpu_of(self) is None else self.detach().cpu())
+
+
+def _dlpack(self, *args, **kwargs):
+    if gpu_of(self) is not None:
+        raise NotSimulated("DLPack of a GPU tensor")
+    return _raw["__dlpack__"](self, *args, **kwargs)
+
+
+def _dlpack_device(self):
+    if gpu_of(self) is not None:
+        raise NotSimulated("DLPack of a GPU tensor")
+    return _raw["__dlpack_device__"](self)
+
+
+def _cuda_array_interface(self):
+    raise AttributeError(
+        "__cuda_array_interface__: a simulated GPU tensor has no CUDA memory to share"
+    )
+
+
+def _pin_memory(self, device=None):
+    if gpu_of(self) is not None:
+        raise RuntimeError(
+            f"cannot pin '{placement.type_name(self)}' only dense CPU tensors can be "
+            "pinned"
+        )
+    if self.is_pinned():
+        return self
+    return torch.ops.aten._pin_memory(self)
+
+
+def _is_pinned(self, device=None):
+    if not is_plain(self) or self.layout != torch.strided:
+        return False
+    return getattr(self.untyped_storage(), "_simgpu_pinned", False)
+
+
+def _share_memory_(self):
+    return self if gpu_of(self) is not None else _raw["share_memory_"](self)
+
+
+def _is_shared(self):
+    return gpu_of(self) is not None or _raw["is_shared"](self)
+
+
+# -- making --------------------------------------------------------------------------------
+
+
+def _made(tensor, device):
+    """A tensor that was just built on the host, where `device` asks for it."""
+    sim = placement.current()
+    gpu = sim.find(device)
+    if gpu is not None:
+        place(tensor, gpu)
+        if not sim.thread.quiet:
+            sim.clock.copy(None, gpu, tensor.numel() * tensor.element_size())
+    return tensor
+
+
+def _default(device):
+    """What `device=` means where it was left out: the default device."""
+    device = _device(device)
+    if device is None:
+        device = torch.utils._device.CURRENT_DEVICE
+    return device or torch.device("cpu")
+
+
+def _new_tensor_function(data, *, dtype=None, device=None, requires_grad=False,
+                         pin_memory=False):  # fmt: skip
+    """torch.tensor"""
+    raw = _raw_functions["tensor"]
+    if isinstance(data, torch.Tensor):
+        device = _device(device) or data.device
+        made = data.detach().to(device, dtype, copy=True)
+        return made.requires_grad_(requires_grad)
+    device = _default(device)
+    if device.type not in ("cuda", "cpu"):
+        return raw(data, dtype=dtype, device=device, requires_grad=requires_grad)
+    made = _made(raw(data, dtype=dtype, device="cpu"), device)
+    if pin_memory:
+        made = made.pin_memory()
+    return made.requires_grad_(requires_grad)
+
+
+def _as_tensor(data, dtype=None, device=None):
+    if isinstance(data, torch.Tensor):
+        return data.to(_device(device) or data.device, dtype or data.dtype)
+    device = _default(device)
+    if device.type not in ("cuda", "cpu"):
+        return _raw_functions["as_tensor"](data, dtype=dtype, device=device)
+    made = _raw_functions["as_tensor"](data, dtype=dtype, device="cpu")
+    return made.to(device)  # a copy: what numpy shares stays on the host
+
+
+def _asarray(obj, *, dtype=None, device=None, copy=None, requires_grad=False):
+    if isinstance(obj, torch.Tensor):
+        device = _device(device) or obj.device
+        if copy is False and device != obj.device:
+            raise ValueError("can't alias tensor with different device")
+        made = obj.to(device, dtype or obj.dtype, copy=bool(copy))
+        return made.detach().requires_grad_(True) if requires_grad else made
+    made = _raw_functions["asarray"](obj, dtype=dtype, device="cpu", copy=copy)
+    return made.to(_default(device)).requires_grad_(requires_grad)
+
+
+def _new_tensor(self, data, *, dtype=None, device=None, requires_grad=False,
+                pin_memory=False):  # fmt: skip
+    return _new_tensor_function(
+        data,
+        dtype=dtype or (None if isinstance(data, torch.Tensor) else self.dtype),
+        device=_device(device) or self.device,
+        requires_grad=requires_grad,
+        pin_memory=pin_memory,
+    )
+
+
+def _new(self, *args, **kwargs):
+    device = _device(kwargs.pop("device", None)) or self.device
+    return _made(_raw["new"](self, *args, **kwargs), device)
+
+
+def _sparse_coo_tensor(*args, device=None, **kwargs):
+    values = args[1] if len(args) > 1 else None
+    here = values.device if isinstance(values, torch.Tensor) else _default(None)
+    device = _device(device) or here
+    parts = [a.to(device) if isinstance(a, torch.Tensor) else a for a in args]
+    return _raw_functions["sparse_coo_tensor"](*parts, **kwargs).to(device)
+
+
+def _new_device(*args, **kwargs):
+    """torch.device(1) is the GPU with index 1."""
+    first = args[0] if args else kwargs.get("type")
+    if isinstance(first, int) and not isinstance(first, bool):
+        return _raw_functions["device"]("cuda", first)
+    return _raw_functions["device"](*args, **kwargs)
+
+
+def _parse_module_to(*args, **kwargs):
+    """`nn.Module.to` reads its arguments with this."""
+    if args and isinstance(args[0], int):
+        args = (torch.device("cuda", args[0]), *args[1:])
+    if isinstance(kwargs.get("device"), int):
+        kwargs = {**kwargs, "device": torch.device("cuda", kwargs["device"])}
+    return _raw_parse_module_to(*args, **kwargs)
+
+
+_raw_parse_module_to = torch._C._nn._parse_to
+
+
+# -- storages ------------------------------------------------------------------------------
+
+
+def _storage_device(self):
+    gpu = placement.gpu_of_storage(self)
+    return _raw_storage_device.__get__(self) if gpu is None else gpu.device
+
+
+def _storage_bytes(storage) -> torch.Tensor:
+    """The bytes of a storage as a tensor on the same device."""
+    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return empty.set_(storage)
+
+
+def _storage_clone(self):
+    if placement.gpu_of_storage(self) is None:
+        return _raw_storage["clone"](self)
+    return _storage_bytes(self).clone().untyped_storage()
+
+
+def _storage_cpu(self):
+    return _storage_to(self, device=torch.device("cpu"))
+
+
+def _storage_cuda(self, device=None, non_blocking=False):
+    return _storage_to(self, device="cuda" if device is None else device)
+
+
+def _storage_to(self, *, device, non_blocking=False):
+    device = _device(device)
+    if device.type not in ("cuda", "cpu"):
+        return _raw_storage["to"](self, device=device, non_blocking=non_blocking)
+    if placement.current().find(device) is placement.gpu_of_storage(self):
+        return self
+    return _storage_bytes(self).to(device).untyped_storage()
+
+
+def _share_cuda(self, *args, **kwargs):
+    raise NotSimulated("sharing a GPU tensor between processes")
+
+
+# -- autograd, optimizers ------------------------------------------------------------------
+
+
+def _run_backward(outputs, gradients, *args, **kwargs):
+    """The engine checks the device of each gradient it is given."""
+    for i, (output, gradient) in enumerate(zip(outputs, gradients, strict=False)):
+        if isinstance(output, torch.Tensor) and isinstance(gradient, torch.Tensor):
+            if gpu_of(output) is not gpu_of(gradient) and gradient.dim() > 0:
+                raise RuntimeError(
+                    f"Function {output.grad_fn.name() if output.grad_fn else 'root'} "
+                    f"returned an invalid gradient at index {i} - expected device "
+                    f"{output.device} but got {gradient.device}"
+                )
+    return _raw_run_backward(outputs, gradients, *args, **kwargs)
+
+
+def _group_by_device_and_dtype(lists, with_indices=False):
+    """Optimizers make one group for each device and dtype."""
+    groups: dict = {}
+    for i, first in enumerate(lists[0]):
+        key = (first.device, first.dtype)
+        if key not in groups:
+            groups[key] = ([[] for _ in lists], [])
+        columns, indices = groups[key]
+        for column, tensors in zip(columns, lists, strict=True):
+            if tensors:
+                column.append(tensors[i])
+        if with_indices:
+            indices.append(i)
+    return groups
+
+
+# -- old names of GPU tensor types ---------------------------------------------------------
+
+_DTYPES = {name: dtype for dtype, name in placement._LEGACY.items()}
+
+
+class _CudaTypeMeta(type):
+    def __instancecheck__(cls, value):
+        its = isinstance(value, torch.Tensor) and value.is_cuda
+        return its and value.dtype is cls.dtype
+
+
+class CudaTensorType(metaclass=_CudaTypeMeta):
+    """`torch.cuda.FloatTensor` and its kin: good for `isinstance` and `.type()`."""
+
+    dtype: torch.dtype
+
+    def __new__(cls, *args, **kwargs):
+        raise NotSimulated(
+            f"the constructor torch.cuda.{cls.__name__}",
+            'Write torch.tensor(..., device="cuda").',
+        )
+
+
+def replacements() -> list[tuple[object, str, object]]:
+    """(owner, attribute, new value) for everything in this file."""
+    tensor_methods = {
+        "to": _to,
+        "cuda": _cuda,
+        "cpu": _cpu,
+        "copy_": _copy_,
+        "device": property(_get_device_property),
+        "is_cuda": property(_is_cuda),
+        "is_cpu": property(_is_cpu),
+        "get_device": _get_device,
+        "grad": property(_get_grad, _set_grad, _del_grad),
+        "type": _type,
+        "__repr__": _repr,
+        "numpy": _numpy,
+        "tolist": _tolist,
+        "__dlpack__": _dlpack,
+        "__dlpack_device__": _dlpack_device,
+        "__cuda_array_interface__": property(_cuda_array_interface),
+        "pin_memory": _pin_memory,
+        "is_pinned": _is_pinned,
+        "share_memory_": _share_memory_,
+        "is_shared": _is_shared,
+        "new": _new,
+        "new_tensor": _new_tensor,
+    }
+    cuda_types = {
+        name: type(name, (CudaTensorType,), {"dtype": dtype})
+        for name, dtype in _DTYPES.items()
+    }
+    return [
+        *((torch.Tensor, name, new) for name, new in tensor_methods.items()),
+        *((torch.cuda, name, new) for name, new in cuda_types.items()),
+        (torch, "tensor", _new_tensor_function),
+        (torch, "as_tensor", _as_tensor),
+        (torch, "asarray", _asarray),
+        (torch, "sparse_coo_tensor", _sparse_coo_tensor),
+        (torch._C._nn, "_parse_to", _parse_module_to),
+        (torch._C, "_group_tensors_by_device_and_dtype", _group_by_device_and_dtype),
+        (torch.autograd, "_engine_run_backward", _run_backward),
+        (UntypedStorage, "device", property(_storage_device)),
+        (UntypedStorage, "_share_cuda_", _share_cuda),
+        (_StorageBase, "clone", _storage_clone),
+        (_StorageBase, "cpu", _storage_cpu),
+        (_StorageBase, "cuda", _storage_cuda),
+        (_StorageBase, "to", _storage_to),
+    ]
+
+
+def handlers() -> dict:
+    """torch function -> what answers it, for `placement.Functions`."""
+    return {
+        _raw_functions["tensor"]: _new_tensor_function,
+        _raw_functions["as_tensor"]: _as_tensor,
+        _raw_functions["asarray"]: _asarray,
+        _raw_functions["sparse_coo_tensor"]: _sparse_coo_tensor,
+        _raw_functions["device"]: _new_device,
+        _raw_parse_module_to: _parse_module_to,
+        _raw["new_tensor"]: _new_tensor,
+    }
