@@ -1,0 +1,137 @@
+"""Oracles, and exercises that check themselves.
+
+An oracle compares two results that must agree and prints one line on how well they
+do. An exercise is a function of the learner's answers that says not yet, wrong and
+why, or right. Its judge raises `Wrong` with a reason, or returns.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+# -- oracles ---------------------------------------------------------------------------
+
+
+def same(result, reference, tolerance: float = 0.0) -> None:
+    """Assert that two tensors, or lists of them, hold the same values.
+
+    Devices may differ: that is what most lessons are about. Prints the largest
+    difference.
+
+    Args:
+        result: a tensor or a list of tensors.
+        reference: what it must equal; same shapes and dtypes.
+        tolerance: the largest absolute difference that counts as equal.
+
+    Raises:
+        AssertionError: naming the first tensor that differs, and by how much.
+
+    Taught in 00-start-here.
+    """
+    results = [result] if isinstance(result, torch.Tensor) else list(result)
+    references = [reference] if isinstance(reference, torch.Tensor) else list(reference)
+    if len(results) != len(references):
+        raise AssertionError(f"{len(results)} tensors against {len(references)}")
+    worst = 0.0
+    for i, (a, b) in enumerate(zip(results, references, strict=True)):
+        a, b = a.detach().cpu(), b.detach().cpu()
+        if a.shape != b.shape or a.dtype != b.dtype:
+            raise AssertionError(
+                f"tensor {i}: {tuple(a.shape)} {a.dtype} against "
+                f"{tuple(b.shape)} {b.dtype}"
+            )
+        gap = (a.double() - b.double()).abs().max().item() if a.numel() else 0.0
+        if not gap <= tolerance:  # also catches nan
+            raise AssertionError(
+                f"tensor {i} differs by {gap:.1e}, more than {tolerance:.1e}"
+            )
+        worst = max(worst, gap)
+    count = "1 tensor" if len(results) == 1 else f"{len(results)} tensors"
+    how = "exactly" if worst == 0 else f"within {tolerance:.0e}"
+    print(f"same: {count} equal {how}")
+
+
+def predicted(prediction: float, actual: float, unit: str, tolerance: float = 0.0):
+    """Print a prediction beside what was counted or measured, and the error.
+
+    Args:
+        prediction: the number that the lesson's arithmetic gives.
+        actual: the number that the machine gives.
+        unit: of both, for the printed line.
+        tolerance: the largest relative error that passes; 0.01 is 1 %.
+
+    Raises:
+        AssertionError: if the error is larger.
+
+    Taught in 00-start-here.
+    """
+    error = abs(prediction - actual) / abs(actual) if actual else abs(prediction)
+    if not error <= tolerance:
+        raise AssertionError(
+            f"predicted {prediction:,.6g} {unit}, but it is {actual:,.6g}: "
+            f"{error:.1%} off"
+        )
+    a, b = (
+        f"{x:,}" if isinstance(x, int) else f"{x:,.3f}" for x in (prediction, actual)
+    )
+    print(f"predicted {a} {unit}, counted {b} {unit}: error {error:.1%}")
+
+
+# -- exercises -------------------------------------------------------------------------
+
+
+class NotYet(Exception):
+    """The answer is still missing."""
+
+
+class Wrong(Exception):
+    """The answer is wrong; the message says why."""
+
+
+class Verdict:
+    """What an exercise says of an answer."""
+
+    def __init__(self, exercise: str, state: str, why: str = ""):
+        self.exercise, self.state, self.why = exercise, state, why
+
+    def __repr__(self) -> str:
+        why = f": {self.why}" if self.why else ""
+        return f"exercise {self.exercise}: {self.state}{why}"
+
+
+EXERCISES: dict[str, Callable] = {}  # name of the check -> the check
+
+
+def exercise(number: str):
+    """Make a judge of answers into exercise `number`, such as "01.2"."""
+
+    def register(judge: Callable) -> Callable:
+        @functools.wraps(judge)
+        def check(*answers) -> Verdict:
+            try:
+                if any(answer is ... for answer in answers):
+                    raise NotYet("replace the ... with your answer")
+                judge(*answers)
+            except NotYet as reason:
+                return Verdict(number, "not yet", str(reason))
+            except Wrong as reason:
+                return Verdict(number, "wrong", str(reason))
+            except Exception as error:  # the learner's own code
+                why = f"your code raised {type(error).__name__}: {error}"
+                return Verdict(number, "wrong", why)
+            return Verdict(number, "right")
+
+        check.number = number
+        EXERCISES[judge.__name__] = check
+        return check
+
+    return register
+
+
+def _call(function: Callable, *args):
+    """The result of the learner's function; None means that it is not written yet."""
+    result = function(*args)
+    if result is None:
+        raise NotYet("your function returns nothing so far")
+    return result

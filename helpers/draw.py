@@ -1,0 +1,204 @@
+"""Pictures that draw themselves in a notebook, as SVG of our own.
+
+The same device has the same colour in every lesson. Every picture has a title, which
+screen readers speak, and looks the same on every machine, so that tests compare it.
+"""
+
+from html import escape
+from pathlib import Path
+
+# Okabe and Ito's palette, which colour-blind readers can tell apart
+COLOURS = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#D55E00")
+HOST = "#BBBBBB"
+INK = "#222222"
+
+
+def colour(device: str) -> str:
+    """The colour of "cpu" or "cuda:N"."""
+    if device == "cpu":
+        return HOST
+    return COLOURS[int(device.removeprefix("cuda:")) % len(COLOURS)]
+
+
+class Picture:
+    """An SVG under construction; as the last value of a cell it shows itself."""
+
+    def __init__(self, width: int, height: int, title: str):
+        self.width, self.height, self.title = width, height, title
+        self.parts: list[str] = []
+
+    def box(self, x, y, width, height, fill="white", dashed=False, stroke=INK):
+        """A rectangle with its top left corner at (x, y)."""
+        dash = ' stroke-dasharray="4 3"' if dashed else ""
+        self.parts.append(
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4" '
+            f'fill="{fill}" stroke="{stroke}"{dash}/>'
+        )
+
+    def text(self, x, y, words, size=14, anchor="start", weight="normal"):
+        """Words on the base line y, at x."""
+        self.parts.append(
+            f'<text x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}" '
+            f'font-weight="{weight}">{escape(str(words))}</text>'
+        )
+
+    def line(self, x1, y1, x2, y2, stroke=INK, arrow=False):
+        """A straight line; with `arrow`, a head at its end."""
+        head = ' marker-end="url(#head)"' if arrow else ""
+        self.parts.append(
+            f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" '
+            f'stroke="{stroke}" stroke-width="1.5"{head}/>'
+        )
+
+    def _repr_svg_(self) -> str:
+        head = (
+            '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" '
+            'markerWidth="7" markerHeight="7" orient="auto">'
+            f'<path d="M0 0 L8 4 L0 8 z" fill="{INK}"/></marker></defs>'
+        )
+        inside = "".join(self.parts)
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width}" '
+            f'height="{self.height}" viewBox="0 0 {self.width} {self.height}" '
+            f'role="img" font-family="sans-serif" fill="{INK}">'
+            f"<title>{escape(self.title)}</title>{head}"
+            f'<rect width="{self.width}" height="{self.height}" fill="white"/>'
+            f"{inside}</svg>"
+        )
+
+    def __repr__(self) -> str:
+        return f"Picture({self.title!r})"
+
+
+def devices(**tensors) -> Picture:
+    """Each tensor in the box of the device on which it lives.
+
+    Args:
+        tensors: name=tensor.
+
+    Taught in 01-choose-a-device.
+    """
+    import torch
+
+    names = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    inside = {name: [] for name in names}
+    for name, tensor in tensors.items():
+        inside[str(tensor.device)].append((name, tensor))
+    rows = max(1, *(len(found) for found in inside.values()))
+    width, height = 148, 40 + 46 * rows
+    title = "; ".join(
+        f"{device}: {', '.join(name for name, _ in found) or 'empty'}"
+        for device, found in inside.items()
+    )
+    picture = Picture(len(names) * (width + 8) + 8, height + 16, f"Devices. {title}")
+    for i, (device, found) in enumerate(inside.items()):
+        x = 8 + i * (width + 8)
+        picture.box(x, 8, width, height, fill="#F7F7F7")
+        picture.box(x, 8, width, 28, fill=colour(device))
+        picture.text(x + width / 2, 28, device, 15, "middle", "bold")
+        for row, (name, tensor) in enumerate(found):
+            y = 44 + 46 * row
+            picture.box(x + 8, y, width - 16, 40)
+            picture.text(x + 16, y + 17, name, 14, weight="bold")
+            shape = " x ".join(map(str, tensor.shape)) or "scalar"
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            picture.text(x + 16, y + 34, f"{shape}  {dtype}", 12)
+    return picture
+
+
+def timeline(log, width: int = 760) -> Picture:
+    """The log of `simgpu.timeline()`: a lane for each GPU, time from left to right.
+
+    Kernels have their GPU's colour, copies are grey. A copy between two GPUs is drawn
+    on both.
+
+    Taught in 00-start-here.
+    """
+    events = log.events
+    lanes = sorted(log.busy(), key=lambda device: int(device.removeprefix("cuda:")))
+    total = max((event.end for event in events), default=0.0) or 1e-6
+    left, lane_height = 70, 34
+    height = len(lanes) * lane_height + 44
+    title = f"Timeline of {len(events)} events on {len(lanes)} GPUs, simulated time"
+    picture = Picture(width, height, title)
+    scale = (width - left - 12) / total
+    for row, device in enumerate(lanes):
+        y = 8 + row * lane_height
+        picture.text(8, y + 20, device, 14)
+        picture.line(left, y + lane_height - 4, width - 12, y + lane_height - 4, HOST)
+        for event in events:
+            if device not in (event.device, event.source, event.target):
+                continue
+            fill = HOST if event.kind == "copy" else colour(device)
+            long = max((event.end - event.start) * scale, 0.5)
+            x = left + event.start * scale
+            picture.box(x, y + 2, long, lane_height - 8, fill, stroke="none")
+            if long > 8 * len(event.name):
+                picture.text(x + long / 2, y + 20, event.name, 12, "middle")
+    picture.text(left, height - 10, "0", 12)
+    words = f"{total * 1e6:,.0f} µs (simulated)"
+    picture.text(width - 12, height - 10, words, 12, "end")
+    return picture
+
+
+# number, title, what it runs on
+COURSE = (
+    (0, "Start here", "simulated"),
+    (1, "Choose a device", "simulated"),
+    (2, "Create tensors where you need them", "simulated"),
+    (3, "Count memory", "simulated"),
+    (4, "Overlap with streams", "simulated"),
+    (5, "Time it right", "simulated"),
+    (6, "Mix precision", "simulated"),
+    (7, "Fit a bigger model", "simulated"),
+    (8, "Feed the GPU", "simulated"),
+    (9, "Share tensors between processes", "ranks"),
+    (10, "Split the batch", "simulated"),
+    (11, "Split the model", "simulated"),
+    (12, "Talk between ranks", "ranks"),
+    (13, "Average gradients", "ranks"),
+    (14, "Pipeline and slice", "ranks"),
+    (15, "Shard everything", "ranks"),
+    (16, "Survive failures", "ranks"),
+    (17, "Leave one machine", "ranks"),
+    (18, "Train it all", "ranks"),
+    (19, "Test the claims", "simulated"),
+)
+
+
+def course_map() -> Picture:
+    """The lessons of the course, five a row; those still to be written are dashed.
+
+    Taught in 00-start-here.
+    """
+    fills = {"simulated": "#D7EEFA", "ranks": "#FBE5BF"}
+    width, height, gap = 146, 66, 8
+    written = {int(path.name[:2]) for path in Path.cwd().glob("[0-9][0-9]-*.ipynb")}
+    title = "The course: 20 lessons, on simulated GPUs (blue) or real ranks (orange)"
+    picture = Picture(5 * (width + gap) + gap, 4 * (height + gap) + 44, title)
+    for number, name, runs_on in COURSE:
+        x = gap + (number % 5) * (width + gap)
+        y = gap + (number // 5) * (height + gap)
+        picture.box(x, y, width, height, fills[runs_on], dashed=number not in written)
+        picture.text(x + 8, y + 19, f"{number:02d}", 15, weight="bold")
+        for row, words in enumerate(_wrap(name, 19)):
+            picture.text(x + 8, y + 38 + 17 * row, words, 14)
+    y = 4 * (height + gap) + 14
+    for x, words, key in (
+        (gap, "on simulated GPUs", "simulated"),
+        (gap + 190, "on real ranks (processes)", "ranks"),
+    ):
+        picture.box(x, y, 18, 16, fills[key])
+        picture.text(x + 26, y + 13, words)
+    picture.box(gap + 420, y, 18, 16, dashed=True)
+    picture.text(gap + 446, y + 13, "dashed: being written")
+    return picture
+
+
+def _wrap(words: str, width: int) -> list[str]:
+    lines = [""]
+    for word in words.split():
+        if len(lines[-1]) + len(word) > width:
+            lines.append("")
+        lines[-1] = f"{lines[-1]} {word}".strip()
+    return lines

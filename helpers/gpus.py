@@ -1,0 +1,167 @@
+"""Ask for GPUs, real or simulated, and count what travels between them.
+
+`HELPERS_GPUS` overrides the choice: `auto` (real ones where there are enough),
+`simulated` or `real`.
+"""
+
+import contextlib
+import json
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from helpers import simgpu
+from helpers.simgpu.cards import parse_memory, show_bytes
+
+_CHOICES = ("auto", "simulated", "real")
+
+
+def wanted() -> str:
+    """What the environment variable HELPERS_GPUS asks for.
+
+    Raises:
+        ValueError: if it is none of auto, simulated and real.
+    """
+    choice = os.environ.get("HELPERS_GPUS", "auto")
+    if choice not in _CHOICES:
+        raise ValueError(f"HELPERS_GPUS={choice!r}; use one of {', '.join(_CHOICES)}")
+    return choice
+
+
+def need_gpus(number: int, card: str = "A100", memory: int | str | None = None) -> None:
+    """Make sure that `torch.cuda` has at least `number` GPUs; print one line on them.
+
+    Real GPUs are taken where there are enough, otherwise GPUs are simulated. Asking
+    again for others ends the simulated ones; tensors on them go on as CPU tensors.
+
+    Args:
+        number: of GPUs.
+        card: which one to simulate: "T4", "A100", "H100" or "H200".
+        memory: cap for each GPU, in bytes or as text ("512MB").
+
+    Raises:
+        ValueError: for a number, card or memory that cannot be.
+        RuntimeError: if HELPERS_GPUS=real and the machine has fewer.
+
+    Taught in 00-start-here.
+    """
+    choice = wanted()
+    if choice != "simulated" and not simgpu.count():
+        real = torch.cuda.device_count()
+        if real >= number >= 1:
+            _use_real(number, memory)
+            return
+        if choice == "real":
+            raise RuntimeError(
+                f"HELPERS_GPUS=real, but this machine has {real} of {number} GPUs; "
+                "set HELPERS_GPUS=simulated"
+            )
+    try:
+        simgpu.start(number, card, memory)
+    except RuntimeError:
+        if simgpu.count() == 0:
+            raise
+        simgpu.stop()
+        simgpu.start(number, card, memory)
+    size = show_bytes(torch.cuda.get_device_properties(0).total_memory)
+    plural = "GPUs" if number > 1 else "GPU"
+    print(
+        f"{number} simulated {plural} ({card.upper()}, {size} each): values computed on "
+        "this CPU, memory and time counted."
+    )
+
+
+def _use_real(number: int, memory: int | str | None) -> None:
+    if memory is not None:
+        for index in range(number):
+            total = torch.cuda.get_device_properties(index).total_memory
+            share = min(1.0, parse_memory(memory) / total)
+            torch.cuda.set_per_process_memory_fraction(share, index)
+    names = Counter(torch.cuda.get_device_name(i) for i in range(number))
+    cards = ", ".join(f"{count} x {name}" for name, count in sorted(names.items()))
+    cap = "" if memory is None else f", capped at {memory} each"
+    print(f"{number} real GPUs: {cards}{cap}. Memory and time are measured.")
+
+
+class Copy(NamedTuple):
+    """One copy between two devices."""
+
+    source: str  # "cpu" or "cuda:0"
+    target: str
+    nbytes: int
+
+
+class Copies(list):
+    """The copies that `count_copies` saw, in order."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all copies together."""
+        return sum(copy.nbytes for copy in self)
+
+    def __repr__(self) -> str:
+        total = f"{len(self)} {'copy' if len(self) == 1 else 'copies'}"
+        lines = [f"{total}, {self.nbytes:,} bytes"]
+        groups: dict[tuple[str, str], list[int]] = {}
+        for copy in self:
+            groups.setdefault((copy.source, copy.target), []).append(copy.nbytes)
+        for (source, target), sizes in groups.items():
+            times = f"{len(sizes)} x {source} to {target}"
+            lines.append(f"  {times:24} {sum(sizes):>12,} bytes")
+        return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def count_copies() -> Iterator[Copies]:
+    """Count the copies between devices while the block runs.
+
+    Simulated GPUs: from the simulator's log. Real GPUs: from `torch.profiler`.
+
+        with count_copies() as copies:
+            x.cuda()
+        copies
+
+    Taught in 02-create-tensors-where-you-need-them.
+    """
+    copies = Copies()
+    if simgpu.count():
+        with simgpu.timeline().recording() as events:
+            yield copies
+        copies += [
+            Copy(event.source, event.target, event.nbytes)
+            for event in events
+            if event.kind == "copy"
+        ]
+        return
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        yield copies
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(trace))
+        copies += copies_in_trace(json.loads(trace.read_text(encoding="utf-8")))
+
+
+def copies_in_trace(trace: dict) -> list[Copy]:
+    """The copies between devices in a Chrome trace of `torch.profiler`.
+
+    The trace does not say which card a card-to-card copy came from: "cuda".
+    """
+    found = []
+    for event in trace["traceEvents"]:
+        if event.get("cat") != "gpu_memcpy":
+            continue
+        about = event["args"]
+        here = f"cuda:{about['device']}"
+        ends = {"HtoD": ("cpu", here), "DtoH": (here, "cpu"), "PtoP": ("cuda", here)}
+        for way, (source, target) in ends.items():
+            if way in event["name"]:
+                found.append(Copy(source, target, int(about["bytes"])))
+    return found
