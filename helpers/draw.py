@@ -172,7 +172,7 @@ def course_map() -> Picture:
     Taught in 00-start-here.
     """
     fills = {"simulated": "#D7EEFA", "ranks": "#FBE5BF"}
-    width, height, gap = 146, 66, 8
+    width, height, gap = 146, 80, 8
     written = {int(path.name[:2]) for path in Path.cwd().glob("[0-9][0-9]-*.ipynb")}
     title = "The course: 20 lessons, on simulated GPUs (blue) or real ranks (orange)"
     picture = Picture(5 * (width + gap) + gap, 4 * (height + gap) + 44, title)
@@ -181,7 +181,7 @@ def course_map() -> Picture:
         y = gap + (number // 5) * (height + gap)
         picture.box(x, y, width, height, fills[runs_on], dashed=number not in written)
         picture.text(x + 8, y + 19, f"{number:02d}", 15, weight="bold")
-        for row, words in enumerate(_wrap(name, 19)):
+        for row, words in enumerate(_wrap(name, 17)):
             picture.text(x + 8, y + 38 + 17 * row, words, 14)
     y = 4 * (height + gap) + 14
     for x, words, key in (

@@ -69,11 +69,8 @@ def need_gpus(number: int, card: str = "A100", memory: int | str | None = None) 
         simgpu.stop()
         simgpu.start(number, card, memory)
     size = show_bytes(torch.cuda.get_device_properties(0).total_memory)
-    plural = "GPUs" if number > 1 else "GPU"
-    print(
-        f"{number} simulated {plural} ({card.upper()}, {size} each): values computed on "
-        "this CPU, memory and time counted."
-    )
+    what = f"simulated {'GPUs' if number > 1 else 'GPU'} ({card.upper()}, {size} each)"
+    print(f"{number} {what}: values computed on this CPU, memory and time counted.")
 
 
 def _use_real(number: int, memory: int | str | None) -> None:

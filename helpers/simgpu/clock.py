@@ -9,7 +9,9 @@ the host computes itself (the CPU's own operations cost nothing here).
 The efficiencies below are assumed, not measured.
 """
 
+import contextlib
 from collections import deque
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -42,6 +44,7 @@ class Clock:
     def __init__(self, gpus: list):
         self.gpus = gpus
         self.events: deque[Event] = deque(maxlen=KEPT)
+        self.recordings: list[list[Event]] = []
         self.clear()
 
     def clear(self) -> None:
@@ -62,9 +65,7 @@ class Clock:
         self.host += LAUNCH
         start, end = self._enqueue((gpu,), seconds)
         name = func._schema.name.removeprefix("aten::")
-        self.events.append(
-            Event("kernel", name, str(gpu.device), start, end, nbytes, flops)
-        )
+        self._log(Event("kernel", name, str(gpu.device), start, end, nbytes, flops))
 
     def copy(self, source, target, nbytes: int) -> None:
         """Log a copy of `nbytes` from `source` to `target` (a GPU, or None: host).
@@ -82,9 +83,12 @@ class Clock:
             self.host = end
         a, b = (str(gpu.device) if gpu else "cpu" for gpu in (source, target))
         device = str(ends[-1].device)
-        self.events.append(
-            Event("copy", f"{a} to {b}", device, start, end, nbytes, 0, a, b)
-        )
+        self._log(Event("copy", f"{a} to {b}", device, start, end, nbytes, 0, a, b))
+
+    def _log(self, event: Event) -> None:
+        self.events.append(event)
+        for recording in self.recordings:
+            recording.append(event)
 
     def wait(self, gpu) -> None:
         """The host waits until `gpu` has nothing left to do."""
@@ -137,6 +141,18 @@ class Timeline:
             for device in {event.device, event.source, event.target} & set(busy):
                 busy[device] += event.end - event.start
         return busy
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[list[Event]]:
+        """A list of all that runs while the block does, whatever the log forgets."""
+        events: list[Event] = []
+        self._clock.recordings.append(events)
+        try:
+            yield events
+        finally:
+            self._clock.recordings[:] = [
+                r for r in self._clock.recordings if r is not events
+            ]
 
     def clear(self) -> None:
         """Start again from time zero with an empty log."""
