@@ -9,8 +9,11 @@ import importlib
 
 # public name -> the module of this package that defines it
 _HOMES = {
-    "need_gpus": "gpus",
     "count_copies": "gpus",
+    "gpu_seconds": "gpus",
+    "need_gpus": "gpus",
+    "show_machine": "gpus",
+    "timeline": "gpus",
 }
 _MODULES = ("check", "draw", "gpus", "simgpu")
 

@@ -7,12 +7,15 @@
 import contextlib
 import json
 import os
+import platform
 import tempfile
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 import torch
 
 from helpers import simgpu
@@ -162,3 +165,60 @@ def copies_in_trace(trace: dict) -> list[Copy]:
             if way in event["name"]:
                 found.append(Copy(source, target, int(about["bytes"])))
     return found
+
+
+def gpu_seconds(program: Callable, *args) -> float:
+    """Seconds until `program(*args)` is done on the host and on every GPU.
+
+    Simulated GPUs: counted, from an empty log, which `timeline()` then draws. Real
+    GPUs: measured, the second of two runs.
+
+    Taught in 00-start-here.
+    """
+    if simgpu.count():
+        simgpu.timeline().clear()
+        program(*args)
+        return simgpu.timeline().seconds
+    seconds = 0.0
+    for _ in range(2):
+        _wait_for_all()
+        start = time.perf_counter()
+        program(*args)
+        _wait_for_all()
+        seconds = time.perf_counter() - start
+    return seconds
+
+
+def _wait_for_all() -> None:
+    for index in range(torch.cuda.device_count()):
+        torch.cuda.synchronize(index)
+
+
+def timeline() -> simgpu.Timeline | str:
+    """What ran on the simulated GPUs, as a picture; a line of text on real ones.
+
+    Taught in 00-start-here.
+    """
+    if simgpu.count():
+        return simgpu.timeline()
+    return "The timeline shows simulated GPUs; lesson 05 draws real ones."
+
+
+def show_machine() -> None:
+    """Print what this machine really has: cores, memory, GPUs, versions.
+
+    Taught in 00-start-here.
+    """
+    real = 0 if simgpu.count() else torch.cuda.device_count()
+    print(f"Python    {platform.python_version()} on {platform.system()}")
+    print(f"PyTorch   {torch.__version__}")
+    print(f"CPU cores {len(_cores())}")
+    print(f"memory    {show_bytes(psutil.virtual_memory().total)}")
+    print(f"real GPUs {real}")
+
+
+def _cores() -> set[int]:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
