@@ -21,6 +21,8 @@ import torch
 from helpers import simgpu
 from helpers.simgpu.cards import parse_memory, show_bytes
 
+# asked before any are simulated
+_REAL_GPUS = "not asked" if simgpu.count() else torch.cuda.device_count()
 _CHOICES = ("auto", "simulated", "real")
 
 
@@ -209,12 +211,11 @@ def show_machine() -> None:
 
     Taught in 00-start-here.
     """
-    real = 0 if simgpu.count() else torch.cuda.device_count()
     print(f"Python    {platform.python_version()} on {platform.system()}")
     print(f"PyTorch   {torch.__version__}")
     print(f"CPU cores {len(_cores())}")
     print(f"memory    {show_bytes(psutil.virtual_memory().total)}")
-    print(f"real GPUs {real}")
+    print(f"real GPUs {_REAL_GPUS}")
 
 
 def _cores() -> set[int]:
