@@ -38,6 +38,9 @@ ROOT = Path(__file__).resolve().parents[1]
 FIRST_NOTEBOOK = ROOT / "notebooks" / "00-start-here.ipynb"
 REQUIREMENTS = ROOT / "requirements.txt"
 
+# What lessons import beside PyTorch.
+LESSONS_NEED = ("numpy", "matplotlib", "ipywidgets", "psutil")
+
 WINDOWS = os.name == "nt"
 VENV = ROOT / ".venv"
 VENV_BIN = VENV / ("Scripts" if WINDOWS else "bin")
@@ -274,31 +277,40 @@ def lab(arguments: list[str]) -> int:
     """
     if not FIRST_NOTEBOOK.is_file():
         raise Trouble(f"{FIRST_NOTEBOOK} is missing: this copy of the course is torn.")
-    check_port(arguments)
+    asked = lab_options(arguments)
+    check_port(asked.port)
     set_up()
     command = [
         str(VENV_PYTHON),
         "-m",
         "jupyterlab",
         f"--ServerApp.root_dir={ROOT}",
-        "--ServerApp.ip=127.0.0.1",
         "--ServerApp.answer_yes=True",  # one Ctrl-C stops it, without a question
         f"--LabApp.default_url=/lab/tree/{FIRST_NOTEBOOK.relative_to(ROOT).as_posix()}",
     ]
+    if asked.ip is None:  # JupyterLab refuses an option that it is given twice
+        command.append("--ServerApp.ip=127.0.0.1")
     if not WINDOWS and os.geteuid() == 0:  # containers
         command.append("--allow-root")
     with child(command + arguments) as server:
         return server.wait()
 
 
-def check_port(arguments: list[str]) -> None:
-    """Refuse a port that the reader asked for and that another program has.
-
-    Without an option JupyterLab moves on from its default to the next free port.
-    """
-    parser = argparse.ArgumentParser(prog="python3 -m helpers lab", add_help=False)
+def lab_options(arguments: list[str]) -> argparse.Namespace:
+    """Find the port and the address that the reader asked for among the options."""
+    parser = argparse.ArgumentParser(
+        prog="python3 -m helpers lab", add_help=False, allow_abbrev=False
+    )
     parser.add_argument("--port", "--ServerApp.port", type=int, default=0)
-    port = parser.parse_known_args(arguments)[0].port
+    parser.add_argument("--ip", "--ServerApp.ip")
+    return parser.parse_known_args(arguments)[0]
+
+
+def check_port(port: int) -> None:
+    """Refuse a port that another program has; 0 stands for any free one.
+
+    Unless it is asked for one, JupyterLab itself moves on to the next free port.
+    """
     with socket.socket() as probe:
         if not WINDOWS:  # there this option would let two programs share a port
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -327,6 +339,35 @@ def test(arguments: list[str]) -> int:
             return tests.wait()
     os.chdir(ROOT)
     os.execve(command[0], command, environment())
+
+
+def join(arguments: list[str]) -> int:
+    """Add `helpers` to the running Python, with what the lessons lack there.
+
+    For Colab and Kaggle, whose own packages must stay: what is there is kept in
+    whatever version, and PyTorch is never installed.
+    """
+    if arguments:
+        raise Trouble("join takes no options.")
+    if importlib.util.find_spec("torch") is None:
+        raise Trouble("PyTorch is missing here; install it first, then run this again.")
+    lacking = [name for name in LESSONS_NEED if importlib.util.find_spec(name) is None]
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    steps = [[*pip, "--no-deps", str(ROOT / "helpers")]]
+    if lacking:
+        steps.append([*pip, *requirements_for(lacking)])
+    for step in steps:
+        status = subprocess.call(step)
+        if status:
+            raise Trouble("pip failed; the lines above say why.")
+    return 0
+
+
+def requirements_for(names: list[str]) -> list[str]:
+    """The lines of requirements.txt for these packages, without their comments."""
+    lines = REQUIREMENTS.read_text(encoding="utf-8").splitlines()
+    texts = [line.partition("#")[0].strip() for line in lines]
+    return [text for text in texts if re.split("[<>=]", text)[0] in names]
 
 
 def badges(arguments: list[str]) -> int:
@@ -414,6 +455,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "lab": Command(lab, "[options]", "set up, then open JupyterLab on lesson 00"),
     "test": Command(test, "[options]", "set up, then run all tests with pytest"),
+    "join": Command(join, "", "add helpers to this very Python (Colab, Kaggle)"),
     "badges": Command(
         badges, "OWNER/REPO [--branch NAME]", "point the badges at your repository"
     ),

@@ -60,7 +60,8 @@ class Picture:
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width}" '
             f'height="{self.height}" viewBox="0 0 {self.width} {self.height}" '
-            f'role="img" font-family="sans-serif" fill="{INK}">'
+            f'role="img" style="max-width:100%;height:auto" '
+            f'font-family="sans-serif" fill="{INK}">'
             f"<title>{escape(self.title)}</title>{head}"
             f'<rect width="{self.width}" height="{self.height}" fill="white"/>'
             f"{inside}</svg>"
