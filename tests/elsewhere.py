@@ -71,7 +71,7 @@ def colab(work: Path) -> None:
     before = freeze(python)
     redirect = {  # the clone comes from here; the notebook does not know
         "GIT_CONFIG_COUNT": "1",
-        "GIT_CONFIG_KEY_0": f"url.{ROOT}.insteadOf",
+        "GIT_CONFIG_KEY_0": f"url.file://{ROOT}.insteadOf",
         "GIT_CONFIG_VALUE_0": f"https://github.com/{REPOSITORY}.git",
     }
     for lesson in sorted((ROOT / "notebooks").glob("*.ipynb")):
