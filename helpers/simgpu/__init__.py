@@ -53,6 +53,9 @@ class Simulator:
         self.forked = False  # this is a forked child, where CUDA cannot be used
         self.thread = placement._PerThread()
         self.gpus = self._make(range(number))
+        for gpu in self.gpus:
+            gpu.generator = cuda_api.default_generator(gpu)
+        self.generators = [gpu.generator for gpu in self.gpus]
         self.clock = Clock(self.gpus)
         self.handlers = tensor_api.handlers()
         self.undo: list[tuple[object, str, object]] = []
@@ -73,8 +76,8 @@ class Simulator:
             self.seen = True
             if self.honour_visible:
                 ordinals = cuda_api.visible_ordinals(self.number)
-                if len(ordinals) < self.number:
-                    self.gpus[:] = [self.gpus[n] for n in ordinals]
+                self.gpus[:] = [self.gpus[n] for n in ordinals]
+                self.generators[:] = [gpu.generator for gpu in self.gpus]
                 for index, gpu in enumerate(self.gpus):
                     gpu.ordinal = ordinals[index]
                     gpu.index = gpu.memory.index = index
@@ -172,7 +175,8 @@ def _after_fork() -> None:
         placement.running.forked = True
 
 
-os.register_at_fork(after_in_child=_after_fork)
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def start(
@@ -205,8 +209,8 @@ def start(
         if placement.running.request == (number, card, memory):
             return
         raise RuntimeError(
-            f"{placement.running.number} simulated GPUs are running; call simgpu.stop() before "
-            "you start others"
+            f"{placement.running.number} simulated GPUs are running; call "
+            "simgpu.stop() before you start others"
         )
     sim = Simulator(number, card, memory, honour_visible)
     if torch.cuda.is_initialized():

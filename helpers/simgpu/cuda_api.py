@@ -236,11 +236,10 @@ class Generator(_raw_generator, metaclass=_GeneratorMeta):
         return self.gpu.device if self.gpu else torch.device("cpu")
 
 
-def _for_default(gpu) -> Generator:
-    """The default generator of a GPU, as `torch.cuda.default_generators` lists it."""
-    made = Generator(gpu.device)
-    made.set_state(gpu.generator.get_state())
-    gpu.generator = made
+def default_generator(gpu) -> Generator:
+    """The generator that a GPU draws from where a program names none."""
+    made = _raw_generator.__new__(Generator, "cpu")
+    made.gpu = gpu
     return made
 
 
@@ -409,7 +408,7 @@ def replacements(sim) -> list[tuple[object, str, object]]:
         *((torch.cuda.memory, name, _CUDA[name]) for name in memory),
         *((torch.accelerator, name, new) for name, new in _ACCELERATOR.items()),
         *_refused(),
-        (torch.cuda, "default_generators", tuple(map(_for_default, sim.gpus))),
+        (torch.cuda, "default_generators", sim.generators),
         (torch, "Generator", Generator),
         (torch.backends.cuda, "is_built", lambda: True),
         (torch.backends.cudnn, "is_acceptable", lambda tensor: False),
