@@ -6,7 +6,10 @@ operation. `replacements()` is this file's part of the table that `start()` appl
 """
 
 import torch
+from torch.autograd.function import BackwardCFunction
+from torch.overrides import _get_current_function_mode_stack
 from torch.storage import UntypedStorage, _StorageBase
+from torch.utils._device import DeviceContext
 
 from helpers.simgpu import placement
 from helpers.simgpu.placement import NotSimulated, gpu_of, is_plain, place
@@ -30,6 +33,8 @@ _raw_storage = {
     name: getattr(_StorageBase, name) for name in ("clone", "cpu", "cuda", "to")
 }
 _raw_storage_device = UntypedStorage.device
+_raw_apply_function = vars(torch.autograd.Function)["apply"].__func__
+_raw_apply_backward = BackwardCFunction.apply
 _raw_run_backward = torch.autograd._engine_run_backward
 
 
@@ -287,7 +292,12 @@ def _default(device):
     """What `device=` means where it was left out: the default device."""
     device = _device(device)
     if device is None:
-        device = torch.utils._device.CURRENT_DEVICE
+        contexts = (
+            mode.device
+            for mode in reversed(_get_current_function_mode_stack())
+            if isinstance(mode, DeviceContext)
+        )
+        device = next(contexts, None)
     return device or torch.device("cpu")
 
 
@@ -430,6 +440,53 @@ def _run_backward(outputs, gradients, *args, **kwargs):
     return _raw_run_backward(outputs, gradients, *args, **kwargs)
 
 
+def _apply_function(cls, *args, **kwargs):
+    """`torch.autograd.Function.apply`: its node must know where its tensors live."""
+    out = _raw_apply_function(cls, *args, **kwargs)
+    outputs = out if isinstance(out, tuple) else (out,)
+    for tensor in placement.tensors_in(outputs):
+        node = tensor.grad_fn
+        if isinstance(node, BackwardCFunction):
+            node._simgpu_outputs = [
+                gpu_of(t) if isinstance(t, torch.Tensor) else None for t in outputs
+            ]
+            node._simgpu_inputs = [
+                (t.requires_grad, gpu_of(t)) if isinstance(t, torch.Tensor) else None
+                for t in args
+            ]
+            break
+    return out
+
+
+def _apply_backward(self, *gradients):
+    """The backward of a Python Function: the engine makes and checks its gradients."""
+    for gradient, gpu in zip(
+        gradients, getattr(self, "_simgpu_outputs", ()), strict=False
+    ):
+        if isinstance(gradient, torch.Tensor) and gpu_of(gradient) is None:
+            place(gradient, gpu)  # zeros that the engine made for an unused output
+    out = _raw_apply_backward(self, *gradients)
+    results = list(out) if isinstance(out, tuple) else [out]
+    inputs = getattr(self, "_simgpu_inputs", ())
+    position = -1
+    for i, (gradient, its) in enumerate(zip(results, inputs, strict=False)):
+        if its is None:
+            continue
+        position += 1
+        wanted, gpu = its
+        if not wanted or not isinstance(gradient, torch.Tensor):
+            continue
+        if gpu_of(gradient) is not gpu:
+            device = gpu.device if gpu else torch.device("cpu")
+            if gradient.dim():
+                raise RuntimeError(
+                    f"Function {self.name()} returned an invalid gradient at index "
+                    f"{position} - expected device {device} but got {gradient.device}"
+                )
+            results[i] = gradient.to(device)
+    return tuple(results) if isinstance(out, tuple) else results[0]
+
+
 def _group_by_device_and_dtype(lists, with_indices=False):
     """Optimizers make one group for each device and dtype."""
     groups: dict = {}
@@ -509,6 +566,8 @@ def replacements() -> list[tuple[object, str, object]]:
         (torch._C._nn, "_parse_to", _parse_module_to),
         (torch._C, "_group_tensors_by_device_and_dtype", _group_by_device_and_dtype),
         (torch.autograd, "_engine_run_backward", _run_backward),
+        (torch.autograd.Function, "apply", classmethod(_apply_function)),
+        (BackwardCFunction, "apply", _apply_backward),
         (UntypedStorage, "device", property(_storage_device)),
         (UntypedStorage, "_share_cuda_", _share_cuda),
         (_StorageBase, "clone", _storage_clone),
