@@ -86,7 +86,8 @@ def devices(**tensors) -> Picture:
     for name, tensor in tensors.items():
         inside[str(tensor.device)].append((name, tensor))
     rows = max(1, *(len(found) for found in inside.values()))
-    width, height = 148, 40 + 46 * rows
+    longest = max((len(_about(t)) for t in tensors.values()), default=0)
+    width, height = max(148, 34 + 7 * longest), 40 + 46 * rows
     title = "; ".join(
         f"{device}: {', '.join(name for name, _ in found) or 'empty'}"
         for device, found in inside.items()
@@ -101,10 +102,14 @@ def devices(**tensors) -> Picture:
             y = 44 + 46 * row
             picture.box(x + 8, y, width - 16, 40)
             picture.text(x + 16, y + 17, name, 14, weight="bold")
-            shape = " x ".join(map(str, tensor.shape)) or "scalar"
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            picture.text(x + 16, y + 34, f"{shape}  {dtype}", 12)
+            picture.text(x + 16, y + 34, _about(tensor), 12)
     return picture
+
+
+def _about(tensor) -> str:
+    """Shape and dtype of a tensor in a few letters."""
+    shape = " x ".join(map(str, tensor.shape)) or "scalar"
+    return f"{shape}  {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def timeline(log, width: int = 760) -> Picture:
