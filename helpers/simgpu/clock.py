@@ -109,8 +109,23 @@ def _flops(func, args, kwargs, outputs: list) -> int:
     formula = flop_registry.get(func.overloadpacket)
     if formula is None:
         return 0
-    out = outputs[0] if len(outputs) == 1 else outputs
-    return int(formula(*args, **kwargs, out_val=out))
+    key = (func, *(_shape(value) for value in (*args, *kwargs.values())))
+    if key not in _known_flops:
+        out = outputs[0] if len(outputs) == 1 else outputs
+        if len(_known_flops) >= KEPT:
+            _known_flops.clear()
+        _known_flops[key] = int(formula(*args, **kwargs, out_val=out))
+    return _known_flops[key]
+
+
+_known_flops: dict[tuple, int] = {}
+
+
+def _shape(value):
+    """What the formulas read of an argument, as something to look up by."""
+    if isinstance(value, torch.Tensor):
+        return value.shape
+    return tuple(map(_shape, value)) if isinstance(value, (list, tuple)) else value
 
 
 class Timeline:

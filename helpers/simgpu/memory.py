@@ -28,7 +28,7 @@ class Memory:
         self.total = total  # bytes
         self.allocated = 0  # bytes that live now
         self.peak = 0  # the most that lived since the last reset
-        self._lock = threading.Lock()  # storages die in any thread
+        self._lock = threading.RLock()  # storages die in any thread, even in take()
 
     def take(self, nbytes: int) -> None:
         """Count a block of `nbytes`.

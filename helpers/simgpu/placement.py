@@ -12,18 +12,22 @@ messages (a real GPU says `cudnn_...` where the CPU runs something else).
 
 Terms: a tensor is *on* a `Gpu` or on None, the host. A tensor is *C++-born* when
 PyTorch's C++ made it without a tensor to look at (zeros in a backward formula, say):
-to C++ everything here is a CPU tensor, so it asks for the CPU, and the tensor joins the
-GPU of the first operation that uses it.
+to C++ everything here is a CPU tensor, so it asks for the CPU. In backward, the graph
+tells which GPU is meant (`_gpu_of_node`); elsewhere the tensor joins the GPU of the
+first operation in the same call that uses it, or else that of the call's inputs.
 """
 
+import contextlib
 import functools
 import re
 import sys
 import threading
 import weakref
+from collections import deque
 from pathlib import Path
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -35,6 +39,7 @@ _Tensor = torch.Tensor
 _Base = torch._C.TensorBase
 _storage_of = _Base.untyped_storage
 _HOST = torch.device("cpu")
+_CPU_KERNEL = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _PLAIN = _Tensor.__torch_dispatch__  # of tensors on which PyTorch's own kernels run
 
 
@@ -169,6 +174,20 @@ class _Op:
         # launches nothing on a GPU: views, and memory that nobody fills
         self.silent = func.is_view or self.name in _SILENT
         self.run = _SPECIAL.get(self.name)
+        if _has_python_kernel(func):
+            self.run = Placement._run_python_kernel
+
+
+def _has_python_kernel(func) -> bool:
+    """Whether `torch.library` registered Python code as this operation's kernel."""
+    name = func._schema.name
+    space, _, rest = name.partition("::")
+    keys = ("CPU", "CompositeExplicitAutograd")
+    registered = getattr(torch.library, "_impls", set())
+    overload = f".{func._schema.overload_name}" if func._schema.overload_name else ""
+    return name in torch._library.custom_ops.OPDEFS or any(
+        f"{space}/{rest}{overload}/{key}" in registered for key in keys
+    )
 
 
 _SILENT = {
@@ -210,14 +229,34 @@ class _PerThread(threading.local):
     born = None  # the C++ call in which a C++-born tensor was last made
 
 
+_random_lock = threading.RLock()  # one thread at a time uses the host's generator
+_NOTHING = contextlib.nullcontext()
+# files of the frames between a call and the mode: this one, and torch._disable_dynamo's
+_MACHINERY = {
+    __file__,
+    torch._compile.__file__,
+    str(Path(torch.__file__).parent / "_dynamo" / "eval_frame.py"),
+}
+
+
 class Placement(TorchDispatchMode):
     """Sees every operation below autograd. One for each thread, over one `sim`."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing compiles here; the wrapper would import torch._dynamo
 
     def __init__(self, sim):
         super().__init__()
         self.sim = sim
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: the wrapper would import torch._dynamo and slow every operation."""
+        return False
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        __tracebackhide__ = True  # notebooks then show the learner's lines only
         if types and any(kind.__torch_dispatch__ is not _PLAIN for kind in types):
             return NotImplemented  # tensor subclasses unwrap themselves first
         op = _OPS.get(func)
@@ -232,14 +271,13 @@ class Placement(TorchDispatchMode):
         if op.has_device:
             return self._create(op, func, args, kwargs, tensors)
         gpu = self._meet(func, args, tensors)
-        if gpu is None and not tensors and op.random:  # generator work on the host
-            return func(*args, **kwargs)
         return self._run(op, func, args, kwargs, tensors, gpu)
 
     # -- the usual way ---------------------------------------------------------------
 
     def _meet(self, func, args, tensors) -> Gpu | None:
         """The one GPU (or None) of an operation's inputs."""
+        __tracebackhide__ = True
         if not tensors:
             return None
         gpus = [gpu_of(tensor) for tensor in tensors]
@@ -251,6 +289,7 @@ class Placement(TorchDispatchMode):
 
     def _reconcile(self, func, args, tensors, gpus) -> Gpu:
         """Inputs on several devices: let in who may join, or refuse."""
+        __tracebackhide__ = True
         gpu = next(gpu for gpu in gpus if gpu is not None)
         for tensor, its in zip(tensors, gpus, strict=True):
             if its is gpu:
@@ -267,8 +306,10 @@ class Placement(TorchDispatchMode):
 
     def _run(self, op, func, args, kwargs, tensors, gpu):
         """Run on the CPU, mark the results, log and time it."""
+        __tracebackhide__ = True
         if gpu is None:
-            out = func(*args, **kwargs)
+            with _random_lock if op.random else _NOTHING:
+                out = func(*args, **kwargs)
             if self.sim.thread.born is not None:
                 self._inherit_birth(tensors, out)
             return out
@@ -286,13 +327,14 @@ class Placement(TorchDispatchMode):
     def _with_random_state(self, gpu, func, args, kwargs):
         """Run `func` with the random state of `gpu` in place of the host's."""
         host = torch.default_generator
-        before = host.get_state()
-        host.set_state(gpu.generator.get_state())
-        try:
-            return func(*args, **kwargs)
-        finally:
-            gpu.generator.set_state(host.get_state())
-            host.set_state(before)
+        with _random_lock:
+            before = host.get_state()
+            host.set_state(gpu.generator.get_state())
+            try:
+                return func(*args, **kwargs)
+            finally:
+                gpu.generator.set_state(host.get_state())
+                host.set_state(before)
 
     # -- operations with device= -------------------------------------------------------
 
@@ -327,7 +369,7 @@ class Placement(TorchDispatchMode):
     def _here(self):
         """Names the Python call that is running: same name, same call into C++."""
         frame = sys._getframe(1)
-        while frame.f_code.co_filename == __file__:
+        while frame.f_code.co_filename in _MACHINERY:
             if frame.f_code is _FUNCTION_CODE:
                 return (self.sim.thread.calls, "torch function")
             frame = frame.f_back
@@ -336,10 +378,25 @@ class Placement(TorchDispatchMode):
         return (self.sim.thread.calls, id(frame), frame.f_lasti)
 
     def _note_birth(self, tensor) -> None:
-        if isinstance(tensor, _Tensor) and tensor.layout == torch.strided:
-            here = self._here()
-            _storage_of(tensor)._simgpu_born = here
-            self.sim.thread.born = here
+        if not isinstance(tensor, _Tensor) or tensor.layout != torch.strided:
+            return
+        here = self._here()
+        if here == "backward":
+            known, gpu = _gpu_of_node(torch._C._current_autograd_node())
+            if known:
+                place(tensor, gpu)
+                return
+        _storage_of(tensor)._simgpu_born = here
+        self.sim.thread.born = here
+
+    def settle(self, out, args) -> None:
+        """C++-born results of a call that is over join the GPU of its inputs."""
+        here, self.sim.thread.born = self.sim.thread.born, None
+        gpu = next(filter(None, map(gpu_of, tensors_in(args))), None)
+        for tensor in tensors_in(out if isinstance(out, (tuple, list)) else (out,)):
+            if gpu is not None and gpu_of(tensor) is None and is_plain(tensor):
+                if getattr(_storage_of(tensor), "_simgpu_born", None) == here:
+                    place(tensor, gpu)
 
     def _inherit_birth(self, tensors, out) -> None:
         """What C++ computes from a C++-born tensor in the same call is C++-born."""
@@ -394,13 +451,14 @@ class Placement(TorchDispatchMode):
         self._log_copy(source, target, tensors[1])
         return out
 
-    @_special("_local_scalar_dense", "equal", "is_nonzero")
+    @_special("_local_scalar_dense", "is_nonzero", "equal", "allclose")
     def _read_back(self, op, func, args, kwargs, tensors):
         """`.item()` and its like: a copy to the host, which waits for it."""
         gpu = self._meet(func, args, tensors)
         out = func(*args, **kwargs)
         if gpu is not None and not self.sim.thread.quiet:
-            self.sim.clock.copy(gpu, None, tensors[0].element_size())
+            nbytes = 1 if isinstance(out, bool) else tensors[0].element_size()
+            self.sim.clock.copy(gpu, None, nbytes)
         return out
 
     @_special("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index")
@@ -438,6 +496,11 @@ class Placement(TorchDispatchMode):
             self.sim.clock.kernel(gpu, func, args, kwargs, tensors[:1], [data])
         return place(data, gpu), batch_sizes
 
+    def _run_python_kernel(self, op, func, args, kwargs, tensors):
+        """A custom operation: the simulator must see what its Python code does."""
+        with self:
+            return func.redispatch(_CPU_KERNEL, *args, **kwargs)
+
     @_special("is_pinned")
     def _is_pinned(self, op, func, args, kwargs, tensors):
         return getattr(_storage_of(tensors[0]), "_simgpu_pinned", False)
@@ -456,6 +519,33 @@ class Placement(TorchDispatchMode):
         if not self.sim.thread.quiet:
             nbytes = tensor.numel() * tensor.element_size()
             self.sim.clock.copy(source, target, nbytes)
+
+
+def _gpu_of_node(node) -> tuple[bool, Gpu | None]:
+    """Whether it can be known where a backward node works, and where.
+
+    A node's gradients live where its inputs do, and the way back along the graph
+    ends at tensors whose GPU is known. A CPU scalar may join any operation, so it
+    decides only where nothing else does.
+    """
+    if node is None or isinstance(node, BackwardCFunction):
+        return False, None  # Python code: `tensor_api` looks after its gradients
+    scalar, seen, queue = False, {node}, deque([node])
+    while queue:
+        for following, index in queue.popleft().next_functions:
+            places = getattr(following, "_simgpu_outputs", None)
+            leaf = getattr(following, "variable", None)
+            if places is not None:
+                return True, places[index]
+            if leaf is None:
+                if following is not None and following not in seen:
+                    seen.add(following)
+                    queue.append(following)
+            elif leaf.dim() or gpu_of(leaf):
+                return True, gpu_of(leaf)
+            else:
+                scalar = True
+    return scalar, None
 
 
 class _Foreach:
@@ -510,9 +600,11 @@ def _declarations() -> dict[str, str]:
 
 
 def _declaration(func) -> str:
-    return _declarations().get(func._schema.name.removeprefix("aten::") + (
-        f".{func._schema.overload_name}" if func._schema.overload_name else ""
-    ), "")
+    return _declarations().get(
+        func._schema.name.removeprefix("aten::")
+        + (f".{func._schema.overload_name}" if func._schema.overload_name else ""),
+        "",
+    )
 
 
 @functools.cache
@@ -631,16 +723,19 @@ class Functions(TorchFunctionMode):
         self.handlers = handlers
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        __tracebackhide__ = True  # notebooks then show the learner's lines only
         thread = self.sim.thread
         thread.calls += 1
         handler = self.handlers.get(func)
         if handler is not None:
             return handler(*args, **(kwargs or {}))
-        if not kwargs:
-            return func(*args)
-        device = kwargs.get("device")
+        device = kwargs.get("device") if kwargs else None
         if device is None:
-            return func(*args, **kwargs)
+            call = (thread.calls, "torch function")
+            out = func(*args, **kwargs) if kwargs else func(*args)
+            if thread.born == call:
+                self.sim.modes[1].settle(out, args)
+            return out
         if type(device) is int:
             kwargs = {**kwargs, "device": self.sim.find(device).device}
         thread.asked_for_host = str(device) == "cpu"

@@ -312,10 +312,24 @@ def _new_tensor_function(data, *, dtype=None, device=None, requires_grad=False,
     device = _default(device)
     if device.type not in ("cuda", "cpu"):
         return raw(data, dtype=dtype, device=device, requires_grad=requires_grad)
-    made = _made(raw(data, dtype=dtype, device="cpu"), device)
+    with torch._C.DisableTorchFunction():  # or the mode would send it here again
+        made = raw(data, dtype=dtype, device="cpu")
+    made = _made(made, device)
+    _log_read_back(data)
     if pin_memory:
         made = made.pin_memory()
     return made.requires_grad_(requires_grad)
+
+
+def _log_read_back(data) -> None:
+    """GPU scalars in a list are read back one by one."""
+    if isinstance(data, (list, tuple)):
+        for item in data:
+            _log_read_back(item)
+    elif isinstance(data, torch.Tensor) and gpu_of(data) is not None:
+        sim = placement.current()
+        if not sim.thread.quiet:
+            sim.clock.copy(gpu_of(data), None, data.element_size())
 
 
 def _as_tensor(data, dtype=None, device=None):
@@ -559,6 +573,7 @@ def replacements() -> list[tuple[object, str, object]]:
     return [
         *((torch.Tensor, name, new) for name, new in tensor_methods.items()),
         *((torch.cuda, name, new) for name, new in cuda_types.items()),
+        (torch, "get_device", _get_device),
         (torch, "tensor", _new_tensor_function),
         (torch, "as_tensor", _as_tensor),
         (torch, "asarray", _asarray),
@@ -580,6 +595,7 @@ def replacements() -> list[tuple[object, str, object]]:
 def handlers() -> dict:
     """torch function -> what answers it, for `placement.Functions`."""
     return {
+        torch.get_device: _get_device,
         _raw_functions["tensor"]: _new_tensor_function,
         _raw_functions["as_tensor"]: _as_tensor,
         _raw_functions["asarray"]: _asarray,
