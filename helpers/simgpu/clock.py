@@ -53,10 +53,11 @@ class Clock:
         self.host = 0.0  # simulated seconds
         self.busy_until = {gpu.index: 0.0 for gpu in self.gpus}
 
-    def kernel(self, gpu, func, args, kwargs, tensors: list, outputs: list) -> None:
-        """Log operation `func` on `gpu` and let it take its time."""
+    def kernel(self, gpu, func, args, kwargs, tensors: list, out) -> None:
+        """Log operation `func` on `gpu`, which gave `out`, and let it take its time."""
+        outputs = [t for t in _as_tuple(out) if isinstance(t, torch.Tensor)]
         nbytes = sum(t.numel() * t.element_size() for t in (*tensors, *outputs))
-        flops = _flops(func, args, kwargs, outputs)
+        flops = _flops(func, args, kwargs, out)
         dtype = str(outputs[0].dtype).removeprefix("torch.") if outputs else "float32"
         rate = gpu.card.flops.get(dtype, gpu.card.flops["float32"]) * OF_PEAK_FLOPS
         seconds = max(
@@ -101,7 +102,11 @@ class Clock:
         return start, start + seconds
 
 
-def _flops(func, args, kwargs, outputs: list) -> int:
+def _as_tuple(out) -> tuple:
+    return tuple(out) if isinstance(out, (tuple, list)) else (out,)
+
+
+def _flops(func, args, kwargs, out) -> int:
     """Floating-point operations of `func`, by PyTorch's own formulas.
 
     Operations without one (element-wise ones, reductions) count as bytes alone.
@@ -111,7 +116,6 @@ def _flops(func, args, kwargs, outputs: list) -> int:
         return 0
     key = (func, *(_shape(value) for value in (*args, *kwargs.values())))
     if key not in _known_flops:
-        out = outputs[0] if len(outputs) == 1 else outputs
         if len(_known_flops) >= KEPT:
             _known_flops.clear()
         _known_flops[key] = int(formula(*args, **kwargs, out_val=out))
