@@ -11,6 +11,7 @@ import importlib
 _HOMES = {
     "count_copies": "gpus",
     "gpu_seconds": "gpus",
+    "kind_of_time": "gpus",
     "need_gpus": "gpus",
     "show_machine": "gpus",
     "timeline": "gpus",

@@ -11,6 +11,7 @@ from pathlib import Path
 COLOURS = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#D55E00")
 HOST = "#BBBBBB"
 INK = "#222222"
+WIDEST = 700  # pixels: what a notebook shows beside its file browser on a laptop
 
 
 def colour(device: str) -> str:
@@ -57,11 +58,12 @@ class Picture:
             f'<path d="M0 0 L8 4 L0 8 z" fill="{INK}"/></marker></defs>'
         )
         inside = "".join(self.parts)
+        scale = min(1, WIDEST / self.width)
         return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width}" '
-            f'height="{self.height}" viewBox="0 0 {self.width} {self.height}" '
-            f'role="img" style="max-width:100%;height:auto" '
-            f'font-family="sans-serif" fill="{INK}">'
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width * scale:g}" '
+            f'height="{self.height * scale:g}" '
+            f'viewBox="0 0 {self.width} {self.height}" '
+            f'role="img" font-family="sans-serif" fill="{INK}">'
             f"<title>{escape(self.title)}</title>{head}"
             f'<rect width="{self.width}" height="{self.height}" fill="white"/>'
             f"{inside}</svg>"
@@ -87,7 +89,7 @@ def devices(**tensors) -> Picture:
         inside[str(tensor.device)].append((name, tensor))
     rows = max(1, *(len(found) for found in inside.values()))
     longest = max((len(_about(t)) for t in tensors.values()), default=0)
-    width, height = max(148, 34 + 7 * longest), 40 + 46 * rows
+    width, height = max(130, 34 + 7 * longest), 40 + 46 * rows
     title = "; ".join(
         f"{device}: {', '.join(name for name, _ in found) or 'empty'}"
         for device, found in inside.items()
@@ -112,7 +114,7 @@ def _about(tensor) -> str:
     return f"{shape}  {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def timeline(log, width: int = 760) -> Picture:
+def timeline(log, width: int = WIDEST) -> Picture:
     """The log of `simgpu.timeline()`: a lane for each GPU, time from left to right.
 
     Kernels have their GPU's colour, copies are grey. A copy between two GPUs is drawn
@@ -139,7 +141,7 @@ def timeline(log, width: int = 760) -> Picture:
             long = max((event.end - event.start) * scale, 0.5)
             x = left + event.start * scale
             picture.box(x, y + 2, long, lane_height - 8, fill, stroke="none")
-            if long > 8 * len(event.name):
+            if long > 10 * len(event.name) + 8:
                 picture.text(x + long / 2, y + 20, event.name, 12, "middle")
     picture.text(left, height - 10, "0", 12)
     words = f"{total * 1e6:,.0f} µs (simulated)"
@@ -178,7 +180,7 @@ def course_map() -> Picture:
     Taught in 00-start-here.
     """
     fills = {"simulated": "#D7EEFA", "ranks": "#FBE5BF"}
-    width, height, gap = 146, 80, 8
+    width, height, gap = 130, 80, 8
     written = {int(path.name[:2]) for path in Path.cwd().glob("[0-9][0-9]-*.ipynb")}
     title = "The course: 20 lessons, on simulated GPUs (blue) or real ranks (orange)"
     picture = Picture(5 * (width + gap) + gap, 4 * (height + gap) + 44, title)
@@ -187,17 +189,17 @@ def course_map() -> Picture:
         y = gap + (number // 5) * (height + gap)
         picture.box(x, y, width, height, fills[runs_on], dashed=number not in written)
         picture.text(x + 8, y + 19, f"{number:02d}", 15, weight="bold")
-        for row, words in enumerate(_wrap(name, 17)):
+        for row, words in enumerate(_wrap(name, 16)):
             picture.text(x + 8, y + 38 + 17 * row, words, 14)
     y = 4 * (height + gap) + 14
     for x, words, key in (
         (gap, "on simulated GPUs", "simulated"),
-        (gap + 190, "on real ranks (processes)", "ranks"),
+        (gap + 180, "on real ranks (processes)", "ranks"),
     ):
         picture.box(x, y, 18, 16, fills[key])
         picture.text(x + 26, y + 13, words)
-    picture.box(gap + 420, y, 18, 16, dashed=True)
-    picture.text(gap + 446, y + 13, "dashed: being written")
+    picture.box(gap + 400, y, 18, 16, dashed=True)
+    picture.text(gap + 426, y + 13, "dashed: being written")
     return picture
 
 
