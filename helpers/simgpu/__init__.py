@@ -49,12 +49,13 @@ class Simulator:
             raise ValueError(f"a {card} does not have {memory} of memory")
         self.number = number
         self.honour_visible = honour_visible
-        self.seen = False  # CUDA is initialised: the visible GPUs are fixed
+        self.seen = False  # the program looked for GPUs: the visible ones are fixed
+        self.initialized = False  # and it has used one
         self.forked = False  # this is a forked child, where CUDA cannot be used
         self.thread = placement._PerThread()
         self.gpus = self._make(range(number))
         for gpu in self.gpus:
-            gpu.generator = cuda_api.default_generator(gpu)
+            gpu.generator = cuda_api.new_generator(gpu)
         self.generators = [gpu.generator for gpu in self.gpus]
         self.clock = Clock(self.gpus)
         self.handlers = tensor_api.handlers()
@@ -71,7 +72,7 @@ class Simulator:
         return len(self.gpus)
 
     def see(self) -> int:
-        """Initialise CUDA: from now on the environment is not read again."""
+        """How many GPUs there are; from now on the environment is not read again."""
         if not self.seen:
             self.seen = True
             if self.honour_visible:
@@ -84,6 +85,18 @@ class Simulator:
                     gpu.device = torch.device("cuda", index)
                 self.clock.clear()
         return len(self.gpus)
+
+    def initialize(self) -> None:
+        """Use CUDA for the first time.
+
+        Raises:
+            RuntimeError: in a forked child, and where no GPU is visible.
+        """
+        if self.forked:
+            raise RuntimeError(_BAD_FORK)
+        if not self.see():
+            raise RuntimeError("No CUDA GPUs are available")
+        self.initialized = True
 
     def find(self, device) -> Gpu | None:
         """The GPU that `device` names (None for the host).
@@ -98,10 +111,8 @@ class Simulator:
             return None
         if device.type != "cuda":
             raise NotSimulated(f"the device {str(device)!r}")
-        if self.forked:
-            raise RuntimeError(_BAD_FORK)
-        if not self.see():
-            raise RuntimeError("No CUDA GPUs are available")
+        if not self.initialized or self.forked:
+            self.initialize()
         index = self.thread.current if device.index is None else device.index
         if index >= len(self.gpus):
             raise torch.AcceleratorError(_INVALID_ORDINAL)
@@ -118,6 +129,7 @@ class Simulator:
         ]
 
     def enter(self) -> None:
+        """Apply the table and enter the modes."""
         for owner, name, new in self.table():
             self.undo.append((owner, name, vars(owner).get(name, _ABSENT)))
             setattr(owner, name, new)
@@ -125,6 +137,7 @@ class Simulator:
             mode.__enter__()
 
     def exit(self) -> None:
+        """Undo what `enter` did, whatever was put on top of it since."""
         if torch.get_default_device().type == "cuda":
             torch.set_default_device(None)
         functions, dispatch = self.modes
@@ -172,7 +185,7 @@ def _in_every_thread(thread) -> None:
 
 def _after_fork() -> None:
     if placement.running is not None:
-        placement.running.forked = True
+        placement.running.forked = placement.running.seen
 
 
 if hasattr(os, "register_at_fork"):  # Windows has no fork
@@ -253,4 +266,3 @@ def timeline() -> Timeline:
         RuntimeError: if the simulator is not running.
     """
     return Timeline(placement.current().clock)
-

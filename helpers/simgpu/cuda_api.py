@@ -11,10 +11,13 @@ import uuid
 from dataclasses import dataclass
 
 import torch
+import torch.cuda.comm
 import torch.nn.parallel.comm
 import torch.utils.dlpack
+from torch.cuda._utils import _get_device_index
 
 from helpers.simgpu import placement
+from helpers.simgpu.memory import Memory
 from helpers.simgpu.placement import NotSimulated, gpu_of
 
 _raw_generator = torch._C.Generator
@@ -27,21 +30,23 @@ def _gpu(device=None) -> placement.Gpu:
     Raises:
         ValueError: if it is not a CUDA device.
     """
-    if device is None:
-        device = torch.device("cuda")
-    elif isinstance(device, str):
-        device = torch.device(device)
-    elif isinstance(device, int):
-        device = torch.device("cuda", device) if device >= 0 else torch.device("cuda")
-    if device.type != "cuda":
-        raise ValueError(f"Expected a cuda device, but got: {device.type}")
-    return placement.current().find(device)
+    index = _get_device_index(device, optional=True)
+    return placement.current().find(max(index, 0))
+
+
+def _known_gpu(device=None) -> placement.Gpu:
+    """The same for calls that check the index themselves."""
+    index = _get_device_index(device, optional=True)
+    if not 0 <= index < device_count():
+        raise AssertionError("Invalid device id")
+    return _gpu(index)
 
 
 # -- which GPUs there are ------------------------------------------------------------
 
 
 def is_available() -> bool:
+    """Fixes which GPUs are visible, without initialising CUDA."""
     return placement.current().see() > 0
 
 
@@ -50,15 +55,20 @@ def device_count() -> int:
 
 
 def current_device() -> int:
-    return _gpu().index
+    return placement.current().find(torch.device("cuda")).index
 
 
 def set_device(device) -> None:
-    index = device if isinstance(device, int) else torch.device(device).index
-    if index is None:
-        return
-    if index >= 0:
-        placement.current().thread.current = _gpu(index).index
+    _exchange_device(_get_device_index(device))
+
+
+def _exchange_device(index: int) -> int:
+    """Make `index` the current GPU (none if negative); returns the one before."""
+    if index < 0:
+        return -1
+    before = current_device()
+    placement.current().thread.current = _gpu(index).index
+    return before
 
 
 def get_device_name(device=None) -> str:
@@ -66,7 +76,7 @@ def get_device_name(device=None) -> str:
 
 
 def get_device_capability(device=None) -> tuple[int, int]:
-    return _gpu(device).card.capability
+    return _known_gpu(device).card.capability
 
 
 @dataclass(frozen=True)
@@ -96,7 +106,7 @@ class DeviceProperties:
 
 
 def get_device_properties(device=None) -> DeviceProperties:
-    gpu = _gpu(device)
+    gpu = _known_gpu(device)
     return DeviceProperties(
         name=f"{gpu.card.name} (simulated)",
         major=gpu.card.capability[0],
@@ -110,7 +120,7 @@ def get_device_properties(device=None) -> DeviceProperties:
 
 
 def can_device_access_peer(device, peer_device) -> bool:
-    a, b = _gpu(device), _gpu(peer_device)
+    a, b = _known_gpu(device), _known_gpu(peer_device)
     return a is not b
 
 
@@ -121,35 +131,6 @@ def get_arch_list() -> list[str]:
 
 def is_bf16_supported(including_emulation: bool = True) -> bool:
     return including_emulation or _gpu().card.capability >= (8, 0)
-
-
-class device:
-    """The context `torch.cuda.device(1)`: another current GPU for a while."""
-
-    def __init__(self, device):
-        if device is None:
-            self.index = None
-        elif isinstance(device, int):
-            self.index = device if device >= 0 else None
-        else:
-            self.index = torch.device(device).index
-        self.before = None
-
-    def __enter__(self):
-        self.before = current_device()
-        if self.index is not None:
-            set_device(self.index)
-
-    def __exit__(self, *error):
-        set_device(self.before)
-        return False
-
-
-class device_of(device):
-    """The context of the GPU on which a tensor or storage lives."""
-
-    def __init__(self, obj):
-        super().__init__(obj.get_device() if obj.is_cuda else None)
 
 
 def synchronize(device=None) -> None:
@@ -179,11 +160,12 @@ def current_stream(device=None) -> DefaultStream:
 
 
 def init() -> None:
-    placement.current().see()
+    placement.current().initialize()
 
 
 def is_initialized() -> bool:
-    return placement.current().seen
+    sim = placement.current()
+    return sim.initialized and not sim.forked
 
 
 def _is_in_bad_fork() -> bool:
@@ -193,16 +175,23 @@ def _is_in_bad_fork() -> bool:
 # -- memory ----------------------------------------------------------------------------
 
 
+def _memory(device) -> Memory:
+    index = _get_device_index(device, optional=True)
+    if not 0 <= index < device_count():
+        raise RuntimeError(f"Invalid device argument {index}: did you call init?")
+    return _gpu(index).memory
+
+
 def memory_allocated(device=None) -> int:
-    return _gpu(device).memory.allocated
+    return _memory(device).allocated
 
 
 def max_memory_allocated(device=None) -> int:
-    return _gpu(device).memory.peak
+    return _memory(device).peak
 
 
 def reset_peak_memory_stats(device=None) -> None:
-    memory = _gpu(device).memory
+    memory = _memory(device)
     memory.peak = memory.allocated
 
 
@@ -227,20 +216,31 @@ class Generator(_raw_generator, metaclass=_GeneratorMeta):
         device = torch.device(device)
         if device.type not in ("cpu", "cuda"):
             return _raw_generator(device)
-        made = _raw_generator.__new__(cls, "cpu")
-        made.gpu = placement.current().find(device)
-        return made
+        gpu = placement.current().find(device)
+        return _raw_generator.__new__(cls, "cpu") if gpu is None else new_generator(gpu)
 
     @property
     def device(self):
         return self.gpu.device if self.gpu else torch.device("cpu")
 
+    def clone_state(self) -> "Generator":
+        made = Generator() if self.gpu is None else new_generator(self.gpu)
+        return made.set_state(self.get_state())
 
-def default_generator(gpu) -> Generator:
-    """The generator that a GPU draws from where a program names none."""
+    def __reduce__(self):
+        return _rebuild_generator, (str(self.device), self.get_state())
+
+
+def new_generator(gpu) -> Generator:
+    """A new generator of a GPU, such as the one it draws from by default."""
     made = _raw_generator.__new__(Generator, "cpu")
     made.gpu = gpu
+    placement.gpu_generators[made._cdata] = made
     return made
+
+
+def _rebuild_generator(device: str, state: torch.Tensor) -> Generator:
+    return Generator(device).set_state(state)
 
 
 def manual_seed(seed: int) -> None:
@@ -290,7 +290,7 @@ def current_accelerator(check_available: bool = False) -> torch.device | None:
     return torch.device("cuda")
 
 
-class device_index(device):
+class device_index(torch.cuda.device):
     """The context `torch.accelerator.device_index(1)`."""
 
 
@@ -304,7 +304,8 @@ def get_memory_info(device_index=None) -> tuple[int, int]:
 # torch.cuda's names that work as they are, or are data
 _KEPT = {
     "CudaError", "DeferredCudaCallError", "check_error", "cudaStatus", "has_half",
-    "has_magma", "is_tf32_supported", "get_sync_debug_mode", "ipc_collect",
+    "has_magma", "device", "device_of", "is_tf32_supported",
+    "get_sync_debug_mode", "ipc_collect",
 }  # fmt: skip
 
 
@@ -337,6 +338,7 @@ def _refused() -> list[tuple[object, str, object]]:
         (torch.cuda, torch.cuda.__all__),
         (torch.accelerator, torch.accelerator.__all__),
         (torch.nn.parallel.comm, _COMM),
+        (torch.cuda.comm, _COMM),
     ):
         known = _ACCELERATOR if module is torch.accelerator else answered
         for name in names:
@@ -361,7 +363,7 @@ _CUDA = {
     for f in (
         is_available, device_count, current_device, set_device, get_device_name,
         get_device_capability, get_device_properties, can_device_access_peer,
-        get_arch_list, is_bf16_supported, device, device_of, synchronize, init,
+        get_arch_list, is_bf16_supported, synchronize, init,
         is_initialized, memory_allocated, max_memory_allocated,
         reset_peak_memory_stats, empty_cache, manual_seed, manual_seed_all, seed,
         seed_all, initial_seed, get_rng_state, get_rng_state_all, set_rng_state,
@@ -372,6 +374,8 @@ _CUDA = {
     "mem_get_info": get_memory_info,
     "reset_max_memory_allocated": reset_peak_memory_stats,
     "_lazy_init": init,
+    "_exchange_device": _exchange_device,
+    "_maybe_exchange_device": _exchange_device,
     "current_stream": current_stream,
     "default_stream": current_stream,
 }  # fmt: skip

@@ -39,7 +39,10 @@ _Tensor = torch.Tensor
 _Base = torch._C.TensorBase
 _storage_of = _Base.untyped_storage
 _HOST = torch.device("cpu")
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _CPU_KERNEL = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+_active_mode = torch._C._get_dispatch_mode
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 _PLAIN = _Tensor.__torch_dispatch__  # of tensors on which PyTorch's own kernels run
 
 
@@ -82,6 +85,10 @@ class Gpu:
         self.alive = True  # False once the simulator has stopped
 
 
+# address of a generator in C++ -> the Python object that knows its GPU
+gpu_generators: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
+
+
 class Block:
     """Marks a storage as living on a GPU; its bytes are freed with the storage."""
 
@@ -104,7 +111,7 @@ class Block:
             self.gpu.memory.give_back(self.nbytes)
 
 
-# -- where a tensor is ---------------------------------------------------------------
+# -- where a tensor is -----------------------------------------------------------------
 
 
 def gpu_of_storage(storage) -> Gpu | None:
@@ -115,25 +122,37 @@ def gpu_of_storage(storage) -> Gpu | None:
 
 def gpu_of(tensor: torch.Tensor) -> Gpu | None:
     """The simulated GPU on which `tensor` lives, or None."""
-    try:
-        block = getattr(_storage_of(tensor), "_simgpu", None)
-    except (NotImplementedError, RuntimeError):  # sparse tensors have no storage
-        return _gpu_of_sparse(tensor)
+    with torch._C.DisableTorchFunction():  # no mode and no subclass need see this
+        try:
+            block = getattr(_storage_of(tensor), "_simgpu", None)
+        except (NotImplementedError, RuntimeError):
+            parts = _parts_of(tensor)
+            return gpu_of(parts[-1]) if parts else None
     return block.gpu if block is not None and block.gpu.alive else None
 
 
-def _gpu_of_sparse(tensor) -> Gpu | None:
+def _parts_of(tensor) -> list[torch.Tensor]:
+    """What a tensor without a storage is made of: sparse ones, and functorch's."""
     if not is_plain(tensor):
-        return None
-    block = getattr(tensor, "_simgpu", None)
-    if block is not None:
-        return block.gpu if block.gpu.alive else None
-    with torch._C._DisableTorchDispatch():
+        return []
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return [torch._C._functorch.get_unwrapped(tensor)]
+    with torch._C._DisableTorchDispatch(), torch.no_grad():
         if tensor.layout == torch.sparse_coo:
-            return gpu_of(_Base._values(tensor.detach()))
+            return [_Base._indices(tensor), _Base._values(tensor)]
         if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-            return gpu_of(_Base.values(tensor.detach()))
-        return None
+            return [
+                _Base.crow_indices(tensor),
+                _Base.col_indices(tensor),
+                _Base.values(tensor),
+            ]
+        if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+            return [
+                _Base.ccol_indices(tensor),
+                _Base.row_indices(tensor),
+                _Base.values(tensor),
+            ]
+    return []
 
 
 def is_plain(tensor) -> bool:
@@ -147,9 +166,11 @@ def place(tensor: torch.Tensor, gpu: Gpu | None) -> torch.Tensor:
         return tensor
     try:
         storage = _storage_of(tensor)
-        nbytes = storage.nbytes()
     except (NotImplementedError, RuntimeError):
-        storage, nbytes = tensor, 0  # sparse: its parts are counted on their own
+        for part in _parts_of(tensor):
+            place(part, gpu)
+        return tensor
+    nbytes = storage.nbytes()
     block = getattr(storage, "_simgpu", None)
     if block is None or not block.gpu.alive:
         storage._simgpu = Block(gpu, nbytes)
@@ -174,8 +195,15 @@ class _Op:
         # launches nothing on a GPU: views, and memory that nobody fills
         self.silent = func.is_view or self.name in _SILENT
         self.run = _SPECIAL.get(self.name)
+        if self.run is None and _is_composite(func):
+            self.run = Placement._decompose
         if _has_python_kernel(func):
             self.run = Placement._run_python_kernel
+
+
+def _is_composite(func) -> bool:
+    """Whether PyTorch writes it in terms of others; seen in inference mode only."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE)
 
 
 def _has_python_kernel(func) -> bool:
@@ -242,10 +270,6 @@ _MACHINERY = {
 class Placement(TorchDispatchMode):
     """Sees every operation below autograd. One for each thread, over one `sim`."""
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing compiles here; the wrapper would import torch._dynamo
-
     def __init__(self, sim):
         super().__init__()
         self.sim = sim
@@ -257,6 +281,8 @@ class Placement(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         __tracebackhide__ = True  # notebooks then show the learner's lines only
+        if _active_mode(_FAKE) is not None:  # nothing is computed: pass it through
+            return func(*args, **(kwargs or {}))
         if types and any(kind.__torch_dispatch__ is not _PLAIN for kind in types):
             return NotImplemented  # tensor subclasses unwrap themselves first
         op = _OPS.get(func)
@@ -273,7 +299,7 @@ class Placement(TorchDispatchMode):
         gpu = self._meet(func, args, tensors)
         return self._run(op, func, args, kwargs, tensors, gpu)
 
-    # -- the usual way ---------------------------------------------------------------
+    # -- the usual way -----------------------------------------------------------------
 
     def _meet(self, func, args, tensors) -> Gpu | None:
         """The one GPU (or None) of an operation's inputs."""
@@ -307,6 +333,8 @@ class Placement(TorchDispatchMode):
     def _run(self, op, func, args, kwargs, tensors, gpu):
         """Run on the CPU, mark the results, log and time it."""
         __tracebackhide__ = True
+        if op.random:
+            _check_generator(kwargs.get("generator"), gpu)
         if gpu is None:
             with _random_lock if op.random else _NOTHING:
                 out = func(*args, **kwargs)
@@ -321,7 +349,7 @@ class Placement(TorchDispatchMode):
         for tensor in outputs:
             place(tensor, gpu)
         if not op.silent and not self.sim.thread.quiet:
-            self.sim.clock.kernel(gpu, func, args, kwargs, tensors, outputs)
+            self.sim.clock.kernel(gpu, func, args, kwargs, tensors, out)
         return out
 
     def _with_random_state(self, gpu, func, args, kwargs):
@@ -364,7 +392,7 @@ class Placement(TorchDispatchMode):
             self._note_birth(out)
         return out
 
-    # -- C++-born tensors ----------------------------------------------------------------
+    # -- C++-born tensors --------------------------------------------------------------
 
     def _here(self):
         """Names the Python call that is running: same name, same call into C++."""
@@ -412,7 +440,7 @@ class Placement(TorchDispatchMode):
         born = getattr(_storage_of(tensor), "_simgpu_born", None)
         return born is not None and (born == "backward" or born == self._here())
 
-    # -- special operations ----------------------------------------------------------------
+    # -- special operations ------------------------------------------------------------
 
     @_special("_to_copy")
     def _to_copy(self, op, func, args, kwargs, tensors):
@@ -429,7 +457,10 @@ class Placement(TorchDispatchMode):
         kwargs = {**kwargs, "device": _HOST}
         pin = kwargs.pop("pin_memory", None)
         if target is source:
-            return self._run(op, func, args, kwargs, tensors, source)
+            out = self._run(op, func, args, kwargs, tensors, source)
+            if source is None and device is not None and not asked:
+                self._note_birth(out)  # C++ may mean the GPU of another input
+            return out
         out = place(func(*args, **kwargs), target)
         if pin:
             _storage_of(out)._simgpu_pinned = True
@@ -493,8 +524,17 @@ class Placement(TorchDispatchMode):
             )
         data, batch_sizes = func(*args, **kwargs)
         if not self.sim.thread.quiet and gpu is not None:
-            self.sim.clock.kernel(gpu, func, args, kwargs, tensors[:1], [data])
+            self.sim.clock.kernel(gpu, func, args, kwargs, tensors[:1], data)
         return place(data, gpu), batch_sizes
+
+    @_special("_has_compatible_shallow_copy_type", "is_same_size", "is_set_to")
+    def _ask(self, op, func, args, kwargs, tensors):
+        """Questions about tensors wherever they are."""
+        return func(*args, **kwargs)
+
+    def _decompose(self, op, func, args, kwargs, tensors):
+        with self:
+            return func._op_dk(_COMPOSITE, *args, **kwargs)
 
     def _run_python_kernel(self, op, func, args, kwargs, tensors):
         """A custom operation: the simulator must see what its Python code does."""
@@ -510,10 +550,6 @@ class Placement(TorchDispatchMode):
         out = tensors[0].clone()
         _storage_of(out)._simgpu_pinned = True
         return out
-
-    @_special("record_stream")
-    def _record_stream(self, op, func, args, kwargs, tensors):
-        raise NotSimulated("Tensor.record_stream")
 
     def _log_copy(self, source, target, tensor) -> None:
         if not self.sim.thread.quiet:
@@ -579,7 +615,7 @@ for _name in dir(aten):
         _SPECIAL[_name] = _Foreach()
 
 
-# -- PyTorch's words -----------------------------------------------------------------
+# -- PyTorch's words -------------------------------------------------------------------
 
 
 @functools.cache
@@ -657,7 +693,9 @@ def _mismatch(func, args, tensors, gpus) -> str:
             f"tensor at {devices[0]} and parameter tensor at {devices[1]}"
         )
     entry = _declaration(func)
-    if _joins_scalars(func) or "CUDA" not in entry and name not in _RUNS_AS:
+    structured = "structured" in entry
+    known = structured or "CUDA" in entry or name in _RUNS_AS
+    if _joins_scalars(func) or not known:
         first = next(d for d in devices if d.type == "cuda")
         other = next(d for d in devices if d != first)
         return (
@@ -667,8 +705,9 @@ def _mismatch(func, args, tensors, gpus) -> str:
     run_as, renamed = _RUNS_AS.get(name, (None, {}))
     if run_as is None:
         overload = func._schema.overload_name
-        structured = "structured" in entry
-        run_as = name if structured else f"{overload}_{name}"
+        run_as = f"{overload}_{name}"
+        if structured:
+            run_as = f"{name}_{overload}" if overload else name
     position = next(i for i, device in enumerate(devices) if device != devices[0])
     argument = _argument_name(func, args, tensors[position])
     return (
@@ -694,6 +733,17 @@ def _send_gradient_home(scalar) -> None:
     if scalar.requires_grad and scalar not in _sent_home:
         _sent_home.add(scalar)
         scalar.register_hook(lambda gradient: gradient.cpu())
+
+
+def _check_generator(generator, gpu: Gpu | None) -> None:
+    if generator is None:
+        return
+    kind = gpu_generators.get(generator._cdata, generator).device.type
+    wanted = "cuda" if gpu else "cpu"
+    if kind != wanted:
+        raise RuntimeError(
+            f"Expected a '{wanted}' device type for generator but found '{kind}'"
+        )
 
 
 def _refuse_too_large(gpu: Gpu, args, kwargs) -> None:
@@ -730,10 +780,13 @@ class Functions(TorchFunctionMode):
         if handler is not None:
             return handler(*args, **(kwargs or {}))
         device = kwargs.get("device") if kwargs else None
+        if device is not None and isinstance(kwargs.get("out"), _Tensor):
+            kwargs = _without_device(kwargs, self.sim)
+            device = None
         if device is None:
             call = (thread.calls, "torch function")
             out = func(*args, **kwargs) if kwargs else func(*args)
-            if thread.born == call:
+            if thread.born == call and func is not _HAS_HOST_RESULT:
                 self.sim.modes[1].settle(out, args)
             return out
         if type(device) is int:
@@ -745,5 +798,17 @@ class Functions(TorchFunctionMode):
             thread.asked_for_host = False
 
 
+def _without_device(kwargs, sim) -> dict:
+    """PyTorch compares `device=` with `out=`, and does not know our devices."""
+    device, its = torch.device(kwargs["device"]), gpu_of(kwargs["out"])
+    if device.type in ("cuda", "cpu") and sim.find(device) is not its:
+        raise RuntimeError(
+            f"device {device} does not match device of out parameter "
+            f"({kwargs['out'].device})"
+        )
+    return {name: value for name, value in kwargs.items() if name != "device"}
+
+
+_HAS_HOST_RESULT = torch._VF._pad_packed_sequence  # its lengths are on the host
 _FUNCTION_CODE = Functions.__torch_function__.__code__
 _BACKWARD_CODE = torch.autograd.graph._engine_run_backward.__code__

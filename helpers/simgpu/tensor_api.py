@@ -6,6 +6,7 @@ operation. `replacements()` is this file's part of the table that `start()` appl
 """
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import _get_current_function_mode_stack
 from torch.storage import UntypedStorage, _StorageBase
@@ -20,14 +21,27 @@ _raw = {  # PyTorch's own, below our replacements
     for name in (
         "to", "cuda", "cpu", "numpy", "type", "new", "new_tensor", "get_device",
         "tolist", "copy_", "pin_memory", "share_memory_", "is_shared", "__dlpack__",
-        "__repr__", "__dlpack_device__",
+        "__repr__", "__dlpack_device__", "__setitem__", "tensor_split",
     )
 }  # fmt: skip
 _raw_device = _Base.device
 _raw_grad = _Base.grad
+_SPARSE = (
+    "sparse_coo_tensor", "sparse_csr_tensor", "sparse_csc_tensor", "sparse_bsr_tensor",
+    "sparse_bsc_tensor", "sparse_compressed_tensor",
+)  # fmt: skip
 _raw_functions = {
     name: getattr(torch, name)
-    for name in ("tensor", "as_tensor", "asarray", "sparse_coo_tensor", "device")
+    for name in (
+        "tensor",
+        "as_tensor",
+        "asarray",
+        "device",
+        "range",
+        "set_default_tensor_type",
+        "ctc_loss",
+        *_SPARSE,
+    )  # fmt: skip
 }
 _raw_storage = {
     name: getattr(_StorageBase, name) for name in ("clone", "cpu", "cuda", "to")
@@ -38,7 +52,7 @@ _raw_apply_backward = BackwardCFunction.apply
 _raw_run_backward = torch.autograd._engine_run_backward
 
 
-# -- moving ------------------------------------------------------------------------------
+# -- moving ----------------------------------------------------------------------------
 
 
 class _Move(torch.autograd.Function):
@@ -53,10 +67,15 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.device, ctx.dtype = inputs[0].device, inputs[0].dtype
+        ctx.move = inputs[1:]
 
     @staticmethod
     def backward(ctx, gradient):
         return gradient.to(ctx.device, ctx.dtype), None, None, None
+
+    @staticmethod
+    def jvp(ctx, tangent, *_):
+        return _move(tangent, *ctx.move)
 
 
 _Move._backward_cls.__name__ = "ToCopyBackward0"  # as a printed tensor names it
@@ -81,9 +100,11 @@ def move(tensor, device: torch.device, dtype=None, copy=False, memory_format=Non
     if dtype is tensor.dtype:
         dtype = None
     device = target.device if target else device
-    if torch.is_grad_enabled() and tensor.requires_grad:
+    tangents = forward_ad._current_level >= 0
+    if torch.is_grad_enabled() and tensor.requires_grad or tangents:
         return _Move.apply(tensor, device, dtype, memory_format)
-    moved = _move(tensor.detach(), device, dtype, memory_format)
+    with torch._C.DisableTorchFunctionSubclass():
+        moved = _move(tensor.detach(), device, dtype, memory_format)
     kind = type(tensor)
     if kind is torch.Tensor or isinstance(tensor, torch.nn.Parameter):
         return moved
@@ -138,6 +159,17 @@ def _cpu(self, memory_format=torch.preserve_format):
     return move(self, torch.device("cpu"), memory_format=memory_format)
 
 
+def _type_as(self, other):
+    return self.to(other.device, other.dtype)
+
+
+def _setitem(self, index, value):
+    crosses = isinstance(value, torch.Tensor) and gpu_of(self) is not gpu_of(value)
+    if crosses and torch.is_grad_enabled() and value.requires_grad:
+        value = value.to(self.device)  # so that its gradient finds the way back
+    _raw["__setitem__"](self, index, value)
+
+
 def _copy_(self, source, non_blocking=False):
     crosses = isinstance(source, torch.Tensor) and gpu_of(self) is not gpu_of(source)
     if crosses and torch.is_grad_enabled() and source.requires_grad:
@@ -145,7 +177,7 @@ def _copy_(self, source, non_blocking=False):
     return _raw["copy_"](self, source, non_blocking)
 
 
-# -- asking ------------------------------------------------------------------------------
+# -- asking ----------------------------------------------------------------------------
 
 
 def _get_device_property(self):
@@ -159,6 +191,26 @@ def _is_cuda(self):
 
 def _is_cpu(self):
     return self.device.type == "cpu"
+
+
+def _ctc_loss(log_probs, targets, input_lengths, target_lengths, *args, **kwargs):
+    """torch.ctc_loss: the lengths may be anywhere, CUDA reads them on the host."""
+    lengths = [
+        value.tolist() if isinstance(value, torch.Tensor) else value
+        for value in (input_lengths, target_lengths)
+    ]
+    return _raw_functions["ctc_loss"](log_probs, targets, *lengths, *args, **kwargs)
+
+
+def _tensor_split(self, indices_or_sections=None, dim=0, **kwargs):
+    if indices_or_sections is None:  # by one of its other names
+        (indices_or_sections,) = kwargs.values()
+    if isinstance(indices_or_sections, torch.Tensor) and indices_or_sections.is_cuda:
+        raise RuntimeError(
+            "tensor_split expected tensor_indices_or_sections to be on cpu, but it's "
+            f"on {indices_or_sections.device}"
+        )
+    return _raw["tensor_split"](self, indices_or_sections, dim)
 
 
 def _get_device(self):
@@ -179,8 +231,8 @@ def _repr(self, *, tensor_contents=None):
 def _type(self, dtype=None, non_blocking=False, **kwargs):
     if dtype is None:
         return placement.type_name(self)
-    if isinstance(dtype, type) and issubclass(dtype, CudaTensorType):
-        return self.cuda().to(dtype.dtype)
+    if isinstance(dtype, _TensorTypeMeta):
+        return (self.cuda() if dtype.on_gpu else self.cpu()).to(dtype.dtype)
     name = dtype if isinstance(dtype, str) else ""
     if name.startswith("torch.cuda."):
         return self.cuda().to(_DTYPES[name.removeprefix("torch.cuda.")])
@@ -212,7 +264,7 @@ def _del_grad(self):
     _raw_grad.__delete__(self)
 
 
-# -- leaving PyTorch -----------------------------------------------------------------------
+# -- leaving PyTorch -------------------------------------------------------------------
 
 
 def _numpy(self, *, force=False):
@@ -266,6 +318,10 @@ def _is_pinned(self, device=None):
     return getattr(self.untyped_storage(), "_simgpu_pinned", False)
 
 
+def _record_stream(self, stream):
+    raise NotSimulated("Tensor.record_stream")
+
+
 def _share_memory_(self):
     return self if gpu_of(self) is not None else _raw["share_memory_"](self)
 
@@ -274,7 +330,7 @@ def _is_shared(self):
     return gpu_of(self) is not None or _raw["is_shared"](self)
 
 
-# -- making --------------------------------------------------------------------------------
+# -- making ----------------------------------------------------------------------------
 
 
 def _made(tensor, device):
@@ -342,6 +398,12 @@ def _as_tensor(data, dtype=None, device=None):
     return made.to(device)  # a copy: what numpy shares stays on the host
 
 
+def _range(*args, device=None, **kwargs):
+    """torch.range, which asks no mode what its device means."""
+    made = _raw_functions["range"](*args, device="cpu", **kwargs)
+    return place(made, placement.current().find(_default(device)))
+
+
 def _asarray(obj, *, dtype=None, device=None, copy=None, requires_grad=False):
     if isinstance(obj, torch.Tensor):
         device = _device(device) or obj.device
@@ -369,12 +431,27 @@ def _new(self, *args, **kwargs):
     return _made(_raw["new"](self, *args, **kwargs), device)
 
 
-def _sparse_coo_tensor(*args, device=None, **kwargs):
-    values = args[1] if len(args) > 1 else None
-    here = values.device if isinstance(values, torch.Tensor) else _default(None)
-    device = _device(device) or here
-    parts = [a.to(device) if isinstance(a, torch.Tensor) else a for a in args]
-    return _raw_functions["sparse_coo_tensor"](*parts, **kwargs).to(device)
+def _sparse_factory(name: str):
+    """torch.sparse_coo_tensor and its kin, whose values may decide the device."""
+    position = 1 if name == "sparse_coo_tensor" else 2
+
+    def make(*args, device=None, **kwargs):
+        values = args[position] if len(args) > position else kwargs.get("values")
+        here = values.device if isinstance(values, torch.Tensor) else _default(None)
+        device = _device(device) or here
+        args = [a.to(device) if isinstance(a, torch.Tensor) else a for a in args]
+        kwargs = {
+            key: value.to(device) if isinstance(value, torch.Tensor) else value
+            for key, value in kwargs.items()
+        }
+        with torch._C.DisableTorchFunction():  # or the mode would send it here again
+            made = _raw_functions[name](*args, device="cpu", **kwargs)
+        return place(made, placement.current().find(device))
+
+    return make
+
+
+_sparse_factories = {name: _sparse_factory(name) for name in _SPARSE}
 
 
 def _new_device(*args, **kwargs):
@@ -387,6 +464,10 @@ def _new_device(*args, **kwargs):
 
 def _parse_module_to(*args, **kwargs):
     """`nn.Module.to` reads its arguments with this."""
+    first = args[0] if args else kwargs.get("tensor")
+    if isinstance(first, torch.Tensor):  # to(other)
+        memory_format = kwargs.get("memory_format")
+        return first.device, first.dtype, any(args[1:2]), memory_format
     if args and isinstance(args[0], int):
         args = (torch.device("cuda", args[0]), *args[1:])
     if isinstance(kwargs.get("device"), int):
@@ -397,7 +478,7 @@ def _parse_module_to(*args, **kwargs):
 _raw_parse_module_to = torch._C._nn._parse_to
 
 
-# -- storages ------------------------------------------------------------------------------
+# -- storages --------------------------------------------------------------------------
 
 
 def _storage_device(self):
@@ -438,7 +519,7 @@ def _share_cuda(self, *args, **kwargs):
     raise NotSimulated("sharing a GPU tensor between processes")
 
 
-# -- autograd, optimizers ------------------------------------------------------------------
+# -- autograd, optimizers --------------------------------------------------------------
 
 
 def _run_backward(outputs, gradients, *args, **kwargs):
@@ -517,27 +598,66 @@ def _group_by_device_and_dtype(lists, with_indices=False):
     return groups
 
 
-# -- old names of GPU tensor types ---------------------------------------------------------
+# -- old names of tensor types ---------------------------------------------------------
 
 _DTYPES = {name: dtype for dtype, name in placement._LEGACY.items()}
+_raw_types = {name: getattr(torch, name) for name in _DTYPES}
 
 
-class _CudaTypeMeta(type):
+class _TensorTypeMeta(type):
     def __instancecheck__(cls, value):
-        its = isinstance(value, torch.Tensor) and value.is_cuda
-        return its and value.dtype is cls.dtype
+        if not isinstance(value, torch.Tensor) or value.dtype is not cls.dtype:
+            return False
+        return value.is_cuda is cls.on_gpu and value.layout is torch.strided
+
+    def __str__(cls):
+        return f"{cls.__module__}.{cls.__name__}"
+
+    __repr__ = __str__
 
 
-class CudaTensorType(metaclass=_CudaTypeMeta):
-    """`torch.cuda.FloatTensor` and its kin: good for `isinstance` and `.type()`."""
+class TensorType(metaclass=_TensorTypeMeta):
+    """`torch.FloatTensor`, `torch.cuda.FloatTensor` and their kin."""
 
     dtype: torch.dtype
+    on_gpu: bool
 
     def __new__(cls, *args, **kwargs):
+        if not cls.on_gpu:
+            return _raw_types[cls.__name__](*args, **kwargs)
         raise NotSimulated(
-            f"the constructor torch.cuda.{cls.__name__}",
-            'Write torch.tensor(..., device="cuda").',
+            f"the constructor {cls}", 'Write torch.tensor(..., device="cuda").'
         )
+
+
+def _tensor_types(module, on_gpu: bool) -> list[tuple[object, str, object]]:
+    return [
+        (
+            module,
+            name,
+            _TensorTypeMeta(
+                name,
+                (TensorType,),
+                {"dtype": dtype, "on_gpu": on_gpu, "__module__": module.__name__},
+            ),
+        )
+        for name, dtype in _DTYPES.items()
+    ]
+
+
+def _set_default_tensor_type(kind):
+    """torch.set_default_tensor_type"""
+    if isinstance(kind, str):
+        package, _, name = kind.rpartition(".")
+        kind = getattr(torch.cuda if package == "torch.cuda" else torch, name, kind)
+    if isinstance(kind, _TensorTypeMeta):
+        if kind.on_gpu:
+            raise NotSimulated(
+                f"torch.set_default_tensor_type({kind})",
+                'Write torch.set_default_device("cuda").',
+            )
+        kind = _raw_types[kind.__name__]
+    return _raw_functions["set_default_tensor_type"](kind)
 
 
 def replacements() -> list[tuple[object, str, object]]:
@@ -547,6 +667,8 @@ def replacements() -> list[tuple[object, str, object]]:
         "cuda": _cuda,
         "cpu": _cpu,
         "copy_": _copy_,
+        "type_as": _type_as,
+        "__setitem__": _setitem,
         "device": property(_get_device_property),
         "is_cuda": property(_is_cuda),
         "is_cpu": property(_is_cpu),
@@ -560,24 +682,25 @@ def replacements() -> list[tuple[object, str, object]]:
         "__dlpack_device__": _dlpack_device,
         "__cuda_array_interface__": property(_cuda_array_interface),
         "pin_memory": _pin_memory,
+        "record_stream": _record_stream,
         "is_pinned": _is_pinned,
         "share_memory_": _share_memory_,
         "is_shared": _is_shared,
         "new": _new,
         "new_tensor": _new_tensor,
     }
-    cuda_types = {
-        name: type(name, (CudaTensorType,), {"dtype": dtype})
-        for name, dtype in _DTYPES.items()
-    }
     return [
         *((torch.Tensor, name, new) for name, new in tensor_methods.items()),
-        *((torch.cuda, name, new) for name, new in cuda_types.items()),
+        *_tensor_types(torch, on_gpu=False),
+        *_tensor_types(torch.cuda, on_gpu=True),
+        (torch, "set_default_tensor_type", _set_default_tensor_type),
         (torch, "get_device", _get_device),
         (torch, "tensor", _new_tensor_function),
         (torch, "as_tensor", _as_tensor),
         (torch, "asarray", _asarray),
-        (torch, "sparse_coo_tensor", _sparse_coo_tensor),
+        *((torch, name, make) for name, make in _sparse_factories.items()),
+        (torch, "range", _range),
+        (torch, "ctc_loss", _ctc_loss),
         (torch._C._nn, "_parse_to", _parse_module_to),
         (torch._C, "_group_tensors_by_device_and_dtype", _group_by_device_and_dtype),
         (torch.autograd, "_engine_run_backward", _run_backward),
@@ -599,8 +722,10 @@ def handlers() -> dict:
         _raw_functions["tensor"]: _new_tensor_function,
         _raw_functions["as_tensor"]: _as_tensor,
         _raw_functions["asarray"]: _asarray,
-        _raw_functions["sparse_coo_tensor"]: _sparse_coo_tensor,
+        **{_raw_functions[name]: make for name, make in _sparse_factories.items()},
         _raw_functions["device"]: _new_device,
         _raw_parse_module_to: _parse_module_to,
         _raw["new_tensor"]: _new_tensor,
+        _raw["tensor_split"]: _tensor_split,
+        torch.tensor_split: _tensor_split,
     }
