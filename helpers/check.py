@@ -8,6 +8,7 @@ why, or right. Its judge raises `Wrong` with a reason, or returns.
 import contextlib
 import copy
 import functools
+import re
 from collections.abc import Callable
 from unittest import mock
 
@@ -151,12 +152,14 @@ def _call(function: Callable, *args):
 def copied_bytes(answer) -> None:
     """Bytes that the four-line program copies with two GPUs."""
     there, weights, back = 2048 * 1024 * 4, 1024 * 1024 * 4, 2048 * 1024 * 4
-    if answer == there + back:
-        raise Wrong("X goes there and the result comes back, but W travels as well")
+    if answer == there + back:  # also X and twice W
+        raise Wrong("X goes there, W goes to each GPU, and the result comes back")
     if answer == there + weights + back:
         raise Wrong("every GPU needs its own copy of W")
     if answer == there + 4 * weights + back:
         raise Wrong("that is for four GPUs; this time there are two")
+    if answer == (there + 2 * weights + back) // 4:
+        raise Wrong("that is the count of numbers; a float32 has 4 bytes")
     if answer != there + 2 * weights + back:
         raise Wrong("count X once, W once for each GPU, and the result once")
 
@@ -164,7 +167,7 @@ def copied_bytes(answer) -> None:
 @exercise("00.2")
 def spread(function) -> None:
     """A function (x, n) -> n pieces of x, piece i on GPU i."""
-    for rows, number in ((8, 4), (6, 2), (5, 3)):
+    for rows, number in ((8, 4), (6, 2), (5, 3), (5, 4)):
         x = torch.arange(rows * 2.0).reshape(rows, 2)
         pieces = list(_call(function, x, number))
         if len(pieces) != number:
@@ -198,12 +201,13 @@ def five_devices(*answers) -> None:
     for number, (answer, (right, hint)) in enumerate(
         zip(answers, hints, strict=True), 1
     ):
-        if isinstance(answer, int):
-            raise Wrong(f"number {number}: write the name of a device, such as cuda:0")
-        if str(answer) == "cuda":
+        name = str(answer).lower()
+        if name == "cuda":
             raise Wrong(f"number {number}: say which GPU, such as cuda:0")
-        if str(answer) != right:
-            raise Wrong(f"number {number} is not on {answer}: {hint}")
+        if not re.fullmatch(r"cpu|cuda:\d+", name):
+            raise Wrong(f"number {number}: write the name of a device, such as cuda:0")
+        if name != right:
+            raise Wrong(f"number {number} is not on {name}: {hint}")
 
 
 @contextlib.contextmanager

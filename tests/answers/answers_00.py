@@ -17,6 +17,10 @@ def too_few(x, n):
     return [piece.to(i) for i, piece in enumerate(x.chunk(n - 1))]
 
 
+def chunked(x, n):
+    return [piece.to(i) for i, piece in enumerate(x.chunk(n))]
+
+
 def not_moved(x, n):
     return x.tensor_split(n)
 
@@ -36,15 +40,17 @@ RIGHT = {
 }
 WRONG = {
     "copied_bytes": [
-        (lambda: (2 * X,), "W travels as well"),
+        (lambda: (2 * X,), "W goes to each GPU"),
         (lambda: (2 * X + W,), "its own copy of W"),
         (lambda: (2 * X + 4 * W,), "there are two"),
+        (lambda: ((2 * X + 2 * W) // 4,), "a float32 has 4 bytes"),
         (lambda: (17,), "count X once"),
         (lambda: ("many",), "count X once"),
     ],
     "spread": [
         (lambda: (all_on_the_first,), "not on cuda:1"),
         (lambda: (too_few,), "need 4 pieces"),
+        (lambda: (chunked,), "need 4 pieces, not 3"),
         (lambda: (not_moved,), "is on cpu"),
         (lambda: (rest_dropped,), "put together"),
         (lambda: (raises,), "AcceleratorError"),
