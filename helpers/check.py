@@ -38,6 +38,8 @@ def same(result, reference, tolerance: float = 0.0) -> None:
     """
     results = [result] if isinstance(result, torch.Tensor) else list(result)
     references = [reference] if isinstance(reference, torch.Tensor) else list(reference)
+    if not results:
+        raise AssertionError("there is nothing to compare")
     if len(results) != len(references):
         raise AssertionError(f"{len(results)} tensors against {len(references)}")
     worst = 0.0
@@ -48,8 +50,11 @@ def same(result, reference, tolerance: float = 0.0) -> None:
                 f"tensor {i}: {tuple(a.shape)} {a.dtype} against "
                 f"{tuple(b.shape)} {b.dtype}"
             )
-        gap = (a.double() - b.double()).abs().max().item() if a.numel() else 0.0
-        if not gap <= tolerance:  # also catches nan
+        if torch.equal(a, b):
+            continue
+        wide = torch.complex128 if a.is_complex() else torch.float64
+        gap = (a.to(wide) - b.to(wide)).abs().max().item()
+        if not 0 < gap <= tolerance:  # refuses nan, and what float64 cannot tell apart
             raise AssertionError(
                 f"tensor {i} differs by {gap:.1e}, more than {tolerance:.1e}"
             )

@@ -56,9 +56,12 @@ def need_gpus(number: int, card: str = "A100", memory: int | str | None = None) 
     Taught in 00-start-here.
     """
     choice = wanted()
+    simgpu.check_request(number, card, memory)
+    if choice == "real":
+        simgpu.stop()
     if choice != "simulated" and not simgpu.count():
         real = torch.cuda.device_count()
-        if real >= number >= 1:
+        if real >= number:
             _use_real(number, memory)
             return
         if choice == "real":
@@ -66,11 +69,7 @@ def need_gpus(number: int, card: str = "A100", memory: int | str | None = None) 
                 f"HELPERS_GPUS=real, but this machine has {real} of {number} GPUs; "
                 "set HELPERS_GPUS=simulated"
             )
-    try:
-        simgpu.start(number, card, memory)
-    except RuntimeError:
-        if simgpu.count() == 0:
-            raise
+    if not simgpu.is_running(number, card, memory):
         simgpu.stop()
         simgpu.start(number, card, memory)
     size = show_bytes(torch.cuda.get_device_properties(0).total_memory)
@@ -79,15 +78,17 @@ def need_gpus(number: int, card: str = "A100", memory: int | str | None = None) 
 
 
 def _use_real(number: int, memory: int | str | None) -> None:
-    if memory is not None:
-        for index in range(number):
-            total = torch.cuda.get_device_properties(index).total_memory
-            share = min(1.0, parse_memory(memory) / total)
-            torch.cuda.set_per_process_memory_fraction(share, index)
+    for index in range(number):
+        total = torch.cuda.get_device_properties(index).total_memory
+        share = 1.0 if memory is None else parse_memory(memory) / total
+        if share > 1:
+            raise ValueError(f"cuda:{index} does not have {memory} of memory")
+        torch.cuda.set_per_process_memory_fraction(share, index)
     names = Counter(torch.cuda.get_device_name(i) for i in range(number))
     cards = ", ".join(f"{count} x {name}" for name, count in sorted(names.items()))
     cap = "" if memory is None else f", capped at {memory} each"
-    print(f"{number} real GPUs: {cards}{cap}. Memory and time are measured.")
+    plural = "GPUs" if number > 1 else "GPU"
+    print(f"{number} real {plural}: {cards}{cap}. Memory and time are measured.")
 
 
 class Copy(NamedTuple):
@@ -124,6 +125,9 @@ def count_copies() -> Iterator[Copies]:
 
     Simulated GPUs: from the simulator's log. Real GPUs: from `torch.profiler`.
 
+    Raises:
+        RuntimeError: if there are no GPUs.
+
         with count_copies() as copies:
             x.cuda()
         copies
@@ -140,11 +144,13 @@ def count_copies() -> Iterator[Copies]:
             if event.kind == "copy"
         ]
         return
+    if not torch.cuda.is_available():
+        raise RuntimeError("there are no GPUs to count copies of; call need_gpus first")
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         yield copies
-        torch.cuda.synchronize()
+        _wait_for_all()
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(trace))

@@ -74,6 +74,7 @@ def test_same_accepts_equal_values_on_any_device(capsys):
     check.same(torch.ones(3, device="cuda:1"), torch.ones(3))
     check.same([torch.ones(3), torch.zeros(0)], [torch.ones(3), torch.zeros(0)])
     check.same(torch.ones(3) + 1e-7, torch.ones(3), tolerance=1e-6)
+    check.same(torch.tensor([float("inf")]), torch.tensor([float("inf")]))
     out = capsys.readouterr().out
     assert "1 tensor equal exactly" in out and "2 tensors" in out
     assert "within 1e-06" in out
@@ -87,6 +88,9 @@ def test_same_accepts_equal_values_on_any_device(capsys):
         (torch.ones(3), torch.ones(3).double()),
         (torch.tensor([float("nan")]), torch.ones(1)),
         ([torch.ones(3)], []),
+        ([], []),
+        (torch.tensor([1 + 5j]), torch.tensor([1 + 0j])),
+        (torch.tensor([2**53 + 1]), torch.tensor([2**53])),
     ],
 )
 def test_same_refuses(result, reference):
@@ -101,6 +105,10 @@ def test_predicted_prints_the_error(capsys):
         check.predicted(101, 100, "bytes")
     with pytest.raises(AssertionError):
         check.predicted(float("nan"), 100, "bytes", tolerance=0.5)
+
+
+def test_an_unwritten_function_is_not_yet_an_answer():
+    assert check.spread(lambda x, n: None).state == "not yet"
 
 
 def test_a_raising_answer_is_wrong_and_says_so():

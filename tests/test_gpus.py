@@ -58,7 +58,35 @@ def test_real_gpus_are_taken_where_there_are_enough(monkeypatch, capsys):
     need_gpus(2, memory="512MB")
     assert "2 real GPUs: 2 x NVIDIA X, capped at 512MB" in capsys.readouterr().out
     assert shares == [(0, 0.5), (1, 0.5)]
+    need_gpus(1)
+    assert "1 real GPU: 1 x NVIDIA X. Memory" in capsys.readouterr().out
+    assert shares[2:] == [(0, 1.0)]
+    with pytest.raises(ValueError, match="does not have 2GB"):
+        need_gpus(1, memory="2GB")
     assert simgpu.count() == 0
+
+
+def test_real_gpus_end_the_simulated_ones(monkeypatch):
+    need_gpus(2)
+    monkeypatch.setenv("HELPERS_GPUS", "real")
+    with pytest.raises(RuntimeError, match="of 64 GPUs"):
+        need_gpus(64)
+    assert simgpu.count() == 0
+
+
+def test_a_bad_request_leaves_the_running_gpus_alone():
+    need_gpus(2, card="T4", memory="512MB")
+    x = torch.ones(1, device="cuda:1")
+    with pytest.raises(ValueError):
+        need_gpus(2, card="RTX")
+    need_gpus(2, card="t4", memory=512 * 2**20)  # the same, otherwise written
+    assert x.device.index == 1
+
+
+def test_copies_need_gpus():
+    with pytest.raises(RuntimeError, match="call need_gpus first"):
+        with count_copies():
+            pass
 
 
 def test_bad_requests_are_refused(monkeypatch):

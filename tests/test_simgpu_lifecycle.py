@@ -24,35 +24,26 @@ def stopped():
     simgpu.stop()
 
 
-def everything() -> dict:
-    """All that could be replaced: every attribute of these owners."""
-    owners = (
-        torch, torch.Tensor, torch.UntypedStorage, torch.storage._StorageBase,
-        torch.cuda, torch.cuda.memory, torch.cuda.random, torch.accelerator,
-        torch.autograd, torch.autograd.Function, torch._C, torch._C._nn,
-        torch.nn.parallel.comm, torch.amp.autocast_mode.autocast,
-        torch.backends.cuda, torch.backends.cudnn, torch.utils.dlpack,
-        threading.Thread,
-    )  # fmt: skip
+def everything(owners) -> dict:
+    """Every attribute of these modules and classes, replaced or not."""
     return {
         (owner, name): value for owner in owners for name, value in vars(owner).items()
     }
 
 
 def test_stop_restores_every_attribute():
-    simgpu.start(1)  # imports what it needs
+    simgpu.start(1)  # imports what it needs, and tells what it replaces
+    owners = {owner for owner, _, _ in placement.running.undo}
     simgpu.stop()
-    before = everything()
+    before = everything(owners)
     simgpu.start(3)
-    replaced = {
-        (owner, name) for owner, name, _ in placement.running.undo if owner is not None
-    }
-    during = everything()
+    replaced = {(owner, name) for owner, name, _ in placement.running.undo}
+    during = everything(owners)
     assert len(replaced) > 100
     for owner, name in replaced:
         assert vars(owner)[name] is not before.get((owner, name)), name
     simgpu.stop()
-    after = everything()
+    after = everything(owners)
     assert after.keys() == before.keys() != during.keys()
     assert [key for key in before if before[key] is not after[key]] == []
 
@@ -117,9 +108,10 @@ def test_starting_others_is_refused():
 
 @pytest.mark.parametrize("number", [0, -1, 65, 10**9, 2.0, True, "4", None])
 def test_absurd_numbers_are_refused(number):
+    have = torch.cuda.device_count()
     with pytest.raises(ValueError):
         simgpu.start(number)
-    assert simgpu.count() == 0 and torch.cuda.device_count() == 0
+    assert simgpu.count() == 0 and torch.cuda.device_count() == have
 
 
 @pytest.mark.parametrize(
@@ -305,3 +297,40 @@ def test_no_call_reaches_cuda_itself():
         simgpu.stop()
     """
     assert run(script).split() == ["2", "cuda", "True", "cuda:1"]
+
+
+def test_every_public_call_is_answered_or_refused():
+    simgpu.start(1)
+    replaced = {(owner, name) for owner, name, _ in placement.running.undo}
+    kept = {
+        "CudaError", "DeferredCudaCallError", "check_error", "cudaStatus", "has_half",
+        "has_magma", "is_tf32_supported", "ipc_collect", "device", "device_of",
+    }  # fmt: skip
+    for module in (
+        torch.cuda,
+        torch.cuda.memory,
+        torch.accelerator,
+        torch.accelerator.memory,
+    ):
+        open_ends = {
+            name
+            for name in module.__all__
+            if callable(getattr(module, name))
+            and not name.endswith("Storage")
+            and (module, name) not in replaced
+        }
+        # legacy tensor types of dtypes that CUDA has no such type for are PyTorch's own
+        assert {n for n in open_ends if not n.endswith("Tensor")} <= kept, module
+    for refused in (
+        torch.cuda.Stream,
+        torch.Event,
+        torch.cuda.memory_reserved,
+        torch.cuda.memory.memory_stats,
+        torch.accelerator.memory_reserved,
+        lambda: torch.set_autocast_enabled("cuda", True),
+        torch.autocast("cuda").__enter__,
+        lambda: torch.compile(lambda x: x),
+        lambda: torch.nn.DataParallel(torch.nn.Linear(1, 1).cuda())(torch.ones(1, 1)),
+    ):
+        with pytest.raises(simgpu.NotSimulated):
+            refused()

@@ -50,8 +50,9 @@ def test_a_script_finds_its_gpus_arguments_and_neighbours(tmp_path):
             total = sum(t.sum().item() for t in x)
             print([t.get_device() for t in x], total, neighbour.VALUE, sys.argv[1:])
     """
-    process = run(tmp_path, script, "--gpus", "9")
-    assert process.stdout == "[0, 1, 2, 3] 12.0 7 ['--gpus', '9']\n", process.stderr
+    process = run(tmp_path, script, "--gpus", "9", "--", "-x")
+    assert process.returncode == 0, process.stderr
+    assert process.stdout == "[0, 1, 2, 3] 12.0 7 ['--gpus', '9', '--', '-x']\n"
 
 
 def test_visible_devices_hide_gpus(tmp_path):

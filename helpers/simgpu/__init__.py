@@ -18,7 +18,7 @@ from torch.overrides import _len_torch_function_stack, _pop_mode, _push_mode
 from torch.utils import _python_dispatch
 
 from helpers.simgpu import cuda_api, placement, tensor_api
-from helpers.simgpu.cards import find_card, parse_memory
+from helpers.simgpu.cards import Card, find_card, parse_memory
 from helpers.simgpu.clock import Clock, Timeline
 from helpers.simgpu.placement import Functions, Gpu, NotSimulated, Placement
 
@@ -42,12 +42,8 @@ class Simulator:
     """A machine with simulated GPUs. `start()` makes one, `stop()` ends it."""
 
     def __init__(self, number: int, card: str, memory, honour_visible: bool):
-        self.request = (number, card, memory)
-        self.card = find_card(card)
-        self.total = self.card.total_memory if memory is None else parse_memory(memory)
-        if self.total > self.card.total_memory:
-            raise ValueError(f"a {card} does not have {memory} of memory")
-        self.number = number
+        self.request = check_request(number, card, memory)
+        self.number, self.card, self.total = self.request
         self.honour_visible = honour_visible
         self.seen = False  # the program looked for GPUs: the visible ones are fixed
         self.initialized = False  # and it has used one
@@ -213,19 +209,15 @@ def start(
 
     Taught in 00-start-here.
     """
-    if not isinstance(number, int) or isinstance(number, bool):
-        raise ValueError(f"the number of GPUs must be a whole number, not {number!r}")
-    if not 1 <= number <= MOST_GPUS:
-        raise ValueError(f"{number} GPUs cannot be simulated; choose 1 to {MOST_GPUS}")
+    sim = Simulator(number, card, memory, honour_visible)
     _check_thread("start")
+    if is_running(number, card, memory):
+        return
     if placement.running is not None:
-        if placement.running.request == (number, card, memory):
-            return
         raise RuntimeError(
             f"{placement.running.number} simulated GPUs are running; call "
             "simgpu.stop() before you start others"
         )
-    sim = Simulator(number, card, memory, honour_visible)
     if torch.cuda.is_initialized():
         raise RuntimeError(
             "CUDA is in use for real in this process; simulate in a fresh one "
@@ -235,10 +227,37 @@ def start(
     sim.enter()
 
 
+def check_request(number: int, card: str, memory) -> tuple[int, Card, int]:
+    """A request for GPUs as (number, card, bytes of memory each).
+
+    Raises:
+        ValueError: for a number, card or memory that cannot be.
+    """
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise ValueError(f"the number of GPUs must be a whole number, not {number!r}")
+    if not 1 <= number <= MOST_GPUS:
+        raise ValueError(f"{number} GPUs cannot be simulated; choose 1 to {MOST_GPUS}")
+    found = find_card(card)
+    total = found.total_memory if memory is None else parse_memory(memory)
+    if total > found.total_memory:
+        raise ValueError(f"a {card} does not have {memory} of memory")
+    return number, found, total
+
+
+def is_running(number: int, card: str, memory) -> bool:
+    """Whether just these GPUs are simulated already."""
+    running = placement.running
+    if running is None:
+        return False
+    return running.request == check_request(number, card, memory)
+
+
 def stop() -> None:
     """Take the simulated GPUs away and restore all that `start()` replaced.
 
     Tensors that lived on them go on as CPU tensors. Does nothing if none is running.
+    One thing stays: PyTorch's C++ remembers that CUDA was initialised, so that
+    `torch.zeros(1, device="cuda")` still fails, but in other words than before.
 
     Raises:
         RuntimeError: outside the main thread.

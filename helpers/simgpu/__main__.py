@@ -31,17 +31,31 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--memory", metavar="SIZE", help='of each card: "512MB"')
     parser.add_argument("-m", dest="module", action="store_true", help="as in python")
     parser.add_argument("program", help="a script, or a module with -m")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER)
-    found = parser.parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    ours, theirs = split(arguments)
+    found = parser.parse_args(ours)
+    found.arguments = theirs
     if not found.module and not os.path.exists(found.program):
         parser.error(f"there is no script {found.program}")
     return found
+
+
+def split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Our part of the command line, up to the program, and the program's own."""
+    position = 0
+    while position < len(arguments):
+        word = arguments[position]
+        if not word.startswith("-"):
+            break
+        position += 2 if word in ("--gpus", "--card", "--memory") else 1
+    return arguments[: position + 1], arguments[position + 1 :]
 
 
 def main() -> None:
     """Start the GPUs, then become the program."""
     found = options()
     try:
+        simgpu.check_request(found.gpus, found.card, found.memory)
         if gpus.wanted() == "real":
             real = torch.cuda.device_count()
             if real < found.gpus:

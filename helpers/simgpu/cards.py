@@ -2,7 +2,7 @@
 
 Models: memory size, peak arithmetic rates, memory and link bandwidth, and what
 `torch.cuda.get_device_properties` reports. Leaves out: clocks that change with load,
-cache sizes in the cost of an operation, and any card not in the table.
+TF32, cache sizes in the cost of an operation, and any card not in the table.
 
 Rates of matrix products (float64 through tensor cores where a card has them).
 Sources: NVIDIA's datasheets for T4 (2019), A100 80GB SXM (2021), H100 SXM (2023) and
@@ -31,11 +31,10 @@ class Card:
     l2_cache: int  # bytes
 
 
-def _rates(float32: float, half: float, float64: float, tf32: float = 0.0):
+def _rates(float32: float, half: float, float64: float) -> dict[str, float]:
     return {
         "float64": float64,
         "float32": float32,
-        "tf32": tf32 or float32,
         "float16": half,
         "bfloat16": half,
     }
@@ -58,7 +57,7 @@ CARDS = {
         total_memory=int(79.25 * GIB),
         capability=(8, 0),
         multi_processors=108,
-        flops=_rates(19.5e12, 312e12, 19.5e12, tf32=156e12),
+        flops=_rates(19.5e12, 312e12, 19.5e12),
         memory_bandwidth=2039e9,
         pcie_bandwidth=32e9,
         nvlink_bandwidth=300e9,
@@ -69,7 +68,7 @@ CARDS = {
         total_memory=int(79.19 * GIB),
         capability=(9, 0),
         multi_processors=132,
-        flops=_rates(67e12, 989.4e12, 67e12, tf32=494.7e12),
+        flops=_rates(67e12, 989.4e12, 67e12),
         memory_bandwidth=3350e9,
         pcie_bandwidth=64e9,
         nvlink_bandwidth=450e9,
@@ -80,7 +79,7 @@ CARDS = {
         total_memory=int(139.81 * GIB),
         capability=(9, 0),
         multi_processors=132,
-        flops=_rates(67e12, 989.4e12, 67e12, tf32=494.7e12),
+        flops=_rates(67e12, 989.4e12, 67e12),
         memory_bandwidth=4800e9,
         pcie_bandwidth=64e9,
         nvlink_bandwidth=450e9,
@@ -109,8 +108,10 @@ def parse_memory(size: int | str) -> int:
     As everywhere in PyTorch, MB and MiB both mean 1024 * 1024 bytes.
 
     Raises:
-        ValueError: for text that is not a size, and for less than 1 MiB.
+        ValueError: for what is not a size, and for less than 1 MiB.
     """
+    if not isinstance(size, (int, str)):
+        raise ValueError(f'cannot read {size!r} as memory; write "512MB" or "16GB"')
     if isinstance(size, str):
         match = _SIZE.fullmatch(size.strip())
         if not match:

@@ -151,7 +151,7 @@ class Timeline:
     @property
     def seconds(self) -> float:
         """Simulated seconds until the host and every GPU are done."""
-        return max(self._clock.host, *self._clock.busy_until.values())
+        return max([self._clock.host, *self._clock.busy_until.values()])
 
     def busy(self) -> dict[str, float]:
         """Simulated seconds that each GPU worked."""

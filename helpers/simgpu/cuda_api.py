@@ -7,10 +7,12 @@ Leaves out: streams, events, graphs, NVML's sensors, sharing between processes. 
 """
 
 import os
+import re
 import uuid
 from dataclasses import dataclass
 
 import torch
+import torch.accelerator.memory
 import torch.cuda.comm
 import torch.nn.parallel.comm
 import torch.utils.dlpack
@@ -21,6 +23,7 @@ from helpers.simgpu.memory import Memory
 from helpers.simgpu.placement import NotSimulated, gpu_of
 
 _raw_generator = torch._C.Generator
+_raw_set_autocast_enabled = torch.set_autocast_enabled
 _raw_autocast_enter = torch.amp.autocast_mode.autocast.__enter__
 
 
@@ -304,8 +307,7 @@ def get_memory_info(device_index=None) -> tuple[int, int]:
 # torch.cuda's names that work as they are, or are data
 _KEPT = {
     "CudaError", "DeferredCudaCallError", "check_error", "cudaStatus", "has_half",
-    "has_magma", "device", "device_of", "is_tf32_supported",
-    "get_sync_debug_mode", "ipc_collect",
+    "has_magma", "device", "device_of", "is_tf32_supported", "ipc_collect",
 }  # fmt: skip
 
 
@@ -330,17 +332,28 @@ def _autocast_enter(self):
     return _raw_autocast_enter(self)
 
 
+def _set_autocast_enabled(*args):
+    if args[0] == "cuda" and args[-1]:
+        raise NotSimulated('torch.set_autocast_enabled("cuda", True)')
+    return _raw_set_autocast_enabled(*args)
+
+
 def _refused() -> list[tuple[object, str, object]]:
     """Every public call of torch.cuda and torch.accelerator without an answer."""
     answered = set(_CUDA) | _KEPT
     table = []
     for module, names in (
         (torch.cuda, torch.cuda.__all__),
+        (torch.cuda.memory, torch.cuda.memory.__all__),
+        (torch.cuda.streams, ("Stream", "ExternalStream", "Event")),
         (torch.accelerator, torch.accelerator.__all__),
+        (torch.accelerator.memory, torch.accelerator.memory.__all__),
+        (torch, ("Stream", "Event", "compile")),
         (torch.nn.parallel.comm, _COMM),
         (torch.cuda.comm, _COMM),
     ):
-        known = _ACCELERATOR if module is torch.accelerator else answered
+        ours = module.__name__.startswith("torch.accelerator")
+        known = _ACCELERATOR if ours else answered
         for name in names:
             value = getattr(module, name, None)
             if name in known or not callable(value):
@@ -399,25 +412,37 @@ _ACCELERATOR = {
 }
 
 
+def _where_present(module, answers: dict) -> list[tuple[object, str, object]]:
+    """A submodule's own names for what its parent module answers."""
+    return [
+        (module, name, new) for name, new in answers.items() if name in vars(module)
+    ]
+
+
 def replacements(sim) -> list[tuple[object, str, object]]:
     """(owner, attribute, new value) for everything in this file."""
     random = ("manual_seed", "manual_seed_all", "seed", "seed_all", "initial_seed",
               "get_rng_state", "get_rng_state_all", "set_rng_state",
               "set_rng_state_all")  # fmt: skip
-    memory = ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats",
-              "empty_cache", "mem_get_info")  # fmt: skip
+    memory = _CUDA.keys() & set(torch.cuda.memory.__all__)
+    accelerator_memory = _ACCELERATOR.keys() & set(torch.accelerator.memory.__all__)
     return [
         *((torch.cuda, name, new) for name, new in _CUDA.items()),
         *((torch.cuda.random, name, _CUDA[name]) for name in random),
         *((torch.cuda.memory, name, _CUDA[name]) for name in memory),
         *((torch.accelerator, name, new) for name, new in _ACCELERATOR.items()),
+        *(
+            (torch.accelerator.memory, name, _ACCELERATOR[name])
+            for name in accelerator_memory
+        ),
         *_refused(),
         (torch.cuda, "default_generators", sim.generators),
+        (torch.cuda, "_initialized", True),  # checkpoints ask, to keep random states
         (torch, "Generator", Generator),
         (torch.backends.cuda, "is_built", lambda: True),
         (torch.backends.cudnn, "is_acceptable", lambda tensor: False),
         (torch.amp.autocast_mode.autocast, "__enter__", _autocast_enter),
-        (torch, "compile", _refuse("torch.compile")),
+        (torch, "set_autocast_enabled", _set_autocast_enabled),
         (torch.utils.dlpack, "to_dlpack", _to_dlpack),
     ]
 
@@ -442,7 +467,9 @@ def visible_ordinals(count: int) -> list[int]:
     ordinals: list[int] = []
     for entry in text.split(","):
         entry = entry.strip()
-        if not entry.isdigit() or int(entry) >= count:
+        if entry.startswith(("GPU-", "MIG-")):
+            raise NotSimulated(f"CUDA_VISIBLE_DEVICES={entry}", "Use whole numbers.")
+        if not re.fullmatch("[0-9]+", entry) or int(entry) >= count:
             break
         if int(entry) in ordinals:  # CUDA refuses a list that names one twice
             return []

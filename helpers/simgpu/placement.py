@@ -40,6 +40,8 @@ _Base = torch._C.TensorBase
 _storage_of = _Base.untyped_storage
 _HOST = torch.device("cpu")
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_CONJUGATE = torch._C.DispatchKey.Conjugate
+_NEGATIVE = torch._C.DispatchKey.Negative
 _CPU_KERNEL = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _active_mode = torch._C._get_dispatch_mode
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
@@ -199,6 +201,11 @@ class _Op:
             self.run = Placement._decompose
         if _has_python_kernel(func):
             self.run = Placement._run_python_kernel
+
+
+def _seeing(key):
+    """A mode may run with this key off, and then a lazy `conj()` would be lost."""
+    return torch._C._SetExcludeDispatchKeyGuard(key, False)
 
 
 def _is_composite(func) -> bool:
@@ -392,6 +399,11 @@ class Placement(TorchDispatchMode):
             self._note_birth(out)
         return out
 
+    @_special("_efficientzerotensor")
+    def _zero_tensor(self, op, func, args, kwargs, tensors):
+        """Zeros without memory crash PyTorch where a mode is active: make real ones."""
+        return self._create(op, aten.zeros.default, args, kwargs, tensors)
+
     # -- C++-born tensors --------------------------------------------------------------
 
     def _here(self):
@@ -533,12 +545,13 @@ class Placement(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _decompose(self, op, func, args, kwargs, tensors):
-        with self:
+        """Inference mode sends composite operations whole: see their parts."""
+        with self, _seeing(_CONJUGATE), _seeing(_NEGATIVE):
             return func._op_dk(_COMPOSITE, *args, **kwargs)
 
     def _run_python_kernel(self, op, func, args, kwargs, tensors):
         """A custom operation: the simulator must see what its Python code does."""
-        with self:
+        with self, _seeing(_CONJUGATE), _seeing(_NEGATIVE):
             return func.redispatch(_CPU_KERNEL, *args, **kwargs)
 
     @_special("is_pinned")
@@ -800,7 +813,13 @@ class Functions(TorchFunctionMode):
 
 def _without_device(kwargs, sim) -> dict:
     """PyTorch compares `device=` with `out=`, and does not know our devices."""
-    device, its = torch.device(kwargs["device"]), gpu_of(kwargs["out"])
+    device, its = kwargs["device"], gpu_of(kwargs["out"])
+    if not isinstance(device, torch.device):
+        device = (
+            torch.device("cuda", device)
+            if type(device) is int
+            else (torch.device(device))
+        )
     if device.type in ("cuda", "cpu") and sim.find(device) is not its:
         raise RuntimeError(
             f"device {device} does not match device of out parameter "
