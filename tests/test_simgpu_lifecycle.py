@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -160,6 +161,28 @@ def test_threads_have_the_gpus_and_a_current_one_each():
     thread.start()
     thread.join(10)
     assert found == [0, 3] and torch.cuda.current_device() == 2
+
+
+def test_threads_of_a_pool_follow_the_simulator():
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result(10)  # its thread is there before the GPUs are
+        for number in (3, 2):
+            simgpu.start(number)
+            a, b = torch.ones(2, device="cuda:0"), torch.ones(2, device="cuda:1")
+            assert pool.submit(lambda a=a: a * 2).result(10).device.index == 0
+            with pytest.raises(RuntimeError, match="cuda:0 and cuda:1"):
+                pool.submit(lambda a=a, b=b: a + b).result(10)
+            simgpu.stop()
+        simgpu.start(3)
+        with ThreadPoolExecutor(1) as younger:
+            younger.submit(torch.ones, 1).result(10)
+            simgpu.stop()
+            assert younger.submit(torch.ones, 1).result(10).device.type == "cpu"
+            simgpu.start(2)
+            made = younger.submit(lambda: torch.ones(1, device="cuda:1")).result(10)
+            assert made.device.index == 1
+            with pytest.raises(torch.AcceleratorError):
+                younger.submit(lambda: torch.ones(1, device="cuda:2")).result(10)
 
 
 def test_stop_twice_and_asking_without_gpus():

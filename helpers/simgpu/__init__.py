@@ -12,6 +12,7 @@ memory and time are counted by a model, never measured. What is not supported ra
 
 import os
 import threading
+from concurrent.futures.thread import _WorkItem
 
 import torch
 from torch.overrides import _len_torch_function_stack, _pop_mode, _push_mode
@@ -122,6 +123,7 @@ class Simulator:
             *tensor_api.replacements(),
             *cuda_api.replacements(self),
             (threading.Thread, "_bootstrap_inner", _in_every_thread),
+            (_WorkItem, "run", _in_every_pool),
         ]
 
     def enter(self) -> None:
@@ -156,6 +158,8 @@ class Simulator:
 
 _ABSENT = object()
 _raw_bootstrap_inner = threading.Thread._bootstrap_inner
+_raw_run_in_pool = _WorkItem.run
+_modes_of = threading.local()  # .this_thread: it entered the modes when it began
 
 
 def _take_out(mode, length, pop, push) -> None:
@@ -176,7 +180,17 @@ def _in_every_thread(thread) -> None:
     if sim is None:
         return _raw_bootstrap_inner(thread)
     with Functions(sim, sim.handlers), Placement(sim):
+        _modes_of.this_thread = True
         return _raw_bootstrap_inner(thread)
+
+
+def _in_every_pool(item, *args) -> None:
+    """The threads of a pool may be older than the simulator."""
+    sim = placement.running
+    if sim is None or getattr(_modes_of, "this_thread", False):
+        return _raw_run_in_pool(item, *args)
+    with Functions(sim, sim.handlers), Placement(sim):
+        return _raw_run_in_pool(item, *args)
 
 
 def _after_fork() -> None:
@@ -193,7 +207,8 @@ def start(
 ) -> None:
     """Give this process `number` simulated GPUs.
 
-    Starting again with the same arguments changes nothing.
+    Starting again with the same arguments changes nothing. A thread that was running
+    before, other than a pool's of `concurrent.futures`, does not see the GPUs.
 
     Args:
         number: 1 to 64.

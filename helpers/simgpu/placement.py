@@ -288,6 +288,10 @@ class Placement(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         __tracebackhide__ = True  # notebooks then show the learner's lines only
+        if self.sim is not running:  # this thread has outlived its simulator
+            if running is None:
+                return func(*args, **(kwargs or {}))
+            self.sim = running
         if _active_mode(_FAKE) is not None:  # nothing is computed: pass it through
             return func(*args, **(kwargs or {}))
         if types and any(kind.__torch_dispatch__ is not _PLAIN for kind in types):
@@ -787,6 +791,10 @@ class Functions(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         __tracebackhide__ = True  # notebooks then show the learner's lines only
+        if self.sim is not running:  # this thread has outlived its simulator
+            if running is None:
+                return func(*args, **(kwargs or {}))
+            self.sim = running
         thread = self.sim.thread
         thread.calls += 1
         handler = self.handlers.get(func)
