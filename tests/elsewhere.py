@@ -4,9 +4,10 @@
     python tests/elsewhere.py colab WORK    # the lessons, each from an empty folder
     python tests/elsewhere.py binder WORK   # repo2docker's steps, without docker
 
-Both build environments in WORK (2 GB, minutes, a package index) from what is committed
-here, so they are no part of the test suite. What they cannot show: Colab's and Binder's
-own machines, and PyTorch's index of CPU builds, which the replay leaves out.
+Both clone what is committed here and build environments in WORK (2 GB, minutes, a
+package index; Linux or macOS), so they are no part of the test suite. What they cannot
+show: Colab's and Binder's own machines, Colab's own Python and torch (this Python and
+torch 2.13 stand in), and PyTorch's index of CPU builds, which the replay leaves out.
 """
 
 import argparse

@@ -4,7 +4,8 @@
     python -m helpers.simgpu --gpus 4 -m package.module [args]
 
 CUDA_VISIBLE_DEVICES hides GPUs, as it does from a new process on a real machine. With
-HELPERS_GPUS=real the script runs on the machine's own GPUs instead.
+HELPERS_GPUS=real the script runs on the machine's own GPUs instead. Left out: processes
+that the script spawns see no simulated GPUs.
 """
 
 import argparse

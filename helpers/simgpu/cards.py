@@ -6,8 +6,9 @@ TF32, cache sizes in the cost of an operation, and any card not in the table.
 
 Rates of matrix products (float64 through tensor cores where a card has them).
 Sources: NVIDIA's datasheets for T4 (2019), A100 80GB SXM (2021), H100 SXM (2023) and
-H200 SXM (2024). Rates are dense (no sparsity). `total_memory` is what CUDA leaves of
-the nominal size, rounded to 0.01 GiB.
+H200 SXM (2024). Rates are dense (no sparsity). `total_memory` is what PyTorch's
+out-of-memory messages in public reports name as the total capacity, to 0.01 GiB; it
+varies a little with the driver.
 """
 
 import re
@@ -43,7 +44,7 @@ def _rates(float32: float, half: float, float64: float) -> dict[str, float]:
 CARDS = {
     "T4": Card(
         name="Tesla T4",
-        total_memory=int(14.56 * GIB),
+        total_memory=int(14.74 * GIB),
         capability=(7, 5),
         multi_processors=40,
         flops=_rates(8.1e12, 65e12, 0.25e12),

@@ -3,8 +3,10 @@
 Models: a host that launches one operation after the other, and one queue for each
 GPU. An operation takes the larger of FLOPs over rate and bytes over bandwidth; a copy
 takes its bytes over the slowest link on its way; reading a value back makes the host
-wait. Leaves out: several streams on one GPU, events, pinned memory's speed, and what
-the host computes itself (the CPU's own operations cost nothing here).
+wait. Leaves out: several streams on one GPU, events, pinned memory and `non_blocking`
+(every copy to or from the host makes it wait), the sizes that a GPU sends back for
+`nonzero` and boolean masks, and what the host computes itself (the CPU's own
+operations cost nothing here).
 
 The efficiencies below are assumed, not measured.
 """

@@ -412,13 +412,6 @@ _ACCELERATOR = {
 }
 
 
-def _where_present(module, answers: dict) -> list[tuple[object, str, object]]:
-    """A submodule's own names for what its parent module answers."""
-    return [
-        (module, name, new) for name, new in answers.items() if name in vars(module)
-    ]
-
-
 def replacements(sim) -> list[tuple[object, str, object]]:
     """(owner, attribute, new value) for everything in this file."""
     random = ("manual_seed", "manual_seed_all", "seed", "seed_all", "initial_seed",

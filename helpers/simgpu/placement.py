@@ -543,11 +543,6 @@ class Placement(TorchDispatchMode):
             self.sim.clock.kernel(gpu, func, args, kwargs, tensors[:1], data)
         return place(data, gpu), batch_sizes
 
-    @_special("_has_compatible_shallow_copy_type", "is_same_size", "is_set_to")
-    def _ask(self, op, func, args, kwargs, tensors):
-        """Questions about tensors wherever they are."""
-        return func(*args, **kwargs)
-
     def _decompose(self, op, func, args, kwargs, tensors):
         """Inference mode sends composite operations whole: see their parts."""
         with self, _seeing(_CONJUGATE), _seeing(_NEGATIVE):
