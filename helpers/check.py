@@ -142,9 +142,19 @@ def exercise(number: str):
     return register
 
 
-def _call(function: Callable, *args):
-    """The result of the learner's function; None means that it is not written yet."""
-    result = function(*args)
+def _call(function: Callable, *args, when: str = ""):
+    """The result of the learner's function; None means that it is not written yet.
+
+    Args:
+        function: the learner's.
+        args: for it.
+        when: said in front of the error that it raises.
+    """
+    try:
+        result = function(*args)
+    except Exception as error:
+        what = f"{when} your code raised {type(error).__name__}: {error}"
+        raise Wrong(what.strip()) from error
     if result is None:
         raise NotYet("your function returns nothing so far")
     return result
@@ -248,6 +258,8 @@ def place(function) -> None:
             raise Wrong("return two things: return model, batch")
         if not isinstance(result[0], torch.nn.Module):
             raise Wrong("the model comes first, then the batch")
+        if not isinstance(result[1], torch.Tensor):
+            raise Wrong(f"the batch came back as {type(result[1]).__name__}")
         _check_placed(model, batch, result, here, there)
 
 
@@ -331,9 +343,9 @@ def noise_like(function) -> None:
         x = torch.ones(40, 50, dtype=dtype, device=device)
         if dtype.is_floating_point:
             x.requires_grad_(True)
-        with count_copies() as copies:
-            noise = _call(function, x)
         beside = f"beside an x of {dtype} on {device}"
+        with count_copies() as copies:
+            noise = _call(function, x, when=beside)
         wanted = dtype if dtype.is_floating_point else torch.float32
         if not isinstance(noise, torch.Tensor):
             raise Wrong(f"it returns a {type(noise).__name__}, not a tensor")
@@ -357,6 +369,8 @@ def noise_like(function) -> None:
                 f"mean {numbers.mean():.1f} and deviation {numbers.std():.1f} are not "
                 "those of normal numbers, 0 and 1"
             )
+        if numbers.abs().max() < 2:  # of 2000 normal numbers, 90 are beyond
+            raise Wrong("no number is beyond 2, so they are not normal ones")
 
 
 @exercise("02.3")

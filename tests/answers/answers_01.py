@@ -109,6 +109,7 @@ WRONG = {
         (lambda: DEVICES[:4], "five devices"),
     ],
     "place": [
+        (lambda: (lambda model, batch: (model.cuda(), 3),), "came back as int"),
         (lambda: (throws_the_batch_away,), "keep what .to() returns"),
         (lambda: (forgets_the_model,), "the model stays on cpu"),
         (lambda: (hard_codes_cuda,), "without a GPU the model goes to cuda"),

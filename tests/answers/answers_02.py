@@ -153,6 +153,11 @@ class ToTheHost(nn.Module):
         return Compared()(x, lengths).cpu()
 
 
+def stretched_uniform(x):
+    dtype = x.dtype if x.is_floating_point() else torch.float32
+    return (torch.rand(x.shape, dtype=dtype, device=x.device) - 0.5) * 12**0.5
+
+
 RIGHT = {
     "bytes_of_the_loop": [lambda: (16_100,)],
     "noise_like": [lambda: (with_device,), lambda: (with_like,), lambda: (filled,)],
@@ -172,6 +177,8 @@ WRONG = {
         (lambda: ("many",), "a step copies 10 indices"),
     ],
     "noise_like": [
+        (lambda: (stretched_uniform,), "beyond 2"),
+        (lambda: (lambda x: torch.randn_like(x),), "torch.int64 on cuda:2 your code"),
         (lambda: (on_the_cpu,), "the noise is on cpu"),
         (lambda: (moved,), "make it there"),
         (lambda: (on_the_current_gpu,), "the noise is on cuda:0"),
