@@ -113,6 +113,7 @@ def started(course: Path, *arguments: str):
         stderr=subprocess.PIPE,
         encoding="utf-8",
         start_new_session=True,
+        preexec_fn=None if os.name == "nt" else _hear_ctrl_c,
     )
     try:
         yield process
@@ -120,6 +121,11 @@ def started(course: Path, *arguments: str):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate(timeout=SECONDS)
+
+
+def _hear_ctrl_c() -> None:
+    """Who runs the tests in the background has told all children to ignore it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def group(leader: int) -> list[psutil.Process]:
