@@ -115,34 +115,51 @@ def _about(tensor) -> str:
 
 
 def timeline(log, width: int = WIDEST) -> Picture:
-    """The log of `simgpu.timeline()`: a lane for each GPU, time from left to right.
+    """The log of `simgpu.timeline()`: lanes for the host and each stream of each GPU.
 
-    Kernels have their GPU's colour, copies are grey. A copy between two GPUs is drawn
-    on both.
+    Time goes from left to right. Kernels have their GPU's colour, copies are grey. The
+    host's lane is dark where it launches and light where it waits. A copy between two
+    GPUs is drawn on both.
 
-    Taught in 00-start-here.
+    Taught in 00-start-here and 04-overlap-with-streams.
     """
-    events = log.events
-    lanes = sorted(log.busy(), key=lambda device: int(device.removeprefix("cuda:")))
-    total = max((event.end for event in events), default=0.0) or 1e-6
-    left, lane_height = 70, 34
-    height = len(lanes) * lane_height + 44
-    title = f"Timeline of {len(events)} events on {len(lanes)} GPUs, simulated time"
+    from helpers.simgpu.clock import LAUNCH
+
+    lanes, waits = log.lanes(), log.waits
+    total = max(log.seconds, 1e-6)
+    left, lane_height, host_height = 84, 34, 26
+    height = host_height + len(lanes) * lane_height + 44
+    title = (
+        f"Timeline of {len(log.events)} events on {len(log.devices)} GPUs, "
+        "simulated time"
+    )
     picture = Picture(width, height, title)
     scale = (width - left - 12) / total
-    for row, device in enumerate(lanes):
-        y = 8 + row * lane_height
-        picture.text(8, y + 20, device, 14)
+
+    def span(start, end, y, tall, fill, words):
+        long = max((end - start) * scale, 0.5)
+        x = left + start * scale
+        picture.box(x, y, long, tall, fill, stroke="none")
+        words = words if len(words) * 7 + 8 < long else words.split()[0]
+        if len(words) * 7 + 8 < long:
+            picture.text(x + long / 2, y + tall / 2 + 4, words, 12, "middle")
+
+    picture.text(8, 24, "host", 14)
+    for event in log.events:
+        picture.box(
+            left + event.launched * scale, 10, max(LAUNCH * scale, 0.5),
+            host_height - 8, INK, stroke="none",
+        )  # fmt: skip
+    for wait in waits:
+        span(wait.start, wait.end, 10, host_height - 8, "#EEEEEE", wait.name)
+    for row, ((device, stream), events) in enumerate(lanes.items()):
+        y = 8 + host_height + row * lane_height
+        picture.text(8, y + 20, f"{device} s{stream}" if stream else device, 14)
         picture.line(left, y + lane_height - 4, width - 12, y + lane_height - 4, HOST)
         for event in events:
-            if device not in (event.device, event.source, event.target):
-                continue
             fill = HOST if event.kind == "copy" else colour(device)
-            long = max((event.end - event.start) * scale, 0.5)
-            x = left + event.start * scale
-            picture.box(x, y + 2, long, lane_height - 8, fill, stroke="none")
-            if long > 10 * len(event.name) + 8:
-                picture.text(x + long / 2, y + 20, event.name, 12, "middle")
+            words = f"copy {event.name}" if event.kind == "copy" else event.name
+            span(event.start, event.end, y + 2, lane_height - 8, fill, words)
     picture.text(left, height - 10, "0", 12)
     words = f"{total * 1e6:,.0f} µs (simulated)"
     picture.text(width - 12, height - 10, words, 12, "end")

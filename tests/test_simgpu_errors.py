@@ -263,13 +263,8 @@ def test_host_gradients_do_not_join_gpus():
 
 
 REFUSED = {
-    "torch.cuda.Stream": lambda: torch.cuda.Stream(),
-    "torch.cuda.Event": lambda: torch.cuda.Event(),
-    "torch.cuda.stream": lambda: torch.cuda.stream(None),
     "torch.cuda.CUDAGraph": lambda: torch.cuda.CUDAGraph(),
     "torch.cuda.graph": lambda: torch.cuda.graph(None),
-    "torch.cuda.memory_reserved": lambda: torch.cuda.memory_reserved(),
-    "torch.cuda.memory_stats": lambda: torch.cuda.memory_stats(),
     "torch.cuda.utilization": lambda: torch.cuda.utilization(),
     "torch.cuda.cudart": lambda: torch.cuda.cudart(),
     'torch.autocast("cuda")': lambda: torch.autocast("cuda").__enter__(),
@@ -282,7 +277,6 @@ REFUSED = {
     ),
     "DLPack": lambda: torch.from_dlpack(torch.ones(1, device=0)),
     "sharing": lambda: torch.ones(1, device=0).untyped_storage()._share_cuda_(),
-    "Tensor.record_stream": lambda: torch.ones(1, device=0).record_stream(None),
     "torch.cuda.FloatTensor": lambda: torch.cuda.FloatTensor(2),
 }
 

@@ -13,7 +13,7 @@ from helpers.simgpu.cards import MIB
 
 @pytest.fixture(autouse=True)
 def gpus():
-    simgpu.start(2, memory="8MB")
+    simgpu.start(2, memory="64MB")
     yield
     simgpu.stop()
 
@@ -46,10 +46,10 @@ def test_resizing_and_moving():
 
 
 FULL = [
-    lambda x: torch.zeros(4 * MIB, device=1),
+    lambda x: torch.zeros(32 * MIB, device=1),
     lambda x: x.repeat(4, 1),
     lambda x: torch.cat([x] * 4),
-    lambda x: torch.zeros(3 * MIB // 2).to(1) + x.view(-1)[0],
+    lambda x: torch.zeros(12 * MIB).to(1) + x.view(-1)[0],
     lambda x: [x + i for i in range(5)],
     lambda x: torch.sort(x),
     lambda x: (x.requires_grad_() * 2).exp().sum().backward(),
@@ -58,14 +58,14 @@ FULL = [
 
 @pytest.mark.parametrize("fill", FULL)
 def test_a_full_gpu_raises_and_leaks_nothing(fill):
-    x = torch.ones(1024, 768, device=1)  # 3 of the 8 MiB
+    x = torch.ones(1024, 6144, device=1)  # 24 of the 64 MiB
     with pytest.raises(torch.OutOfMemoryError) as caught:
         fill(x)
     assert "CUDA out of memory. Tried to allocate" in str(caught.value)
-    assert "GPU 1 has a total capacity of 8.00 MiB" in str(caught.value)
+    assert "GPU 1 has a total capacity of 64.00 MiB" in str(caught.value)
     del caught
     x.requires_grad_(False).grad = None
-    assert live() == 3 * MIB
+    assert live() == 24 * MIB
     x.mul_(2)  # and the GPU goes on
     del x
     assert live() == 0

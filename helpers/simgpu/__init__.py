@@ -18,10 +18,12 @@ import torch
 from torch.overrides import _len_torch_function_stack, _pop_mode, _push_mode
 from torch.utils import _python_dispatch
 
-from helpers.simgpu import cuda_api, placement, tensor_api
+from helpers.simgpu import cuda_api, placement, streams, tensor_api
 from helpers.simgpu.cards import Card, find_card, parse_memory
-from helpers.simgpu.clock import Clock, Timeline
+from helpers.simgpu.clock import Clock
 from helpers.simgpu.placement import Functions, Gpu, NotSimulated, Placement
+from helpers.simgpu.races import WAYS, Races
+from helpers.simgpu.timeline import Timeline
 
 __all__ = ["NotSimulated", "count", "start", "stop", "timeline"]
 
@@ -42,9 +44,9 @@ _BAD_FORK = (
 class Simulator:
     """A machine with simulated GPUs. `start()` makes one, `stop()` ends it."""
 
-    def __init__(self, number: int, card: str, memory, honour_visible: bool):
-        self.request = check_request(number, card, memory)
-        self.number, self.card, self.total = self.request
+    def __init__(self, number: int, card: str, memory, honour_visible, races: str):
+        self.request = (*check_request(number, card, memory), races)
+        self.number, self.card, self.total, _ = self.request
         self.honour_visible = honour_visible
         self.seen = False  # the program looked for GPUs: the visible ones are fixed
         self.initialized = False  # and it has used one
@@ -54,7 +56,10 @@ class Simulator:
         for gpu in self.gpus:
             gpu.generator = cuda_api.new_generator(gpu)
         self.generators = [gpu.generator for gpu in self.gpus]
-        self.clock = Clock(self.gpus)
+        self.races = Races(races)
+        self.clock = Clock(self.gpus, self.races)
+        for gpu in self.gpus:
+            gpu.memory.clock = self.clock
         self.handlers = tensor_api.handlers()
         self.undo: list[tuple[object, str, object]] = []
         self.modes = (Functions(self, self.handlers), Placement(self))
@@ -115,6 +120,13 @@ class Simulator:
             raise torch.AcceleratorError(_INVALID_ORDINAL)
         return self.gpus[index]
 
+    def log_copy(self, source: Gpu | None, target: Gpu | None, nbytes: int) -> None:
+        """Log a small copy that PyTorch makes by itself; the host waits for it."""
+        if not self.thread.quiet:
+            ends = [gpu for gpu in (source, target) if gpu is not None]
+            numbers = [self.thread.streams.get(gpu.index, 0) for gpu in ends]
+            self.clock.copy(source, target, nbytes, numbers)
+
     # -- on and off ------------------------------------------------------------------
 
     def table(self) -> list[tuple[object, str, object]]:
@@ -122,6 +134,7 @@ class Simulator:
         return [
             *tensor_api.replacements(),
             *cuda_api.replacements(self),
+            *streams.replacements(),
             (threading.Thread, "_bootstrap_inner", _in_every_thread),
             (_WorkItem, "run", _in_every_pool),
         ]
@@ -203,8 +216,9 @@ if hasattr(os, "register_at_fork"):  # Windows has no fork
 
 
 def start(
-    number: int = 4, card: str = "A100", memory=None, *, honour_visible: bool = False
-) -> None:
+    number: int = 4, card: str = "A100", memory=None, *, honour_visible: bool = False,
+    races: str = "raise",
+) -> None:  # fmt: skip
     """Give this process `number` simulated GPUs.
 
     Starting again with the same arguments changes nothing. A thread that was running
@@ -216,17 +230,21 @@ def start(
         memory: of each card, in bytes or as text ("512MB"); None is all it has.
         honour_visible: whether CUDA_VISIBLE_DEVICES hides some of them, as it does
             in a new process on a real machine.
+        races: what happens where two streams use the same memory in no order: "raise"
+            an error; or "show": the read returns what the memory held before.
 
     Raises:
-        ValueError: for a number, card or memory that cannot be.
+        ValueError: for a number, card, memory or way with races that cannot be.
         RuntimeError: if other GPUs are simulated already, if CUDA is in use for real,
             or outside the main thread.
 
     Taught in 00-start-here.
     """
-    sim = Simulator(number, card, memory, honour_visible)
+    if races not in WAYS:
+        raise ValueError(f"races={races!r}; use one of {', '.join(WAYS)}")
+    sim = Simulator(number, card, memory, honour_visible, races)
     _check_thread("start")
-    if is_running(number, card, memory):
+    if is_running(number, card, memory, races):
         return
     if placement.running is not None:
         raise RuntimeError(
@@ -259,12 +277,12 @@ def check_request(number: int, card: str, memory) -> tuple[int, Card, int]:
     return number, found, total
 
 
-def is_running(number: int, card: str, memory) -> bool:
+def is_running(number: int, card: str, memory, races: str = "raise") -> bool:
     """Whether just these GPUs are simulated already."""
     running = placement.running
     if running is None:
         return False
-    return running.request == check_request(number, card, memory)
+    return running.request == (*check_request(number, card, memory), races)
 
 
 def stop() -> None:

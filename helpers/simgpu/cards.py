@@ -125,8 +125,8 @@ def parse_memory(size: int | str) -> int:
 
 
 def show_bytes(size: int) -> str:
-    """`size` as PyTorch's allocator writes it: "512.00 MiB"."""
+    """`size` as PyTorch's allocator writes it: "512.00 MiB", but "1024.00 MiB"."""
     for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
-        if size >= unit:
+        if size > unit:
             return f"{size / unit:.2f} {name}"
     return f"{size} bytes"

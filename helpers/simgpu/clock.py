@@ -1,28 +1,40 @@
-"""Time and the log of what ran on simulated GPUs. Counted, never measured.
+"""Time on simulated GPUs, and the log of what ran. Counted, never measured.
 
-Models: a host that launches one operation after the other, and one queue for each
-GPU. An operation takes the larger of FLOPs over rate and bytes over bandwidth; a copy
-takes its bytes over the slowest link on its way; reading a value back makes the host
-wait. Leaves out: several streams on one GPU, events, pinned memory and `non_blocking`
-(every copy to or from the host makes it wait), the sizes that a GPU sends back for
-`nonzero` and boolean masks, and what the host computes itself (the CPU's own
-operations cost nothing here).
+Models: a host that launches one operation after the other; streams, each of which
+runs its operations in order; and what they run on: the multiprocessors of a GPU, and an
+engine for copies in each direction. An operation takes the larger of FLOPs over rate
+and bytes over bandwidth. Large kernels fill a GPU, so that those of other streams wait;
+small ones run beside each other. A copy takes its bytes over the slowest link on its
+way, and the host waits for it unless its memory is pinned and `non_blocking` is given.
+Leaves out: caches, the priority of a stream (kept, but nothing overtakes), what the
+first use of CUDA, of each kernel and of each segment costs, and what the host computes
+itself (the CPU's own operations cost nothing here).
 
-The efficiencies below are assumed, not measured.
+The constants below are assumed, not measured, unless a source is given.
 """
 
-import contextlib
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
-LAUNCH = 5e-6  # seconds of the host for each launch (assumed)
-COPY_LATENCY = 10e-6  # seconds before the first byte of a copy moves (assumed)
-OF_PEAK_FLOPS = 0.7  # a good matrix product reaches this share of the peak (assumed)
-OF_PEAK_BYTES = 0.8  # and an element-wise kernel this share of bandwidth (assumed)
+from helpers.simgpu.races import Races
+
+LAUNCH = 5e-6  # seconds of the host for each launch
+EVENT = 1e-6  # seconds of the host to record, query or wait for an event
+KERNEL = 2e-6  # seconds that the smallest kernel takes
+COPY_LATENCY = 10e-6  # seconds before the first byte of a copy moves
+OF_PEAK_FLOPS = 0.7  # a good matrix product reaches this share of the peak
+OF_PEAK_BYTES = 0.8  # an element-wise kernel, or a pinned copy, of the bandwidth
+FILLS = 16384  # elements of output for which a kernel takes up a multiprocessor
+HOST_COPY = 10e9  # bytes a second that the host copies in its own memory
+# Pinning: chosen so that x.pin_memory().to(gpu) takes twice as long as x.to(gpu), the
+# worst that PyTorch's tutorial "A guide on good usage of non_blocking and pin_memory"
+# measured
+PIN_LATENCY = 20e-6  # seconds
+PIN = 16e9  # bytes a second that the host pins
 KEPT = 100_000  # events the log keeps; the oldest go first
 
 
@@ -31,84 +43,259 @@ class Event(NamedTuple):
 
     kind: str  # "kernel" or "copy"
     name: str  # the operation: "addmm"; for a copy "cpu to cuda:1"
-    device: str  # whose queue it ran on
+    device: str  # whose stream it ran on
     start: float  # simulated seconds since the simulator started
     end: float
     nbytes: int  # bytes read and written, or copied
     flops: int
     source: str = ""  # of a copy
     target: str = ""
+    stream: int = 0  # number of the stream on its device; 0 is the default one
+    launched: float = 0.0  # when the host launched it
+
+
+class Wait(NamedTuple):
+    """A time in which the host waited, or was busy pinning memory."""
+
+    name: str  # "wait for cuda:0", "pin"
+    start: float
+    end: float
+
+
+class Mark(NamedTuple):
+    """A point in the work of a stream: all that it was given before is done."""
+
+    time: float  # simulated seconds
+    number: int  # names it
+
+
+class Engine:
+    """Something that work shares: the multiprocessors of a GPU, or a copy engine."""
+
+    def __init__(self):
+        self.times = [0.0]  # from each time on ...
+        self.used = [0.0]  # ... this share is taken, until the next
+
+    def book(self, ready: float, seconds: float, share: float = 1.0) -> float:
+        """When work can start that is ready at `ready` and takes up `share`."""
+        times, used = self.times, self.used
+        first = bisect_right(times, ready) - 1
+        start, i = ready, first
+        while i < len(times):  # find a gap that is long enough
+            if used[i] + share > 1.0001:
+                start = times[i + 1]
+                first = i + 1
+            elif i + 1 == len(times) or times[i + 1] >= start + seconds:
+                break
+            i += 1
+        first, last = self._cut(start, first), self._cut(start + seconds, i)
+        for i in range(first, last):
+            used[i] += share
+        return start
+
+    def _cut(self, time: float, near: int) -> int:
+        """The index of `time` among the times, put in if it is new."""
+        i = bisect_right(self.times, time, near) - 1
+        if self.times[i] == time:
+            return i
+        self.times.insert(i + 1, time)
+        self.used.insert(i + 1, self.used[i])
+        return i + 1
+
+    def forget(self, before: float) -> None:
+        """Nothing will be booked before this time."""
+        first = bisect_right(self.times, before) - 1
+        if first > 64:
+            del self.times[:first], self.used[:first]
 
 
 class Clock:
-    """The host's time, each GPU's queue, and the log of events."""
+    """The host's time, each stream's queue, and the log of events."""
 
-    def __init__(self, gpus: list):
+    def __init__(self, gpus: list, races: Races):
         self.gpus = gpus
+        self.races = races
         self.events: deque[Event] = deque(maxlen=KEPT)
+        self.waits: deque[Wait] = deque(maxlen=KEPT)
         self.recordings: list[list[Event]] = []
+        self.marks = 0  # made so far
+        self.old_marks = 0  # those made before the last clear()
         self.clear()
 
     def clear(self) -> None:
         """Forget every event and set the time to zero."""
         self.events.clear()
+        self.waits.clear()
+        self.old_marks = self.marks
         self.host = 0.0  # simulated seconds
-        self.busy_until = {gpu.index: 0.0 for gpu in self.gpus}
+        self.done: dict[tuple[int, int], float] = {}  # (GPU, stream) -> seconds
+        self.compute = [Engine() for _ in self.gpus]
+        self.links: dict[tuple[str, int], Engine] = {}
 
-    def kernel(self, gpu, func, args, kwargs, tensors: list, out) -> None:
-        """Log operation `func` on `gpu`, which gave `out`, and let it take its time."""
+    # -- work --------------------------------------------------------------------------
+
+    def kernel(self, gpu, stream, func, args, kwargs, tensors: list, out) -> None:
+        """Log `func` on a stream of `gpu`, which gave `out`; it takes its time."""
         outputs = [t for t in _as_tuple(out) if isinstance(t, torch.Tensor)]
         nbytes = sum(t.numel() * t.element_size() for t in (*tensors, *outputs))
-        flops = _flops(func, args, kwargs, out)
-        dtype = str(outputs[0].dtype).removeprefix("torch.") if outputs else "float32"
-        rate = gpu.card.flops.get(dtype, gpu.card.flops["float32"]) * OF_PEAK_FLOPS
-        seconds = max(
-            flops / rate, nbytes / (gpu.card.memory_bandwidth * OF_PEAK_BYTES)
-        )
+        flops = flops_of(func, args, kwargs, out)
         self.host += LAUNCH
-        start, end = self._enqueue((gpu,), seconds)
+        key = (gpu.index, stream)
+        ready = max(self.host, self.done.get(key, 0.0))
+        seconds = kernel_seconds(gpu.card, flops, nbytes, _dtype_of(outputs, tensors))
+        elements = max((t.numel() for t in outputs), default=1)
+        share = min(1.0, max(elements / FILLS, 1) / gpu.card.multi_processors)
+        engine = self.compute[gpu.index]
+        start = engine.book(ready, seconds, share)
+        engine.forget(self.host)
+        self.done[key] = end = start + seconds
         name = func._schema.name.removeprefix("aten::")
-        self._log(Event("kernel", name, str(gpu.device), start, end, nbytes, flops))
+        self._log(
+            Event("kernel", name, f"cuda:{gpu.index}", start, end, nbytes, flops,
+                  stream=stream, launched=self.host - LAUNCH)
+        )  # fmt: skip
 
-    def copy(self, source, target, nbytes: int) -> None:
+    def copy(self, source, target, nbytes: int, streams, pinned=False, wait=True):
         """Log a copy of `nbytes` from `source` to `target` (a GPU, or None: host).
 
-        The host waits for it, as it does for memory that is not pinned.
+        Args:
+            streams: the numbers of the streams, one for each end that is a GPU.
+            pinned: whether the host's end is pinned.
+            wait: whether the host waits for it (`non_blocking` was not given).
         """
         ends = [gpu for gpu in (source, target) if gpu is not None]
-        if len(ends) == 2 and all(gpu.card.nvlink_bandwidth for gpu in ends):
-            bandwidth = min(gpu.card.nvlink_bandwidth for gpu in ends)
-        else:
-            bandwidth = min(gpu.card.pcie_bandwidth for gpu in ends)
+        keys = [(gpu.index, s) for gpu, s in zip(ends, streams, strict=True)]
+        launched = self.host
         self.host += LAUNCH
-        start, end = self._enqueue(ends, COPY_LATENCY + nbytes / bandwidth)
-        if len(ends) == 1:  # between cards, the host need not wait
-            self.host = end
-        a, b = (str(gpu.device) if gpu else "cpu" for gpu in (source, target))
-        device = str(ends[-1].device)
-        self._log(Event("copy", f"{a} to {b}", device, start, end, nbytes, 0, a, b))
+        ready = max(self.host, *(self.done.get(key, 0.0) for key in keys))
+        seconds = COPY_LATENCY + nbytes / copy_bandwidth(source, target, pinned)
+        way = "peer" if len(ends) == 2 else "in" if source is None else "out"
+        engine = self.links.setdefault((way, ends[0].index), Engine())
+        start = engine.book(ready, seconds)
+        engine.forget(self.host)
+        end = start + seconds
+        for key in keys:
+            self.done[key] = end
+        a, b = (f"cuda:{gpu.index}" if gpu else "cpu" for gpu in (source, target))
+        device = f"cuda:{ends[-1].index}"
+        self._log(
+            Event("copy", f"{a} to {b}", device, start, end, nbytes, 0, a, b,
+                  stream=streams[-1], launched=launched)
+        )  # fmt: skip
+        if len(ends) == 2:
+            self.races.meet(keys)
+        elif wait or not pinned:
+            self._wait_until(end, f"wait for {a} to {b}")
+            self.races.host_waits(keys)
 
     def _log(self, event: Event) -> None:
         self.events.append(event)
         for recording in self.recordings:
             recording.append(event)
 
-    def wait(self, gpu) -> None:
-        """The host waits until `gpu` has nothing left to do."""
-        self.host = max(self.host, self.busy_until[gpu.index])
+    # -- waiting -----------------------------------------------------------------------
 
-    def _enqueue(self, gpus, seconds: float) -> tuple[float, float]:
-        start = max(self.host, *(self.busy_until[gpu.index] for gpu in gpus))
-        for gpu in gpus:
-            self.busy_until[gpu.index] = start + seconds
-        return start, start + seconds
+    def wait_for_gpu(self, gpu) -> None:
+        """The host waits until `gpu` has nothing left to do."""
+        keys = [key for key in self.done if key[0] == gpu.index]
+        end = max((self.done[key] for key in keys), default=0.0)
+        self._wait_until(end, f"wait for cuda:{gpu.index}")
+        self.races.host_waits(keys or [(gpu.index, 0)])
+
+    def wait_for_stream(self, index: int, stream: int) -> None:
+        """The host waits until a stream has nothing left to do."""
+        key = (index, stream)
+        self._wait_until(self.done.get(key, 0.0), f"wait for stream {stream}")
+        self.races.host_waits([key])
+
+    def wait_for_mark(self, mark: Mark) -> None:
+        """The host waits for the work before `mark`."""
+        self._wait_until(self._time_of(mark), "wait for an event")
+        self.races.host_saw(mark.number)
+
+    def mark(self, index: int, stream: int) -> Mark:
+        """A mark in a stream, after all that it has been given."""
+        self.marks += 1
+        self.races.record(self.marks, (index, stream))
+        time = max(self.host, self.done.get((index, stream), 0.0))
+        return Mark(time, self.marks)
+
+    def reached(self, mark: Mark) -> bool:
+        """Whether the work before `mark` is done; asking lets no time pass."""
+        if self._time_of(mark) > self.host:
+            return False
+        self.races.host_saw(mark.number)
+        return True
+
+    def stream_waits(self, index: int, stream: int, mark: Mark) -> None:
+        """What a stream is given from now on starts after `mark`."""
+        key = (index, stream)
+        self.done[key] = max(self.done.get(key, 0.0), self._time_of(mark))
+        self.races.stream_waits(key, mark.number)
+
+    def stream_done(self, index: int, stream: int) -> bool:
+        """Whether a stream has nothing left to do."""
+        return self.done.get((index, stream), 0.0) <= self.host
+
+    def _time_of(self, mark: Mark) -> float:
+        return mark.time if mark.number > self.old_marks else 0.0
+
+    def _wait_until(self, time: float, why: str) -> None:
+        if time > self.host:
+            self.waits.append(Wait(why, self.host, time))
+            self.host = time
+
+    # -- what the host does itself -----------------------------------------------------
+
+    def event_call(self) -> None:
+        """The host records, queries or waits for an event."""
+        self.host += EVENT
+
+    def pin(self, nbytes: int) -> None:
+        """The host pins new memory and copies `nbytes` into it."""
+        seconds = PIN_LATENCY + nbytes / PIN + nbytes / HOST_COPY
+        self._wait_until(self.host + seconds, "pin")
+
+    def device_free(self, index: int) -> None:
+        """The host gives a segment back, for which CUDA waits for the GPU."""
+        self.wait_for_gpu(self.gpus[index])
+
+    def total(self) -> float:
+        """Simulated seconds until the host and every GPU are done."""
+        return max([self.host, *self.done.values()])
+
+
+def kernel_seconds(card, flops: int, nbytes: int, dtype: torch.dtype) -> float:
+    """Seconds of a kernel: the larger of its arithmetic and its traffic."""
+    rates = card.flops
+    name = str(dtype).removeprefix("torch.")
+    if dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        name = "tf32"
+    rate = rates.get(name, rates["float32"]) * OF_PEAK_FLOPS
+    return max(flops / rate, nbytes / (card.memory_bandwidth * OF_PEAK_BYTES), KERNEL)
+
+
+def copy_bandwidth(source, target, pinned: bool) -> float:
+    """Bytes a second of a copy between two GPUs, or a GPU and the host (None)."""
+    ends = [gpu for gpu in (source, target) if gpu is not None]
+    if len(ends) == 2 and all(gpu.card.nvlink_bandwidth for gpu in ends):
+        return min(gpu.card.nvlink_bandwidth for gpu in ends) * OF_PEAK_BYTES
+    link = min(gpu.card.pcie_bandwidth for gpu in ends) * OF_PEAK_BYTES
+    return link if pinned or len(ends) == 2 else min(link, HOST_COPY)
+
+
+def _dtype_of(outputs: list, tensors: list) -> torch.dtype:
+    """In which numbers a kernel computes."""
+    for tensor in (*outputs, *tensors):
+        return tensor.dtype
+    return torch.float32
 
 
 def _as_tuple(out) -> tuple:
     return tuple(out) if isinstance(out, (tuple, list)) else (out,)
 
 
-def _flops(func, args, kwargs, out) -> int:
+def flops_of(func, args, kwargs, out) -> int:
     """Floating-point operations of `func`, by PyTorch's own formulas.
 
     Operations without one (element-wise ones, reductions) count as bytes alone.
@@ -132,61 +319,3 @@ def _shape(value):
     if isinstance(value, torch.Tensor):
         return value.shape
     return tuple(map(_shape, value)) if isinstance(value, (list, tuple)) else value
-
-
-class Timeline:
-    """What ran since the last `clear()`: a list of events that draws itself."""
-
-    def __init__(self, clock: Clock):
-        self._clock = clock
-
-    @property
-    def events(self) -> list[Event]:
-        """Every event, in the order of launch."""
-        return list(self._clock.events)
-
-    @property
-    def copies(self) -> list[Event]:
-        """The copies to, from and between GPUs."""
-        return [event for event in self._clock.events if event.kind == "copy"]
-
-    @property
-    def seconds(self) -> float:
-        """Simulated seconds until the host and every GPU are done."""
-        return max([self._clock.host, *self._clock.busy_until.values()])
-
-    def busy(self) -> dict[str, float]:
-        """Simulated seconds that each GPU worked."""
-        busy = {str(gpu.device): 0.0 for gpu in self._clock.gpus}
-        for event in self._clock.events:
-            for device in {event.device, event.source, event.target} & set(busy):
-                busy[device] += event.end - event.start
-        return busy
-
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[list[Event]]:
-        """A list of all that runs while the block does, whatever the log forgets."""
-        events: list[Event] = []
-        self._clock.recordings.append(events)
-        try:
-            yield events
-        finally:
-            self._clock.recordings[:] = [
-                r for r in self._clock.recordings if r is not events
-            ]
-
-    def clear(self) -> None:
-        """Start again from time zero with an empty log."""
-        self._clock.clear()
-
-    def _repr_svg_(self) -> str:
-        from helpers import draw
-
-        return draw.timeline(self)._repr_svg_()
-
-    def __repr__(self) -> str:
-        count = len(self._clock.events)
-        return (
-            f"Timeline({count} events, {len(self.copies)} of them copies, "
-            f"{self.seconds * 1e6:.0f} µs simulated)"
-        )

@@ -1,13 +1,15 @@
 """What `torch.cuda` and `torch.accelerator` say while GPUs are simulated.
 
-Models: counting, naming and choosing devices, random numbers, memory in use, waiting.
-Leaves out: streams, events, graphs, NVML's sensors, sharing between processes. Whatever
-`torch.cuda` offers and this file does not answer raises `NotSimulated`.
+Models: counting, naming and choosing devices, random numbers, memory, waiting; streams
+and events are in `streams.py`. Leaves out: graphs, memory pools and other allocators,
+NVML's sensors, sharing between processes. Whatever `torch.cuda` offers and this file
+does not answer raises `NotSimulated`.
 `replacements()` is this file's part of the table that `start()` applies.
 """
 
 import os
 import re
+import sys
 import uuid
 from dataclasses import dataclass
 
@@ -137,29 +139,7 @@ def is_bf16_supported(including_emulation: bool = True) -> bool:
 
 
 def synchronize(device=None) -> None:
-    sim = placement.current()
-    sim.clock.wait(_gpu(device))
-
-
-class DefaultStream:
-    """The one stream of a simulated GPU; it can be waited for, and no more."""
-
-    def __init__(self, gpu: placement.Gpu):
-        self.device, self.device_index = gpu.device, gpu.index
-        self._gpu = gpu
-
-    def synchronize(self) -> None:
-        placement.current().clock.wait(self._gpu)
-
-    def is_capturing(self) -> bool:
-        return False
-
-    def __getattr__(self, name: str):
-        raise NotSimulated(f"torch.cuda.Stream.{name}")
-
-
-def current_stream(device=None) -> DefaultStream:
-    return DefaultStream(_gpu(device))
+    placement.current().clock.wait_for_gpu(_gpu(device))
 
 
 def init() -> None:
@@ -178,28 +158,95 @@ def _is_in_bad_fork() -> bool:
 # -- memory ----------------------------------------------------------------------------
 
 
-def _memory(device) -> Memory:
-    index = _get_device_index(device, optional=True)
+# PyTorch's own functions for memory stay as they are: what they ask of C++ is answered.
+
+
+def _memory(index: int) -> Memory:
     if not 0 <= index < device_count():
         raise RuntimeError(f"Invalid device argument {index}: did you call init?")
     return _gpu(index).memory
 
 
-def memory_allocated(device=None) -> int:
-    return _memory(device).allocated
+def _set_memory_fraction(fraction: float, index: int) -> None:
+    _memory(index).fraction = fraction
 
 
-def max_memory_allocated(device=None) -> int:
-    return _memory(device).peak
+def _empty_cache(*args) -> None:
+    for gpu in placement.current().gpus:
+        gpu.memory.empty_cache()
 
 
-def reset_peak_memory_stats(device=None) -> None:
-    memory = _memory(device)
-    memory.peak = memory.allocated
+def mem_get_info(device=None) -> tuple[int, int]:
+    """Bytes of the card that are free, and that there are."""
+    memory = _gpu(device).memory
+    return memory.total - memory.reserved, memory.total
 
 
-def empty_cache() -> None:
-    """Nothing is cached: every block is free as soon as its storage dies."""
+def _record_memory_history(enabled="all", context="all", stacks="all",
+                           max_entries=sys.maxsize, clear_history=False,
+                           *rest) -> None:  # fmt: skip
+    if enabled not in (None, "state", "all"):
+        raise RuntimeError("expected state to be 'state', 'all', or None")
+    if context not in (None, "state", "alloc", "all"):
+        raise RuntimeError("expected context to be 'state', 'alloc', 'all', or None")
+    init()
+    most = None if enabled is None else 1 if enabled == "state" else max_entries
+    for gpu in placement.current().gpus:
+        if clear_history:
+            gpu.memory.record_history(None, False)
+        gpu.memory.record_history(most, context is not None)
+
+
+def _record_memory_history_legacy(enabled, *args) -> None:
+    _record_memory_history("all" if enabled else None)
+
+
+def _memory_snapshot(pool=None) -> dict:
+    """What `torch.cuda.memory._snapshot` returns."""
+    if pool is not None and tuple(pool[:2]) != (0, 0):
+        raise NotSimulated("a snapshot of a memory pool")
+    memories = [gpu.memory for gpu in placement.current().gpus]
+    return {
+        "segments": [part for memory in memories for part in memory.snapshot()],
+        "device_traces": [list(memory.history or ()) for memory in memories],
+        "allocator_settings": {
+            "PYTORCH_CUDA_ALLOC_CONF": "", "max_split_size": -1,
+            "garbage_collection_threshold": 0.0, "expandable_segments": False,
+            "pinned_num_register_threads": 1, "release_lock_on_cudamalloc": False,
+            "pinned_use_cuda_host_register": False, "roundup_power2_divisions": {},
+        },
+        "external_annotations": [],
+    }  # fmt: skip
+
+
+_C_MEMORY = {
+    "_cuda_memoryStats": lambda index: _memory(index).stats(),
+    "_cuda_resetPeakMemoryStats": lambda index: _memory(index).reset_peaks(),
+    "_cuda_resetAccumulatedMemoryStats": lambda index: _memory(index).reset_sums(),
+    "_cuda_emptyCache": _empty_cache,
+    "_cuda_setMemoryFraction": _set_memory_fraction,
+    "_cuda_getMemoryFraction": lambda index: _memory(index).fraction,
+    "_cuda_memorySnapshot": _memory_snapshot,
+    "_cuda_record_memory_history": _record_memory_history,
+    "_cuda_record_memory_history_legacy": _record_memory_history_legacy,
+    "_cuda_getAllocatorBackend": lambda: "native",
+    "_accelerator_isAllocatorInitialized": lambda: True,
+    "_accelerator_getDeviceStats": lambda index: _memory(index).stats(),
+    "_accelerator_resetPeakStats": lambda index: _memory(index).reset_peaks(),
+    "_accelerator_resetAccumulatedStats": lambda index: _memory(index).reset_sums(),
+    "_accelerator_emptyCache": _empty_cache,
+    "_accelerator_getMemoryInfo": mem_get_info,
+}
+# what they are asked by, and so stays as it is
+_MEMORY_CALLS = {
+    "empty_cache", "memory_stats", "memory_stats_as_nested_dict", "memory_allocated",
+    "max_memory_allocated", "memory_reserved", "max_memory_reserved",
+    "memory_cached", "max_memory_cached", "memory_snapshot", "memory_summary",
+    "reset_accumulated_memory_stats", "reset_peak_memory_stats",
+    "reset_max_memory_allocated", "reset_max_memory_cached",
+    "set_per_process_memory_fraction", "get_per_process_memory_fraction",
+    "get_allocator_backend",
+}  # fmt: skip
 
 
 # -- random numbers --------------------------------------------------------------------
@@ -297,17 +344,14 @@ class device_index(torch.cuda.device):
     """The context `torch.accelerator.device_index(1)`."""
 
 
-def get_memory_info(device_index=None) -> tuple[int, int]:
-    memory = _gpu(device_index).memory
-    return memory.total - memory.allocated, memory.total
-
-
 # -- refused ---------------------------------------------------------------------------
 
 # torch.cuda's names that work as they are, or are data
 _KEPT = {
     "CudaError", "DeferredCudaCallError", "check_error", "cudaStatus", "has_half",
     "has_magma", "device", "device_of", "is_tf32_supported", "ipc_collect",
+    "Stream", "Event", "StreamContext", "stream", "current_stream", "default_stream",
+    "set_stream", *_MEMORY_CALLS,
 }  # fmt: skip
 
 
@@ -345,15 +389,15 @@ def _refused() -> list[tuple[object, str, object]]:
     for module, names in (
         (torch.cuda, torch.cuda.__all__),
         (torch.cuda.memory, torch.cuda.memory.__all__),
-        (torch.cuda.streams, ("Stream", "ExternalStream", "Event")),
+        (torch.cuda.streams, ("ExternalStream",)),
         (torch.accelerator, torch.accelerator.__all__),
         (torch.accelerator.memory, torch.accelerator.memory.__all__),
-        (torch, ("Stream", "Event", "compile")),
+        (torch, ("compile",)),
         (torch.nn.parallel.comm, _COMM),
         (torch.cuda.comm, _COMM),
     ):
         ours = module.__name__.startswith("torch.accelerator")
-        known = _ACCELERATOR if ours else answered
+        known = set(_ACCELERATOR) | _ACCELERATOR_KEPT if ours else answered
         for name in names:
             value = getattr(module, name, None)
             if name in known or not callable(value):
@@ -376,21 +420,16 @@ _CUDA = {
     for f in (
         is_available, device_count, current_device, set_device, get_device_name,
         get_device_capability, get_device_properties, can_device_access_peer,
-        get_arch_list, is_bf16_supported, synchronize, init,
-        is_initialized, memory_allocated, max_memory_allocated,
-        reset_peak_memory_stats, empty_cache, manual_seed, manual_seed_all, seed,
-        seed_all, initial_seed, get_rng_state, get_rng_state_all, set_rng_state,
-        set_rng_state_all, _is_in_bad_fork,
+        get_arch_list, is_bf16_supported, synchronize, init, is_initialized,
+        mem_get_info, manual_seed, manual_seed_all, seed, seed_all, initial_seed,
+        get_rng_state, get_rng_state_all, set_rng_state, set_rng_state_all,
+        _is_in_bad_fork,
     )
 } | {
     "is_current_stream_capturing": lambda: False,
-    "mem_get_info": get_memory_info,
-    "reset_max_memory_allocated": reset_peak_memory_stats,
     "_lazy_init": init,
     "_exchange_device": _exchange_device,
     "_maybe_exchange_device": _exchange_device,
-    "current_stream": current_stream,
-    "default_stream": current_stream,
 }  # fmt: skip
 
 _ACCELERATOR = {
@@ -403,13 +442,9 @@ _ACCELERATOR = {
     "set_device_idx": set_device,
     "device_index": device_index,
     "synchronize": synchronize,
-    "memory_allocated": memory_allocated,
-    "max_memory_allocated": max_memory_allocated,
-    "reset_peak_memory_stats": reset_peak_memory_stats,
-    "empty_cache": empty_cache,
-    "current_stream": current_stream,
-    "get_memory_info": get_memory_info,
+    "get_memory_info": mem_get_info,
 }
+_ACCELERATOR_KEPT = {"current_stream", "set_stream", *_MEMORY_CALLS}
 
 
 def replacements(sim) -> list[tuple[object, str, object]]:
@@ -424,6 +459,7 @@ def replacements(sim) -> list[tuple[object, str, object]]:
         *((torch.cuda.random, name, _CUDA[name]) for name in random),
         *((torch.cuda.memory, name, _CUDA[name]) for name in memory),
         *((torch.accelerator, name, new) for name, new in _ACCELERATOR.items()),
+        *((torch._C, name, new) for name, new in _C_MEMORY.items()),
         *(
             (torch.accelerator.memory, name, _ACCELERATOR[name])
             for name in accelerator_memory

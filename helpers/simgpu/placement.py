@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.simgpu.cards import Card
-from helpers.simgpu.memory import Memory, round_up
+from helpers.simgpu.memory import Memory
 
 aten = torch.ops.aten
 _Tensor = torch.Tensor
@@ -83,6 +83,7 @@ class Gpu:
         self.device = torch.device("cuda", index)
         self.card = card
         self.memory = Memory(index, total)
+        self.streams_made: dict[int, int] = {}  # priority -> how many
         self.generator = torch._C.Generator()
         self.alive = True  # False once the simulator has stopped
 
@@ -91,26 +92,32 @@ class Gpu:
 gpu_generators: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
 
 
-class Block:
-    """Marks a storage as living on a GPU; its bytes are freed with the storage."""
+class Allocation:
+    """Marks a storage as living on a GPU; its memory is freed with the storage."""
 
-    __slots__ = ("gpu", "nbytes")
+    __slots__ = ("gpu", "nbytes", "block")
 
     def __init__(self, gpu: Gpu, nbytes: int):
-        self.nbytes = 0  # should take() refuse, __del__ has nothing to give back
-        gpu.memory.take(nbytes)
+        self.block = None  # should allocate() refuse, __del__ has nothing to free
         self.gpu = gpu
         self.nbytes = nbytes
+        self.block = gpu.memory.allocate(nbytes, _stream_number(gpu))
 
     def resize(self, nbytes: int) -> None:
         """The storage has grown or shrunk in place."""
-        self.gpu.memory.take(nbytes)
-        self.gpu.memory.give_back(self.nbytes)
-        self.nbytes = nbytes
+        block = self.gpu.memory.allocate(nbytes, _stream_number(self.gpu))
+        if self.block is not None:
+            self.gpu.memory.free(self.block)
+        self.block, self.nbytes = block, nbytes
 
     def __del__(self):
-        if self.nbytes:
-            self.gpu.memory.give_back(self.nbytes)
+        if self.block is not None:
+            self.gpu.memory.free(self.block)
+
+
+def _stream_number(gpu: Gpu) -> int:
+    """The number of this thread's current stream on a GPU."""
+    return running.thread.streams.get(gpu.index, 0) if running else 0
 
 
 # -- where a tensor is -----------------------------------------------------------------
@@ -118,19 +125,29 @@ class Block:
 
 def gpu_of_storage(storage) -> Gpu | None:
     """The simulated GPU on which an UntypedStorage lives, or None."""
-    block = getattr(storage, "_simgpu", None)
-    return block.gpu if block is not None and block.gpu.alive else None
+    its = getattr(storage, "_simgpu", None)
+    return its.gpu if its is not None and its.gpu.alive else None
 
 
 def gpu_of(tensor: torch.Tensor) -> Gpu | None:
     """The simulated GPU on which `tensor` lives, or None."""
     with torch._C.DisableTorchFunction():  # no mode and no subclass need see this
         try:
-            block = getattr(_storage_of(tensor), "_simgpu", None)
+            its = getattr(_storage_of(tensor), "_simgpu", None)
         except (NotImplementedError, RuntimeError):
             parts = _parts_of(tensor)
             return gpu_of(parts[-1]) if parts else None
-    return block.gpu if block is not None and block.gpu.alive else None
+    return its.gpu if its is not None and its.gpu.alive else None
+
+
+def block_of(tensor: torch.Tensor):
+    """The allocator's block in which a plain GPU tensor lives, or None."""
+    with torch._C.DisableTorchFunction():
+        try:
+            its = getattr(_storage_of(tensor), "_simgpu", None)
+        except (NotImplementedError, RuntimeError):
+            return None
+    return its.block if its is not None else None
 
 
 def _parts_of(tensor) -> list[torch.Tensor]:
@@ -173,11 +190,11 @@ def place(tensor: torch.Tensor, gpu: Gpu | None) -> torch.Tensor:
             place(part, gpu)
         return tensor
     nbytes = storage.nbytes()
-    block = getattr(storage, "_simgpu", None)
-    if block is None or not block.gpu.alive:
-        storage._simgpu = Block(gpu, nbytes)
-    elif block.nbytes != nbytes:
-        block.resize(nbytes)
+    its = getattr(storage, "_simgpu", None)
+    if its is None or not its.gpu.alive:
+        storage._simgpu = Allocation(gpu, nbytes)
+    elif its.nbytes != nbytes:
+        its.resize(nbytes)
     return tensor
 
 
@@ -187,20 +204,36 @@ def place(tensor: torch.Tensor, gpu: Gpu | None) -> torch.Tensor:
 class _Op:
     """What the mode must know of one operation; made once an operation."""
 
-    __slots__ = ("name", "has_device", "random", "silent", "run")
+    __slots__ = ("name", "arguments", "has_device", "random", "silent", "sizes", "run")
 
     def __init__(self, func):
         self.name = func._schema.name.removeprefix("aten::")
-        arguments = {argument.name for argument in func._schema.arguments}
-        self.has_device = "device" in arguments
+        self.arguments = {a.name: a for a in func._schema.arguments}
+        self.has_device = "device" in self.arguments
         self.random = torch.Tag.nondeterministic_seeded in func.tags
         # launches nothing on a GPU: views, and memory that nobody fills
         self.silent = func.is_view or self.name in _SILENT
+        # the host must read how large the result is before it can go on
+        by_mask = self.name == "index"  # only if a mask is among its indices
+        self.sizes = torch.Tag.dynamic_output_shape in func.tags and not by_mask
         self.run = _SPECIAL.get(self.name)
         if self.run is None and _is_composite(func):
             self.run = Placement._decompose
         if _has_python_kernel(func):
             self.run = Placement._run_python_kernel
+
+    def accesses(self, args, kwargs) -> tuple[list, list]:
+        """What it reads and what it writes: (argument, tensor, block)."""
+        reads, writes = [], []
+        values = [*zip(self.arguments.values(), args, strict=False)]
+        values += [(self.arguments[name], value) for name, value in kwargs.items()]
+        for argument, value in values:
+            alias = argument.alias_info
+            found = writes if alias is not None and alias.is_write else reads
+            for tensor in tensors_in((value,)):
+                if (block := block_of(tensor)) is not None:
+                    found.append((argument.name, tensor, block))
+        return reads, writes
 
 
 def _seeing(key):
@@ -261,7 +294,11 @@ class _PerThread(threading.local):
     moving = False  # this very copy was asked for by the program
     quiet = 0  # greater than 0: nothing is logged (a tensor is being printed)
     asked_for_host = False  # this very factory call says device="cpu"
+    streams: dict[int, int]  # GPU -> number of the current stream, if not 0
     born = None  # the C++ call in which a C++-born tensor was last made
+
+    def __init__(self):  # in each thread that looks
+        self.streams = {}
 
 
 _random_lock = threading.RLock()  # one thread at a time uses the host's generator
@@ -352,6 +389,9 @@ class Placement(TorchDispatchMode):
             if self.sim.thread.born is not None:
                 self._inherit_birth(tensors, out)
             return out
+        logged = not op.silent and not self.sim.thread.quiet
+        if logged and self.sim.races.watching:
+            args, kwargs = self._watch(op, func, gpu, args, kwargs)
         if op.random and kwargs.get("generator") is None:
             out = self._with_random_state(gpu, func, args, kwargs)
         else:
@@ -359,9 +399,43 @@ class Placement(TorchDispatchMode):
         outputs = tensors_in(out if isinstance(out, (tuple, list)) else (out,))
         for tensor in outputs:
             place(tensor, gpu)
-        if not op.silent and not self.sim.thread.quiet:
-            self.sim.clock.kernel(gpu, func, args, kwargs, tensors, out)
+        if logged:
+            stream = _stream_number(gpu)
+            self._wrote(func, (gpu.index, stream), outputs or tensors_in(args[:1]))
+            self.sim.clock.kernel(gpu, stream, func, args, kwargs, tensors, out)
+            if op.sizes:
+                self.sim.clock.copy(gpu, None, 8, [stream])
         return out
+
+    def _watch(self, op, func, gpu, args, kwargs):
+        """Tell the sanitizer what `func` is about to do; its arguments, as they are.
+
+        A racy read, while races are shown, gets what the memory held before.
+        """
+        __tracebackhide__ = True
+        reads, writes = op.accesses(args, kwargs)
+        key = (gpu.index, _stream_number(gpu))
+        races = self.sim.races
+        racy = races.access(str(func._schema), key, reads, writes)
+        old = {id(reads[i][1]): _as_before(*reads[i][1:]) for i in racy}
+        if races.way == "show":
+            for _, tensor, block in writes:
+                block.before = _bytes_of(tensor).clone()
+        if old:
+            args = [_swap(value, old) for value in args]
+            kwargs = {name: _swap(value, old) for name, value in kwargs.items()}
+        return args, kwargs
+
+    def _wrote(self, func, key, tensors) -> None:
+        """`func` has made these tensors, or changed them."""
+        __tracebackhide__ = True
+        blocks = [(t, b) for t in tensors if (b := block_of(t)) is not None]
+        races = self.sim.races
+        if not races.watching:
+            races.remember(func, key, [block for _, block in blocks])
+        elif not any(returned.alias_info for returned in func._schema.returns):
+            made = [("", tensor, block) for tensor, block in blocks]
+            races.access(str(func._schema), key, [], made, new=True)
 
     def _with_random_state(self, gpu, func, args, kwargs):
         """Run `func` with the random state of `gpu` in place of the host's."""
@@ -470,17 +544,19 @@ class Placement(TorchDispatchMode):
             target = self.sim.find(device)
         else:
             return func(*args, **kwargs)
-        kwargs = {**kwargs, "device": _HOST}
-        pin = kwargs.pop("pin_memory", None)
+        wait = not kwargs.get("non_blocking")
+        pin = kwargs.get("pin_memory")
+        kwargs = {**kwargs, "device": _HOST, "pin_memory": None, "non_blocking": False}
         if target is source:
             out = self._run(op, func, args, kwargs, tensors, source)
             if source is None and device is not None and not asked:
                 self._note_birth(out)  # C++ may mean the GPU of another input
             return out
-        out = place(func(*args, **kwargs), target)
-        if pin:
+        # PyTorch takes pinned memory where the host need not wait
+        pinned = _is_pinned(tensor) if source is None else not wait
+        out = self._cross(func, args, kwargs, source, target, tensor, pinned, wait)
+        if pin or (pinned and target is None):
             _storage_of(out)._simgpu_pinned = True
-        self._log_copy(source, target, tensor)
         return out
 
     @_special("copy_")
@@ -494,18 +570,52 @@ class Placement(TorchDispatchMode):
             source = target
         if target is source:
             return self._run(op, func, args, kwargs, tensors, target)
-        out = func(*args, **kwargs)
-        self._log_copy(source, target, tensors[1])
+        into, tensor = tensors[:2]
+        wait = not (args[2] if len(args) > 2 else kwargs.get("non_blocking"))
+        pinned = _is_pinned(into if target is None else tensor)
+        crossing = (func, args, kwargs, source, target, tensor, pinned, wait, into)
+        return self._cross(*crossing)
+
+    def _cross(self, func, args, kwargs, source, target, tensor, pinned, wait,
+               into=None):  # fmt: skip
+        """Run a copy of `tensor` to another device, `into` a tensor or a new one."""
+        __tracebackhide__ = True
+        if self.sim.thread.quiet:
+            return place(func(*args, **kwargs), target)
+        ends = [gpu for gpu in (source, target) if gpu is not None]
+        keys = [(gpu.index, _stream_number(gpu)) for gpu in ends]
+        races, changed = self.sim.races, into is not None and target is not None
+        races.meet(keys)
+        if races.watching:
+            reads, writes = (
+                [("", t, b)] if there and (b := block_of(t)) is not None else []
+                for t, there in ((tensor, source), (into, changed))
+            )
+            if races.access(str(func._schema), keys[0], reads, writes):
+                old = {id(tensor): _as_before(*reads[0][1:])}
+                args = [_swap(value, old) for value in args]
+            if writes and races.way == "show":
+                writes[0][2].before = _bytes_of(into).clone()
+        out = place(func(*args, **kwargs), target)
+        if target is not None:
+            self._wrote(func, keys[0], [out])
+        nbytes = tensor.numel() * tensor.element_size()
+        streams = [number for _, number in keys]
+        self.sim.clock.copy(source, target, nbytes, streams, pinned, wait)
         return out
 
     @_special("_local_scalar_dense", "is_nonzero", "equal", "allclose")
     def _read_back(self, op, func, args, kwargs, tensors):
         """`.item()` and its like: a copy to the host, which waits for it."""
+        __tracebackhide__ = True
         gpu = self._meet(func, args, tensors)
+        logged = gpu is not None and not self.sim.thread.quiet
+        if logged and self.sim.races.watching:
+            args, kwargs = self._watch(op, func, gpu, args, kwargs)
         out = func(*args, **kwargs)
-        if gpu is not None and not self.sim.thread.quiet:
+        if logged:
             nbytes = 1 if isinstance(out, bool) else tensors[0].element_size()
-            self.sim.clock.copy(gpu, None, nbytes)
+            self.sim.clock.copy(gpu, None, nbytes, [_stream_number(gpu)])
         return out
 
     @_special("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index")
@@ -523,9 +633,12 @@ class Placement(TorchDispatchMode):
         for index in indices:
             if gpu is not None and gpu_of(index) is None:
                 if not self._is_born_here(index):
-                    self._log_copy(None, gpu, index)
+                    self.sim.log_copy(None, gpu, index.numel() * index.element_size())
         others = [t for t in tensors if not any(t is index for index in indices)]
         self._meet(func, args, others)
+        masks = [index for index in indices if index.dtype in (torch.bool, torch.uint8)]
+        if gpu is not None and masks:  # how many it selects, the host must know
+            self.sim.log_copy(gpu, None, 8)
         return self._run(op, func, args, kwargs, tensors, gpu)
 
     @_special("_pack_padded_sequence")
@@ -539,9 +652,12 @@ class Placement(TorchDispatchMode):
                 f"{str(tensors[1].dtype).removeprefix('torch.').title()} tensor"
             )
         data, batch_sizes = func(*args, **kwargs)
+        place(data, gpu)
         if not self.sim.thread.quiet and gpu is not None:
-            self.sim.clock.kernel(gpu, func, args, kwargs, tensors[:1], data)
-        return place(data, gpu), batch_sizes
+            stream = _stream_number(gpu)
+            self._wrote(func, (gpu.index, stream), [data])
+            self.sim.clock.kernel(gpu, stream, func, args, kwargs, tensors[:1], data)
+        return data, batch_sizes
 
     def _decompose(self, op, func, args, kwargs, tensors):
         """Inference mode sends composite operations whole: see their parts."""
@@ -554,19 +670,48 @@ class Placement(TorchDispatchMode):
             return func.redispatch(_CPU_KERNEL, *args, **kwargs)
 
     @_special("is_pinned")
-    def _is_pinned(self, op, func, args, kwargs, tensors):
-        return getattr(_storage_of(tensors[0]), "_simgpu_pinned", False)
+    def _pinned(self, op, func, args, kwargs, tensors):
+        return _is_pinned(tensors[0])
 
     @_special("_pin_memory")
     def _pin(self, op, func, args, kwargs, tensors):
         out = tensors[0].clone()
         _storage_of(out)._simgpu_pinned = True
+        if not self.sim.thread.quiet:
+            self.sim.clock.pin(out.numel() * out.element_size())
         return out
 
-    def _log_copy(self, source, target, tensor) -> None:
-        if not self.sim.thread.quiet:
-            nbytes = tensor.numel() * tensor.element_size()
-            self.sim.clock.copy(source, target, nbytes)
+    @_special("record_stream")
+    def _record_stream(self, op, func, args, kwargs, tensors):
+        raise NotSimulated("record_stream called from C++")
+
+
+def _is_pinned(tensor) -> bool:
+    return getattr(_storage_of(tensor), "_simgpu_pinned", False)
+
+
+def _bytes_of(tensor) -> torch.Tensor:
+    """The memory of a tensor, all of it, as a plain host tensor."""
+    with torch._C.DisableTorchFunction():
+        return torch.empty(0, dtype=torch.uint8).set_(_storage_of(tensor))
+
+
+def _as_before(tensor, block) -> torch.Tensor:
+    """What a tensor would be if its memory still held what it did before."""
+    with torch._C.DisableTorchFunction():
+        before = block.before
+        if before is None:  # fresh memory: zeros, as CUDA's mostly is
+            before = torch.zeros(_storage_of(tensor).nbytes(), dtype=torch.uint8)
+        where = (tensor.storage_offset(), tensor.shape, tensor.stride())
+        empty = torch.empty(0, dtype=tensor.dtype)
+        return empty.set_(_storage_of(before), *where)
+
+
+def _swap(value, other: dict):
+    """`value`, with the tensors in it for which `other` has another by their id."""
+    if isinstance(value, (list, tuple)):
+        return [_swap(item, other) for item in value]
+    return other.get(id(value), value)
 
 
 def _gpu_of_node(node) -> tuple[bool, Gpu | None]:
@@ -764,9 +909,7 @@ def _refuse_too_large(gpu: Gpu, args, kwargs) -> None:
     if size and all(isinstance(n, int) for n in size):
         count = functools.reduce(lambda a, b: a * b, size, 1)
         dtype = kwargs.get("dtype") or torch.get_default_dtype()
-        nbytes = count * dtype.itemsize
-        if round_up(nbytes) > gpu.memory.total - gpu.memory.allocated:
-            gpu.memory.take(nbytes)  # raises
+        gpu.memory.check_room(count * dtype.itemsize, _stream_number(gpu))
 
 
 # -- torch functions -------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.storage import UntypedStorage, _StorageBase
 from torch.utils._device import DeviceContext
 
-from helpers.simgpu import placement
+from helpers.simgpu import placement, streams
 from helpers.simgpu.placement import NotSimulated, gpu_of, is_plain, place
 
 _Base = torch._C.TensorBase
@@ -61,8 +61,8 @@ class _Move(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(tensor, device, dtype, memory_format):
-        return _move(tensor, device, dtype, memory_format)
+    def forward(tensor, *how):
+        return _move(tensor, *how)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -71,7 +71,7 @@ class _Move(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return gradient.to(ctx.device, ctx.dtype), None, None, None
+        return gradient.to(ctx.device, ctx.dtype), None, None, None, None
 
     @staticmethod
     def jvp(ctx, tangent, *_):
@@ -81,17 +81,19 @@ class _Move(torch.autograd.Function):
 _Move._backward_cls.__name__ = "ToCopyBackward0"  # as a printed tensor names it
 
 
-def _move(tensor, device, dtype, memory_format):
+def _move(tensor, device, dtype, memory_format, non_blocking):
     placement.current().thread.moving = True
     return torch.ops.aten._to_copy(
         tensor,
         device=device,
         dtype=dtype,
         memory_format=memory_format or torch.preserve_format,
+        non_blocking=non_blocking,
     )
 
 
-def move(tensor, device: torch.device, dtype=None, copy=False, memory_format=None):
+def move(tensor, device: torch.device, dtype=None, copy=False, memory_format=None,
+         non_blocking=False):  # fmt: skip
     """`tensor` on `device`: itself if nothing changes, otherwise a copy."""
     target = placement.current().find(device)
     if gpu_of(tensor) is target:
@@ -102,9 +104,9 @@ def move(tensor, device: torch.device, dtype=None, copy=False, memory_format=Non
     device = target.device if target else device
     tangents = forward_ad._current_level >= 0
     if torch.is_grad_enabled() and tensor.requires_grad or tangents:
-        return _Move.apply(tensor, device, dtype, memory_format)
+        return _Move.apply(tensor, device, dtype, memory_format, non_blocking)
     with torch._C.DisableTorchFunctionSubclass():
-        moved = _move(tensor.detach(), device, dtype, memory_format)
+        moved = _move(tensor.detach(), device, dtype, memory_format, non_blocking)
     kind = type(tensor)
     if kind is torch.Tensor or isinstance(tensor, torch.nn.Parameter):
         return moved
@@ -113,7 +115,7 @@ def move(tensor, device: torch.device, dtype=None, copy=False, memory_format=Non
 
 def _parse_to(device=None, dtype=None, non_blocking=False, copy=False, *,
               memory_format=None):  # fmt: skip
-    return _device(device), dtype, copy, memory_format
+    return _device(device), dtype, copy, memory_format, non_blocking
 
 
 def _device(device):
@@ -132,14 +134,14 @@ def _to(self, *args, **kwargs):
     if isinstance(first, torch.Tensor):  # to(other)
         rest = {k: v for k, v in kwargs.items() if k not in ("other", "tensor")}
         args = (first.device, first.dtype, *args[1:])
-        device, dtype, copy, memory_format = _parse_to(*args, **rest)
+        how = _parse_to(*args, **rest)
     elif isinstance(first, torch.dtype):  # to(dtype)
         return _raw["to"](self, *args, **kwargs)
     else:
-        device, dtype, copy, memory_format = _parse_to(*args, **kwargs)
-    if device is None or device.type not in ("cuda", "cpu"):
+        how = _parse_to(*args, **kwargs)
+    if how[0] is None or how[0].type not in ("cuda", "cpu"):
         return _raw["to"](self, *args, **kwargs)
-    return move(self, device, dtype, copy, memory_format)
+    return move(self, *how)
 
 
 def _cuda(self, device=None, non_blocking=False, memory_format=None):
@@ -150,7 +152,7 @@ def _cuda(self, device=None, non_blocking=False, memory_format=None):
         raise RuntimeError(f"Invalid device, must be cuda device, got {device.type}")
     if not is_plain(self):
         return self.to(device)
-    return move(self, device, memory_format=memory_format)
+    return move(self, device, None, False, memory_format, non_blocking)
 
 
 def _cpu(self, memory_format=torch.preserve_format):
@@ -319,7 +321,11 @@ def _is_pinned(self, device=None):
 
 
 def _record_stream(self, stream):
-    raise NotSimulated("Tensor.record_stream")
+    gpu, block = gpu_of(self), placement.block_of(self)
+    if gpu is None:
+        raise RuntimeError("record_stream is for tensors on a GPU; this one is on cpu")
+    if block is not None:
+        gpu.memory.record_stream(block, stream.stream_id)
 
 
 def _share_memory_(self):
@@ -339,8 +345,7 @@ def _made(tensor, device):
     gpu = sim.find(device)
     if gpu is not None:
         place(tensor, gpu)
-        if not sim.thread.quiet:
-            sim.clock.copy(None, gpu, tensor.numel() * tensor.element_size())
+        sim.log_copy(None, gpu, tensor.numel() * tensor.element_size())
     return tensor
 
 
@@ -383,9 +388,7 @@ def _log_read_back(data) -> None:
         for item in data:
             _log_read_back(item)
     elif isinstance(data, torch.Tensor) and gpu_of(data) is not None:
-        sim = placement.current()
-        if not sim.thread.quiet:
-            sim.clock.copy(gpu_of(data), None, data.element_size())
+        placement.current().log_copy(gpu_of(data), None, data.element_size())
 
 
 def _as_tensor(data, dtype=None, device=None):
@@ -524,6 +527,7 @@ def _share_cuda(self, *args, **kwargs):
 
 def _run_backward(outputs, gradients, *args, **kwargs):
     """The engine checks the device of each gradient it is given."""
+    streams.join_streams()
     for i, (output, gradient) in enumerate(zip(outputs, gradients, strict=False)):
         if isinstance(output, torch.Tensor) and isinstance(gradient, torch.Tensor):
             if gpu_of(output) is not gpu_of(gradient) and gradient.dim() > 0:

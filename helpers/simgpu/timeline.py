@@ -1,0 +1,195 @@
+"""The log of what ran on simulated GPUs, to look at: picture, table, totals, trace.
+
+Models: nothing of its own; `clock.py` writes the log. Leaves out: what the host does
+between launches.
+"""
+
+import contextlib
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from helpers.simgpu.clock import LAUNCH, Clock, Event, Wait
+
+
+class Totals(NamedTuple):
+    """Simulated seconds of one GPU."""
+
+    busy: float  # at least one of its streams works
+    idle: float  # none does
+    overlap: float  # two or more do
+
+
+class Timeline:
+    """What ran since the last `clear()`: a list of events that draws itself.
+
+    Taught in 00-start-here and 04-overlap-with-streams.
+    """
+
+    def __init__(self, clock: Clock):
+        self._clock = clock
+
+    @property
+    def events(self) -> list[Event]:
+        """Every kernel and copy, in the order of launch."""
+        return list(self._clock.events)
+
+    @property
+    def copies(self) -> list[Event]:
+        """The copies to, from and between GPUs."""
+        return [event for event in self._clock.events if event.kind == "copy"]
+
+    @property
+    def waits(self) -> list[Wait]:
+        """The times in which the host waited, or was busy pinning memory."""
+        return list(self._clock.waits)
+
+    @property
+    def seconds(self) -> float:
+        """Simulated seconds until the host and every GPU are done."""
+        return self._clock.total()
+
+    @property
+    def devices(self) -> list[str]:
+        """The GPUs: "cuda:0", ..."""
+        return [str(gpu.device) for gpu in self._clock.gpus]
+
+    def lanes(self) -> dict[tuple[str, int], list[Event]]:
+        """(GPU, number of the stream) -> its events; the default stream is number 0.
+
+        A copy between two GPUs is in a lane of both. Streams without events have none.
+        """
+        lanes: dict[tuple[str, int], list[Event]] = {(d, 0): [] for d in self.devices}
+        for event in self._clock.events:
+            lanes.setdefault((event.device, event.stream), []).append(event)
+            if event.source.startswith("cuda") and event.source != event.device:
+                lanes.setdefault((event.source, 0), []).append(event)
+        return dict(sorted(lanes.items(), key=lambda lane: (_index(lane[0][0]), lane)))
+
+    def totals(self) -> dict[str, Totals]:
+        """GPU -> the seconds in which it was busy, idle, busy with two things."""
+        total, found = self.seconds, {}
+        spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        for (device, _), events in self.lanes().items():
+            spans[device] += [(event.start, event.end) for event in events]
+        for device in self.devices:
+            busy, overlap = _covered(spans[device])
+            found[device] = Totals(busy, total - busy, overlap)
+        return found
+
+    def busy(self) -> dict[str, float]:
+        """GPU -> the simulated seconds that it worked."""
+        return {device: totals.busy for device, totals in self.totals().items()}
+
+    def table(self, most: int = 20) -> str:
+        """The first `most` events and the totals of each GPU, as text."""
+        titles = f"{'what':16}{'bytes':>13}{'flops':>16}"
+        lines = [f"{'start':>10}{'end':>10}  {'stream':9} {titles}"]
+        for event in list(self._clock.events)[:most]:
+            stream = f"{event.device}/{event.stream}"
+            lines.append(
+                f"{event.start * 1e6:10.1f}{event.end * 1e6:10.1f}  {stream:9} "
+                f"{event.name:16}{event.nbytes:13,}{event.flops:16,}"
+            )
+        if len(self._clock.events) > most:
+            lines.append(f"  ... and {len(self._clock.events) - most} more")
+        for device, (busy, idle, overlap) in self.totals().items():
+            lines.append(
+                f"{device}: busy {busy * 1e6:,.1f}, idle {idle * 1e6:,.1f}, "
+                f"two at once {overlap * 1e6:,.1f}"
+            )
+        return "\n".join([*lines, "times in µs, simulated"])
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[list[Event]]:
+        """A list of all that runs while the block does, whatever the log forgets."""
+        events: list[Event] = []
+        self._clock.recordings.append(events)
+        try:
+            yield events
+        finally:
+            self._clock.recordings[:] = [
+                r for r in self._clock.recordings if r is not events
+            ]
+
+    def clear(self) -> None:
+        """Start again from time zero with an empty log."""
+        self._clock.clear()
+
+    def chrome_trace(self) -> dict:
+        """The log in the format that Perfetto and chrome://tracing open.
+
+        A process for the host and one for each GPU; in it, a thread for each stream.
+        """
+        rows = [_name(0, "process_name", "host"), _name(0, "thread_name", "launches")]
+        for launch in self._clock.events:
+            what, when = {"on": launch.device}, launch.launched
+            rows.append(_row(launch.name, "launch", 0, 0, when, LAUNCH, what))
+        for wait in self._clock.waits:
+            seconds = wait.end - wait.start
+            rows.append(_row(wait.name, "wait", 0, 0, wait.start, seconds, {}))
+        for device in self.devices:
+            about = f"{device} simulated"
+            rows.append(_name(1 + _index(device), "process_name", about))
+        for (device, stream), events in self.lanes().items():
+            process = 1 + _index(device)
+            rows.append(_name(process, "thread_name", f"stream {stream}", stream))
+            for event in events:
+                about = {"bytes": event.nbytes, "flops": event.flops}
+                seconds = event.end - event.start
+                rows.append(
+                    _row(event.name, event.kind, process, stream, event.start, seconds,
+                         about)
+                )  # fmt: skip
+        return {"traceEvents": rows, "displayTimeUnit": "ns"}
+
+    def export_chrome_trace(self, path: str | os.PathLike) -> None:
+        """Write the log to a file; open it at ui.perfetto.dev or chrome://tracing."""
+        Path(path).write_text(json.dumps(self.chrome_trace()), encoding="utf-8")
+
+    def _repr_svg_(self) -> str:
+        from helpers import draw
+
+        return draw.timeline(self)._repr_svg_()
+
+    def __repr__(self) -> str:
+        count = len(self._clock.events)
+        return (
+            f"Timeline({count} events, {len(self.copies)} of them copies, "
+            f"{self.seconds * 1e6:.0f} µs simulated)"
+        )
+
+
+def _index(device: str) -> int:
+    return int(device.removeprefix("cuda:"))
+
+
+def _covered(spans: list[tuple[float, float]]) -> tuple[float, float]:
+    """How long at least one span lasts, and at least two do."""
+    steps = sorted([(a, 1) for a, _ in spans] + [(b, -1) for _, b in spans])
+    one = two = before = 0.0
+    depth = 0
+    for time, step in steps:
+        one += (time - before) * (depth >= 1)
+        two += (time - before) * (depth >= 2)
+        depth += step
+        before = time
+    return one, two
+
+
+def _row(name, category, process, thread, start, seconds, about) -> dict:
+    """One event of a Chrome trace; its times are in µs."""
+    return {
+        "name": name, "cat": category, "ph": "X", "pid": process, "tid": thread,
+        "ts": start * 1e6, "dur": seconds * 1e6, "args": about,
+    }  # fmt: skip
+
+
+def _name(process: int, kind: str, name: str, thread: int = 0) -> dict:
+    """Names a process or thread of a Chrome trace."""
+    return {
+        "name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"name": name},
+    }  # fmt: skip
