@@ -166,6 +166,135 @@ def timeline(log, width: int = WIDEST) -> Picture:
     return picture
 
 
+def segments(device: int = 0) -> Picture:
+    """The segments that the allocator holds on a GPU, and the blocks in them.
+
+    Blocks in use have the GPU's colour; grey ones wait for another stream, white ones
+    are free. Works on real GPUs as well: the figures are `torch.cuda`'s own snapshot.
+
+    Taught in 03-count-memory.
+    """
+    import torch
+
+    found = [
+        segment
+        for segment in torch.cuda.memory._snapshot()["segments"]
+        if segment["device"] == device
+    ]
+    reserved = sum(segment["total_size"] for segment in found)
+    used = sum(segment["allocated_size"] for segment in found)
+    title = (
+        f"cuda:{device} ({_whose()}): {len(found)} segments, {_size(reserved)} "
+        f"reserved, {_size(used)} allocated"
+    )
+    picture = Picture(WIDEST, 34 + 42 * max(1, len(found)), title)
+    picture.text(8, 20, title, 14, weight="bold")
+    longest = max((segment["total_size"] for segment in found), default=1)
+    scale = (WIDEST - 186) / longest
+    fills = {
+        "active_allocated": colour(f"cuda:{device}"),
+        "active_awaiting_free": HOST,
+        "inactive": "white",
+    }
+    for row, segment in enumerate(found):
+        y = 34 + 42 * row
+        kind = f"{_size(segment['total_size'])} {segment['segment_type']}"
+        stream = ", other stream" if segment["stream"] else ""
+        picture.text(8, y + 20, kind + stream, 13)
+        for block in segment["blocks"]:
+            x = 174 + (block["address"] - segment["address"]) * scale
+            long = max(block["size"] * scale, 1)
+            picture.box(x, y, long, 32, fills[block["state"]])
+            words = _size(block["size"])
+            if long > 7 * len(words) + 6:
+                picture.text(x + long / 2, y + 20, words, 12, "middle")
+    return picture
+
+
+def _whose() -> str:
+    """Whether figures of GPUs are simulated, or of which card."""
+    import torch
+
+    from helpers import simgpu
+
+    return "simulated" if simgpu.count() else torch.cuda.get_device_name()
+
+
+def _size(nbytes: float) -> str:
+    """A number of bytes for a picture: "2 MiB", "1.5 KiB"."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.4g} {name}"
+    return f"{nbytes:.0f} B"
+
+
+def parts(title: str = "", **sizes: float) -> Picture:
+    """What a memory is made of: one bar, cut into named parts in proportion.
+
+    Args:
+        title: what the bar is.
+        sizes: name=bytes.
+
+    Taught in 03-count-memory.
+    """
+    total = sum(sizes.values())
+    words = f"{title}: {_size(total)}" if title else _size(total)
+    spoken = "; ".join(f"{name} {_size(size)}" for name, size in sizes.items())
+    picture = Picture(WIDEST, 62 + 20 * len(sizes), f"{words}. {spoken}")
+    picture.text(8, 20, words, 14, weight="bold")
+    x, scale = 8.0, (WIDEST - 16) / (total or 1)
+    for row, (name, size) in enumerate(sizes.items()):
+        fill = COLOURS[row % len(COLOURS)]
+        picture.box(x, 30, size * scale, 26, fill)
+        y = 64 + 20 * row
+        picture.box(8, y, 14, 14, fill)
+        picture.text(30, y + 12, f"{name}: {_size(size)}", 13)
+        x += size * scale
+    return picture
+
+
+def history(device: int = 0) -> Picture:
+    """The bytes in use on a GPU, event by event, since recording began.
+
+    Needs `torch.cuda.memory._record_memory_history()` before the program.
+
+    Raises:
+        ValueError: if nothing was recorded.
+
+    Taught in 03-count-memory.
+    """
+    import torch
+
+    steps = {"alloc": 1, "free_completed": -1}
+    live, curve = 0, [0]
+    for event in torch.cuda.memory._snapshot()["device_traces"][device]:
+        if event["action"] in steps:
+            live += steps[event["action"]] * event["size"]
+            curve.append(live)
+    if len(curve) == 1:
+        raise ValueError(
+            "nothing was recorded; call torch.cuda.memory._record_memory_history() "
+            "before the program"
+        )
+    most = max(curve)
+    title = f"Bytes in use on cuda:{device} ({_whose()}), at most "
+    picture = Picture(WIDEST, 200, title + _size(most))
+    left, bottom, tall, wide = 84, 160, 130, WIDEST - 104
+    picture.text(8, 20, title + _size(most), 14, weight="bold")
+    step = wide / len(curve)
+    for i, nbytes in enumerate(curve):
+        height = tall * nbytes / (most or 1)
+        x, fill = left + i * step, colour(f"cuda:{device}")
+        picture.box(x, bottom - height, step, height, fill, stroke="none")
+    for share in (0, 0.5, 1):
+        y = bottom - tall * share
+        picture.line(left - 4, y, left + wide, y, HOST)
+        picture.text(left - 8, y + 4, _size(most * share), 12, "end")
+    picture.text(left, bottom + 20, "first event", 12)
+    picture.text(left + wide, bottom + 20, "last event", 12, "end")
+    return picture
+
+
 # number, title, what it runs on
 COURSE = (
     (0, "Start here", "simulated"),
