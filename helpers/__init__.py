@@ -11,12 +11,13 @@ import importlib
 _HOMES = {
     "count_copies": "gpus",
     "gpu_seconds": "gpus",
+    "host_seconds": "gpus",
     "kind_of_time": "gpus",
     "need_gpus": "gpus",
     "show_machine": "gpus",
     "timeline": "gpus",
 }
-_MODULES = ("check", "draw", "gpus", "simgpu")
+_MODULES = ("check", "draw", "explore", "gpus", "simgpu")
 
 
 def __getattr__(name: str):

@@ -181,18 +181,21 @@ def segments(device: int = 0) -> Picture:
         for segment in torch.cuda.memory._snapshot()["segments"]
         if segment["device"] == device
     ]
+    return segment_picture(found, f"cuda:{device} ({_whose()})", f"cuda:{device}")
+
+
+def segment_picture(found: list[dict], whose: str, device: str) -> Picture:
+    """The same for segments of a snapshot: the picture of `device`'s colour."""
     reserved = sum(segment["total_size"] for segment in found)
     used = sum(segment["allocated_size"] for segment in found)
-    title = (
-        f"cuda:{device} ({_whose()}): {len(found)} segments, {_size(reserved)} "
-        f"reserved, {_size(used)} allocated"
-    )
+    count = "1 segment" if len(found) == 1 else f"{len(found)} segments"
+    title = f"{whose}: {count}, {_size(reserved)} reserved, {_size(used)} allocated"
     picture = Picture(WIDEST, 34 + 42 * max(1, len(found)), title)
     picture.text(8, 20, title, 14, weight="bold")
     longest = max((segment["total_size"] for segment in found), default=1)
     scale = (WIDEST - 186) / longest
     fills = {
-        "active_allocated": colour(f"cuda:{device}"),
+        "active_allocated": colour(device),
         "active_awaiting_free": HOST,
         "inactive": "white",
     }

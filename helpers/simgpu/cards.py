@@ -2,7 +2,7 @@
 
 Models: memory size, peak arithmetic rates, memory and link bandwidth, and what
 `torch.cuda.get_device_properties` reports. Leaves out: clocks that change with load,
-TF32, cache sizes in the cost of an operation, and any card not in the table.
+cache sizes in the cost of an operation, and any card not in the table.
 
 Rates of matrix products (float64 through tensor cores where a card has them).
 Sources: NVIDIA's datasheets for T4 (2019), A100 80GB SXM (2021), H100 SXM (2023) and
@@ -32,10 +32,13 @@ class Card:
     l2_cache: int  # bytes
 
 
-def _rates(float32: float, half: float, float64: float) -> dict[str, float]:
+def _rates(
+    float32: float, half: float, float64: float, tf32: float = 0
+) -> dict[str, float]:
     return {
         "float64": float64,
         "float32": float32,
+        "tf32": tf32 or float32,
         "float16": half,
         "bfloat16": half,
     }
@@ -58,7 +61,7 @@ CARDS = {
         total_memory=int(79.25 * GIB),
         capability=(8, 0),
         multi_processors=108,
-        flops=_rates(19.5e12, 312e12, 19.5e12),
+        flops=_rates(19.5e12, 312e12, 19.5e12, 156e12),
         memory_bandwidth=2039e9,
         pcie_bandwidth=32e9,
         nvlink_bandwidth=300e9,
@@ -69,7 +72,7 @@ CARDS = {
         total_memory=int(79.19 * GIB),
         capability=(9, 0),
         multi_processors=132,
-        flops=_rates(67e12, 989.4e12, 67e12),
+        flops=_rates(67e12, 989.4e12, 67e12, 494.7e12),
         memory_bandwidth=3350e9,
         pcie_bandwidth=64e9,
         nvlink_bandwidth=450e9,
@@ -80,7 +83,7 @@ CARDS = {
         total_memory=int(139.81 * GIB),
         capability=(9, 0),
         multi_processors=132,
-        flops=_rates(67e12, 989.4e12, 67e12),
+        flops=_rates(67e12, 989.4e12, 67e12, 494.7e12),
         memory_bandwidth=4800e9,
         pcie_bandwidth=64e9,
         nvlink_bandwidth=450e9,

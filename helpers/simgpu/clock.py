@@ -142,14 +142,15 @@ class Clock:
         self.host += LAUNCH
         key = (gpu.index, stream)
         ready = max(self.host, self.done.get(key, 0.0))
-        seconds = kernel_seconds(gpu.card, flops, nbytes, _dtype_of(outputs, tensors))
+        name = func._schema.name.removeprefix("aten::")
+        numbers = _numbers(name, outputs or tensors) if flops else "float32"
+        seconds = kernel_seconds(gpu.card, flops, nbytes, numbers)
         elements = max((t.numel() for t in outputs), default=1)
         share = min(1.0, max(elements / FILLS, 1) / gpu.card.multi_processors)
         engine = self.compute[gpu.index]
         start = engine.book(ready, seconds, share)
         engine.forget(self.host)
         self.done[key] = end = start + seconds
-        name = func._schema.name.removeprefix("aten::")
         self._log(
             Event("kernel", name, f"cuda:{gpu.index}", start, end, nbytes, flops,
                   stream=stream, launched=self.host - LAUNCH)
@@ -265,13 +266,16 @@ class Clock:
         return max([self.host, *self.done.values()])
 
 
-def kernel_seconds(card, flops: int, nbytes: int, dtype: torch.dtype) -> float:
-    """Seconds of a kernel: the larger of its arithmetic and its traffic."""
-    rates = card.flops
-    name = str(dtype).removeprefix("torch.")
-    if dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest":
-        name = "tf32"
-    rate = rates.get(name, rates["float32"]) * OF_PEAK_FLOPS
+def kernel_seconds(card, flops: int, nbytes: int, numbers: str = "float32") -> float:
+    """Seconds of a kernel: the larger of its arithmetic and its traffic.
+
+    Args:
+        card: on which it runs.
+        flops: floating-point operations.
+        nbytes: read and written.
+        numbers: what it computes in: "float32", "tf32", "bfloat16", ...
+    """
+    rate = card.flops.get(numbers, card.flops["float32"]) * OF_PEAK_FLOPS
     return max(flops / rate, nbytes / (card.memory_bandwidth * OF_PEAK_BYTES), KERNEL)
 
 
@@ -284,11 +288,14 @@ def copy_bandwidth(source, target, pinned: bool) -> float:
     return link if pinned or len(ends) == 2 else min(link, HOST_COPY)
 
 
-def _dtype_of(outputs: list, tensors: list) -> torch.dtype:
-    """In which numbers a kernel computes."""
-    for tensor in (*outputs, *tensors):
-        return tensor.dtype
-    return torch.float32
+def _numbers(name: str, tensors: list) -> str:
+    """In which numbers a kernel computes; float32 may be rounded to TF32."""
+    numbers = str(tensors[0].dtype).removeprefix("torch.")
+    if numbers != "float32":
+        return numbers
+    if name.startswith(("convolution", "cudnn")):
+        return "tf32" if torch.backends.cudnn.allow_tf32 else numbers
+    return numbers if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def _as_tuple(out) -> tuple:

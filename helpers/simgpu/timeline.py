@@ -53,6 +53,11 @@ class Timeline:
         return self._clock.total()
 
     @property
+    def host(self) -> float:
+        """Simulated seconds on the host's clock now."""
+        return self._clock.host
+
+    @property
     def devices(self) -> list[str]:
         """The GPUs: "cuda:0", ..."""
         return [str(gpu.device) for gpu in self._clock.gpus]
