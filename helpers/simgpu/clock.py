@@ -137,7 +137,13 @@ class Clock:
     def kernel(self, gpu, stream, func, args, kwargs, tensors: list, out) -> None:
         """Log `func` on a stream of `gpu`, which gave `out`; it takes its time."""
         outputs = [t for t in _as_tuple(out) if isinstance(t, torch.Tensor)]
-        nbytes = sum(t.numel() * t.element_size() for t in (*tensors, *outputs))
+        nbytes, elements = 0, 1
+        for tensor in tensors:
+            nbytes += tensor.numel() * tensor.element_size()
+        for tensor in outputs:
+            count = tensor.numel()
+            nbytes += count * tensor.element_size()
+            elements = max(elements, count)
         flops = flops_of(func, args, kwargs, out)
         self.host += LAUNCH
         key = (gpu.index, stream)
@@ -145,7 +151,6 @@ class Clock:
         name = func._schema.name.removeprefix("aten::")
         numbers = _numbers(name, outputs or tensors) if flops else "float32"
         seconds = kernel_seconds(gpu.card, flops, nbytes, numbers)
-        elements = max((t.numel() for t in outputs), default=1)
         share = min(1.0, max(elements / FILLS, 1) / gpu.card.multi_processors)
         engine = self.compute[gpu.index]
         start = engine.book(ready, seconds, share)

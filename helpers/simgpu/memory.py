@@ -57,12 +57,16 @@ def segment_size(size: int) -> int:
 
 
 class Stat:
-    """One statistic: now, at most, and the sums of what came and went."""
+    """One statistic: now, at most, and the sums of what came and went.
 
-    __slots__ = ("current", "peak", "allocated", "freed")
+    What goes is subtracted from `current`; how much went follows from the rest.
+    """
+
+    __slots__ = ("current", "peak", "allocated", "start")
 
     def __init__(self):
-        self.current = self.peak = self.allocated = self.freed = 0
+        self.current = self.peak = self.allocated = 0
+        self.start = 0  # `current` when the sums began
 
     def add(self, amount: int) -> None:
         self.allocated += amount
@@ -70,12 +74,17 @@ class Stat:
         if current > self.peak:
             self.peak = current
 
-    def remove(self, amount: int) -> None:
-        self.freed += amount
-        self.current -= amount
+    @property
+    def freed(self) -> int:
+        return self.allocated - (self.current - self.start)
+
+    def begin_sums(self) -> None:
+        """Count what comes and goes from now on."""
+        self.allocated, self.start = 0, self.current
 
     def as_dict(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name in self.__slots__}
+        names = ("current", "peak", "allocated", "freed")
+        return {name: getattr(self, name) for name in names}
 
 
 class Stats:
@@ -274,7 +283,7 @@ class Memory:
     def reset_sums(self) -> None:
         self._bury()
         for stat in self._every_stat():
-            stat.allocated = stat.freed = 0
+            stat.begin_sums()
         self.counts = dict.fromkeys(self.counts, 0)
 
     def _every_stat(self):
@@ -333,11 +342,14 @@ class Memory:
 
     def _count_inactive(self, pool: Pool, count: int, nbytes: int) -> None:
         for stats in (self.all, pool.stats):
-            for stat, amount in (
-                (stats.inactive_split, count),
-                (stats.inactive_split_bytes, nbytes),
-            ):
-                stat.add(amount) if amount > 0 else stat.remove(-amount)
+            if count > 0:
+                stats.inactive_split.add(count)
+            else:
+                stats.inactive_split.current += count
+            if nbytes > 0:
+                stats.inactive_split_bytes.add(nbytes)
+            else:
+                stats.inactive_split_bytes.current += nbytes
 
     def _new_segment(self, size: int, stream: int, pool: Pool) -> Block:
         """Ask CUDA for a segment; if there is no room, free the cache and ask again."""
@@ -388,8 +400,8 @@ class Memory:
     def _take_back(self, block: Block) -> None:
         block.allocated = False
         for stats in (self.all, block.pool.stats):
-            stats.allocation.remove(1)
-            stats.allocated_bytes.remove(block.size)
+            stats.allocation.current -= 1
+            stats.allocated_bytes.current -= block.size
         self._note_free("free_requested", block)
         if block.uses:
             marks = [self.clock.mark(self.index, stream) for stream in block.uses]
@@ -425,9 +437,9 @@ class Memory:
         pool.insert(block)
         self._count_inactive(pool, count, nbytes)
         for stats in (self.all, pool.stats):
-            stats.active.remove(1)
-            stats.active_bytes.remove(size)
-            stats.requested_bytes.remove(requested)
+            stats.active.current -= 1
+            stats.active_bytes.current -= size
+            stats.requested_bytes.current -= requested
 
     def _is_free(self, block: Block) -> bool:
         return all(block is not waiting for waiting, _ in self._waiting)
@@ -467,8 +479,8 @@ class Memory:
         del self.segments[block.address], self.sizes[block.address]
         self.counts["num_device_free"] += 1
         for stats in (self.all, block.pool.stats):
-            stats.segment.remove(1)
-            stats.reserved_bytes.remove(block.size)
+            stats.segment.current -= 1
+            stats.reserved_bytes.current -= block.size
         if self.history is not None:
             args = (block.address, block.size, block.stream, self._frames())
             self._note("segment_free", *args)

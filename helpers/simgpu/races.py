@@ -108,7 +108,7 @@ class Races:
         self.number += 1
         self.last[key] = self.number
         frame = sys._getframe(2)
-        while frame.f_code.co_filename.startswith((_OURS, _TORCH)) and frame.f_back:
+        while _is_machinery(frame.f_code) and frame.f_back:
             frame = frame.f_back
         writer = (self.number, key, func, frame.f_code, frame.f_lineno)
         for block in written:
@@ -181,6 +181,12 @@ class Races:
         operator = str(func._schema)
         access = Access(AccessType.WRITE, number, name(key), operator, [], True, stack)
         self.handler.tensors_accessed.set_write(atom, access)
+
+
+@cache
+def _is_machinery(code) -> bool:
+    """Whether a function is the simulator's or PyTorch's."""
+    return code.co_filename.startswith((_OURS, _TORCH))
 
 
 @cache
