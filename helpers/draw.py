@@ -196,7 +196,7 @@ def segment_picture(found: list[dict], whose: str, device: str) -> Picture:
     scale = (WIDEST - 186) / longest
     fills = {
         "active_allocated": colour(device),
-        "active_awaiting_free": HOST,
+        "active_pending_free": HOST,
         "inactive": "white",
     }
     for row, segment in enumerate(found):

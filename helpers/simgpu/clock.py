@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from helpers.simgpu.races import Races
+from helpers.simgpu.races import Races, one_at_a_time
 
 LAUNCH = 5e-6  # seconds of the host for each launch
 EVENT = 1e-6  # seconds of the host to record, query or wait for an event
@@ -67,6 +67,7 @@ class Mark(NamedTuple):
 
     time: float  # simulated seconds
     number: int  # names it
+    clock: "Clock"  # whose time it is
 
 
 class Engine:
@@ -113,6 +114,7 @@ class Clock:
     """The host's time, each stream's queue, and the log of events."""
 
     def __init__(self, gpus: list, races: Races):
+        self.lock = races.lock
         self.gpus = gpus
         self.races = races
         self.events: deque[Event] = deque(maxlen=KEPT)
@@ -122,6 +124,7 @@ class Clock:
         self.old_marks = 0  # those made before the last clear()
         self.clear()
 
+    @one_at_a_time
     def clear(self) -> None:
         """Forget every event and set the time to zero."""
         self.events.clear()
@@ -134,7 +137,8 @@ class Clock:
 
     # -- work --------------------------------------------------------------------------
 
-    def kernel(self, gpu, stream, func, args, kwargs, tensors: list, out) -> None:
+    @one_at_a_time
+    def kernel(self, gpu, stream, func, args, kwargs, tensors, out) -> None:
         """Log `func` on a stream of `gpu`, which gave `out`; it takes its time."""
         outputs = [t for t in _as_tuple(out) if isinstance(t, torch.Tensor)]
         nbytes, elements = 0, 1
@@ -161,6 +165,7 @@ class Clock:
                   stream=stream, launched=self.host - LAUNCH)
         )  # fmt: skip
 
+    @one_at_a_time
     def copy(self, source, target, nbytes: int, streams, pinned=False, wait=True):
         """Log a copy of `nbytes` from `source` to `target` (a GPU, or None: host).
 
@@ -201,40 +206,57 @@ class Clock:
 
     # -- waiting -----------------------------------------------------------------------
 
+    @one_at_a_time
     def wait_for_gpu(self, gpu) -> None:
         """The host waits until `gpu` has nothing left to do."""
-        keys = [key for key in self.done if key[0] == gpu.index]
-        end = max((self.done[key] for key in keys), default=0.0)
+        keys = [key for key in self.keys() if key[0] == gpu.index]
+        end = max((self.done.get(key, 0.0) for key in keys), default=0.0)
         self._wait_until(end, f"wait for cuda:{gpu.index}")
-        self.races.host_waits(keys or [(gpu.index, 0)])
+        self.races.host_waits(keys)
 
+    @one_at_a_time
     def wait_for_stream(self, index: int, stream: int) -> None:
         """The host waits until a stream has nothing left to do."""
         key = (index, stream)
         self._wait_until(self.done.get(key, 0.0), f"wait for stream {stream}")
         self.races.host_waits([key])
 
+    @one_at_a_time
     def wait_for_mark(self, mark: Mark) -> None:
         """The host waits for the work before `mark`."""
+        if mark.clock is not self:
+            return
         self._wait_until(self._time_of(mark), "wait for an event")
         self.races.host_saw(mark.number)
 
+    @one_at_a_time
     def mark(self, index: int, stream: int) -> Mark:
         """A mark in a stream, after all that it has been given."""
         self.marks += 1
         self.races.record(self.marks, (index, stream))
         time = max(self.host, self.done.get((index, stream), 0.0))
-        return Mark(time, self.marks)
+        return Mark(time, self.marks, self)
 
+    @one_at_a_time
     def reached(self, mark: Mark) -> bool:
         """Whether the work before `mark` is done; asking lets no time pass."""
+        if mark.clock is not self:
+            return True  # those GPUs are gone
         if self._time_of(mark) > self.host:
             return False
         self.races.host_saw(mark.number)
         return True
 
+    def forget(self, mark: Mark) -> None:
+        """Nobody will ask for `mark` again."""
+        if mark.clock is self:
+            self.races.dead.append(mark.number)
+
+    @one_at_a_time
     def stream_waits(self, index: int, stream: int, mark: Mark) -> None:
         """What a stream is given from now on starts after `mark`."""
+        if mark.clock is not self:
+            return
         key = (index, stream)
         self.done[key] = max(self.done.get(key, 0.0), self._time_of(mark))
         self.races.stream_waits(key, mark.number)
@@ -243,8 +265,19 @@ class Clock:
         """Whether a stream has nothing left to do."""
         return self.done.get((index, stream), 0.0) <= self.host
 
+    def keys(self) -> list[tuple[int, int]]:
+        """Every stream that was ever given work: (GPU, number)."""
+        return sorted({*self.done, *self.races.last})
+
+    def between(self, first: Mark, second: Mark) -> float:
+        """Simulated seconds from one mark to another."""
+        if second.number <= self.old_marks or second.clock is not self:
+            return second.time - first.time
+        return self._time_of(second) - self._time_of(first)
+
     def _time_of(self, mark: Mark) -> float:
-        return mark.time if mark.number > self.old_marks else 0.0
+        known = mark.clock is self and mark.number > self.old_marks
+        return mark.time if known else 0.0
 
     def _wait_until(self, time: float, why: str) -> None:
         if time > self.host:
@@ -253,15 +286,18 @@ class Clock:
 
     # -- what the host does itself -----------------------------------------------------
 
+    @one_at_a_time
     def event_call(self) -> None:
         """The host records, queries or waits for an event."""
         self.host += EVENT
 
+    @one_at_a_time
     def pin(self, nbytes: int) -> None:
         """The host pins new memory and copies `nbytes` into it."""
         seconds = PIN_LATENCY + nbytes / PIN + nbytes / HOST_COPY
         self._wait_until(self.host + seconds, "pin")
 
+    @one_at_a_time
     def device_free(self, index: int) -> None:
         """The host gives a segment back, for which CUDA waits for the GPU."""
         self.wait_for_gpu(self.gpus[index])

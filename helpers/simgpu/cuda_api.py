@@ -21,7 +21,7 @@ import torch.utils.dlpack
 from torch.cuda._utils import _get_device_index
 
 from helpers.simgpu import placement
-from helpers.simgpu.memory import Memory
+from helpers.simgpu.memory import CONTEXTS, Memory
 from helpers.simgpu.placement import NotSimulated, gpu_of
 
 _raw_generator = torch._C.Generator
@@ -35,8 +35,7 @@ def _gpu(device=None) -> placement.Gpu:
     Raises:
         ValueError: if it is not a CUDA device.
     """
-    index = _get_device_index(device, optional=True)
-    return placement.current().find(max(index, 0))
+    return placement.gpu_named(device)
 
 
 def _known_gpu(device=None) -> placement.Gpu:
@@ -187,14 +186,16 @@ def _record_memory_history(enabled="all", context="all", stacks="all",
                            *rest) -> None:  # fmt: skip
     if enabled not in (None, "state", "all"):
         raise RuntimeError("expected state to be 'state', 'all', or None")
-    if context not in (None, "state", "alloc", "all"):
+    if context not in CONTEXTS:
         raise RuntimeError("expected context to be 'state', 'alloc', 'all', or None")
+    if stacks not in ("python", "all"):
+        raise RuntimeError("expected stacks to be 'python', or 'all'")
     init()
     most = None if enabled is None else 1 if enabled == "state" else max_entries
     for gpu in placement.current().gpus:
         if clear_history:
-            gpu.memory.record_history(None, False)
-        gpu.memory.record_history(most, context is not None)
+            gpu.memory.record_history(None, None)
+        gpu.memory.record_history(most, context)
 
 
 def _record_memory_history_legacy(enabled, *args) -> None:
@@ -206,9 +207,10 @@ def _memory_snapshot(pool=None) -> dict:
     if pool is not None and tuple(pool[:2]) != (0, 0):
         raise NotSimulated("a snapshot of a memory pool")
     memories = [gpu.memory for gpu in placement.current().gpus]
+    traces = [list(memory.history or ()) for memory in memories]
     return {
         "segments": [part for memory in memories for part in memory.snapshot()],
-        "device_traces": [list(memory.history or ()) for memory in memories],
+        "device_traces": traces,
         "allocator_settings": {
             "PYTORCH_CUDA_ALLOC_CONF": "", "max_split_size": -1,
             "garbage_collection_threshold": 0.0, "expandable_segments": False,
@@ -225,7 +227,7 @@ _C_MEMORY = {
     "_cuda_resetAccumulatedMemoryStats": lambda index: _memory(index).reset_sums(),
     "_cuda_emptyCache": _empty_cache,
     "_cuda_setMemoryFraction": _set_memory_fraction,
-    "_cuda_getMemoryFraction": lambda index: _memory(index).fraction,
+    "_cuda_getMemoryFraction": lambda index: _memory(index).fraction or 1.0,
     "_cuda_memorySnapshot": _memory_snapshot,
     "_cuda_record_memory_history": _record_memory_history,
     "_cuda_record_memory_history_legacy": _record_memory_history_legacy,
@@ -459,6 +461,7 @@ def replacements(sim) -> list[tuple[object, str, object]]:
         *((torch.cuda.random, name, _CUDA[name]) for name in random),
         *((torch.cuda.memory, name, _CUDA[name]) for name in memory),
         *((torch.accelerator, name, new) for name, new in _ACCELERATOR.items()),
+        (torch.cuda.memory, "_lazy_init", init),
         *((torch._C, name, new) for name, new in _C_MEMORY.items()),
         *(
             (torch.accelerator.memory, name, _ACCELERATOR[name])

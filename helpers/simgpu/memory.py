@@ -31,10 +31,20 @@ LARGE_REQUEST = 10 * 2**20  # kMinLargeAlloc; larger ones get a segment of their
 ROUND_SEGMENT = 2 * 2**20  # kRoundLarge: ... rounded to this
 ADDRESSES = 2**38  # bytes between the first addresses of two GPUs
 FIRST_ADDRESS = 0x7F00_0000_0000
-_FOLDER = str(Path(__file__).parent)
+FIRST_HANDLE = 0x5000_0000_0000  # of streams
+_FOLDER = (str(Path(__file__).parent),)
+# files through which PyTorch hands a call to the simulator, and to no real GPU
+_DISPATCHERS = tuple(
+    str(Path(torch.__file__).parent / name) for name in ("_ops.py", "overrides.py")
+)
+CONTEXTS = (None, "state", "alloc", "all")
 _STATS = (
     "allocation", "segment", "active", "inactive_split", "allocated_bytes",
     "reserved_bytes", "active_bytes", "inactive_split_bytes", "requested_bytes",
+)  # fmt: skip
+_COUNTS = (
+    "num_alloc_retries", "num_ooms", "num_oom_rejections", "num_sync_all_streams",
+    "num_device_alloc", "num_device_free",
 )  # fmt: skip
 _DOCS = (
     "https://docs.pytorch.org/docs/stable/notes/cuda.html"
@@ -54,6 +64,11 @@ def segment_size(size: int) -> int:
     if size < LARGE_REQUEST:
         return LARGE_SEGMENT
     return -(-size // ROUND_SEGMENT) * ROUND_SEGMENT
+
+
+def stream_handle(index: int, stream: int) -> int:
+    """The handle by which CUDA would know a stream of a GPU; 0 for the default one."""
+    return FIRST_HANDLE + (index << 16) + (stream << 4) if stream else 0
 
 
 class Stat:
@@ -128,13 +143,14 @@ class Block:
 
     __slots__ = (
         "address", "size", "requested", "stream", "pool", "allocated", "prev", "next",
-        "uses", "frames", "segment_frames", "writer", "before",
+        "waiting", "uses", "frames", "segment_frames", "writer", "before",
     )  # fmt: skip
 
     def __init__(self, address: int, size: int, stream: int, pool: Pool):
         self.address, self.size, self.stream, self.pool = address, size, stream, pool
         self.requested = 0
         self.allocated = False
+        self.waiting = False  # for another stream, before it is free
         self.prev: Block | None = None
         self.next: Block | None = None
         self.uses: set[int] = set()  # other streams that use it (`record_stream`)
@@ -154,12 +170,18 @@ class NoTime:
 
     host = 0.0
 
+    def __init__(self):
+        self.lock = threading.RLock()
+
     def mark(self, index: int, stream: int):
         """What `stream` has been given until now."""
 
     def reached(self, mark) -> bool:
         """Whether the work up to `mark` is done, as the host can see."""
         return True
+
+    def forget(self, mark) -> None:
+        """Nobody will ask for `mark` again."""
 
     def device_free(self, index: int) -> None:
         """A segment is given back to CUDA, which waits for the GPU."""
@@ -178,21 +200,16 @@ class Memory:
         self.index = index
         self.total = total
         self.clock = clock or NoTime()
-        self.fraction = 1.0
+        self.fraction: float | None = None  # of the card that the process may take
         self.small, self.large = Pool(small=True), Pool(small=False)
         self.all = Stats()
         self.segments: dict[int, Block] = {}  # address -> first block
         self.sizes: dict[int, int] = {}  # address -> bytes of the segment
-        self.counts = dict.fromkeys(
-            ("num_alloc_retries", "num_ooms", "num_sync_all_streams",
-             "num_device_alloc", "num_device_free"), 0,
-        )  # fmt: skip
+        self.counts = dict.fromkeys(_COUNTS, 0)
         self.history: deque[dict] | None = None  # what happened, while it is recorded
-        self.keeps_frames = False
+        self.context: str | None = None  # whose frames are kept: one of CONTEXTS
         self._waiting: list[tuple[Block, list]] = []  # for other streams
         self._dying: deque[Block] = deque()
-        self._lock = threading.RLock()
-        self._inside = False
 
     # -- what PyTorch asks for ---------------------------------------------------------
 
@@ -211,7 +228,7 @@ class Memory:
     @property
     def limit(self) -> int:
         """Bytes that this process may take of the card."""
-        return int(self.total * self.fraction)
+        return int(self.total * (1.0 if self.fraction is None else self.fraction))
 
     def allocate(self, nbytes: int, stream: int = 0) -> Block | None:
         """A block for `nbytes`, used first on `stream`; None for no bytes at all.
@@ -221,13 +238,9 @@ class Memory:
         """
         if nbytes == 0:
             return None
-        with self._lock:
+        with self.clock.lock:
             self._bury()
-            self._inside = True
-            try:
-                return self._allocate(nbytes, stream)
-            finally:
-                self._inside = False
+            return self._allocate(nbytes, stream)
 
     def check_room(self, nbytes: int, stream: int = 0) -> None:
         """Refuse at once what cannot fit, even if all that is cached were freed.
@@ -241,7 +254,8 @@ class Memory:
     def free(self, block: Block) -> None:
         """Give a block back; it may be used again at once on its own stream."""
         self._dying.append(block)
-        self._bury()
+        if not self.clock.lock._is_owned():  # else Python's collector runs within us
+            self._bury()
 
     def record_stream(self, block: Block, stream: int) -> None:
         """Once freed, the block waits for what `stream` has been given until then."""
@@ -250,13 +264,9 @@ class Memory:
 
     def empty_cache(self) -> None:
         """Give the segments back to CUDA in which nothing lives."""
-        with self._lock:
+        with self.clock.lock:
             self._bury()
-            self._inside = True
-            try:
-                self._release()
-            finally:
-                self._inside = False
+            self._release()
 
     def stats(self) -> dict:
         """What `torch._C._cuda_memoryStats` returns."""
@@ -385,17 +395,10 @@ class Memory:
 
     def _bury(self) -> None:
         """Take back what has died; a storage may die at any moment, in any thread."""
-        if not self._dying:
-            return
-        with self._lock:
-            if self._inside:
-                return  # Python's collector runs within us; done at the next call
-            self._inside = True
-            try:
+        if self._dying:
+            with self.clock.lock:
                 while self._dying:
                     self._take_back(self._dying.popleft())
-            finally:
-                self._inside = False
 
     def _take_back(self, block: Block) -> None:
         block.allocated = False
@@ -405,19 +408,25 @@ class Memory:
         self._note_free("free_requested", block)
         if block.uses:
             marks = [self.clock.mark(self.index, stream) for stream in block.uses]
+            block.waiting = True
             self._waiting.append((block, marks))
         else:
             self._make_free(block)
 
     def _collect(self) -> None:
         """Blocks for which other streams have done their work become free."""
-        still = []
-        for block, marks in self._waiting:
+        waiting, self._waiting = self._waiting, []
+        for block, marks in waiting:
             if all(map(self.clock.reached, marks)):
-                self._make_free(block)
+                self._end_waiting(block, marks)
             else:
-                still.append((block, marks))
-        self._waiting = still
+                self._waiting.append((block, marks))
+
+    def _end_waiting(self, block: Block, marks: list) -> None:
+        for mark in marks:
+            self.clock.forget(mark)
+        block.waiting = False
+        self._make_free(block)
 
     def _make_free(self, block: Block) -> None:
         """Merge the block with its free neighbours and put it into its pool."""
@@ -428,7 +437,7 @@ class Memory:
         block.frames = []
         count, nbytes = 0, 0
         for other in (block.prev, block.next):
-            if other is not None and not other.allocated and self._is_free(other):
+            if other is not None and not (other.allocated or other.waiting):
                 pool.remove(other)
                 count, nbytes = count - 1, nbytes - other.size
                 self._merge(block, other)
@@ -440,9 +449,6 @@ class Memory:
             stats.active.current -= 1
             stats.active_bytes.current -= size
             stats.requested_bytes.current -= requested
-
-    def _is_free(self, block: Block) -> bool:
-        return all(block is not waiting for waiting, _ in self._waiting)
 
     def _merge(self, block: Block, other: Block) -> None:
         """`block` takes in its free neighbour `other`."""
@@ -465,8 +471,8 @@ class Memory:
         if self._waiting:
             self.clock.device_free(self.index)  # waits for the GPU
             waiting, self._waiting = self._waiting, []
-            for block, _ in waiting:
-                self._make_free(block)
+            for block, marks in waiting:
+                self._end_waiting(block, marks)
         for pool in (self.large, self.small):
             for stream, blocks in list(pool.free.items()):
                 whole = [entry[2] for entry in blocks if not entry[2].is_split]
@@ -493,7 +499,9 @@ class Memory:
         free = self.total - reserved
         if self.history is not None:
             self._note("oom", free, size, stream, self._frames())
-        allowed = "" if self.fraction == 1 else f"{show_bytes(self.limit)} allowed; "
+        allowed = ""
+        if self.fraction is not None:
+            allowed = f"{show_bytes(self.limit)} allowed; "
         return torch.OutOfMemoryError(
             f"CUDA out of memory. Tried to allocate {show_bytes(nbytes)}. GPU "
             f"{self.index} has a total capacity of {show_bytes(self.total)} of which "
@@ -508,27 +516,35 @@ class Memory:
 
     # -- history and snapshots ---------------------------------------------------------
 
-    def record_history(self, most: int | None, frames: bool) -> None:
-        """Remember what happens from now on, at most so many events (None: stop)."""
-        with self._lock:
+    def record_history(self, most: int | None, context: str | None) -> None:
+        """Remember what happens from now on, at most so many events (None: stop).
+
+        Args:
+            most: how many events.
+            context: whose frames: "state" of living blocks; "alloc" also of each event,
+                for a free those of its allocation; "all" also of each free; or None.
+        """
+        with self.clock.lock:
             self._bury()
             kept = self.history or ()
             self.history = None if most is None else deque(kept, maxlen=most)
-            self.keeps_frames = frames
+            self.context = context
 
     def snapshot(self) -> list[dict]:
         """The segments and their blocks, as `torch.cuda.memory._snapshot` has them."""
-        with self._lock:
+        with self.clock.lock:
             self._bury()
-            return [self._segment(self.segments[a]) for a in sorted(self.segments)]
+            found = [self._segment(self.segments[a]) for a in sorted(self.segments)]
+            if self.history is not None:
+                self._note("snapshot", 0, self.all.active_bytes.current, 0, [])
+            return found
 
     def _segment(self, first: Block) -> dict:
         blocks, block = [], first
-        waiting = {id(block) for block, _ in self._waiting}
         while block is not None:
             state = "active_allocated" if block.allocated else "inactive"
-            if id(block) in waiting:
-                state = "active_awaiting_free"
+            if block.waiting:
+                state = "active_pending_free"
             blocks.append(
                 {
                     "address": block.address,
@@ -549,7 +565,7 @@ class Memory:
             ),
             "active_size": sum(b["size"] for b in used),
             "requested_size": sum(b["requested_size"] for b in used),
-            "stream": first.stream,
+            "stream": stream_handle(self.index, first.stream),
             "segment_type": "small" if first.pool.small else "large",
             "segment_pool_id": (0, 0),
             "is_expandable": False,
@@ -559,9 +575,9 @@ class Memory:
 
     def _note_free(self, action: str, block: Block) -> None:
         if self.history is not None:
-            self._note(
-                action, block.address, block.requested, block.stream, self._frames()
-            )
+            frames = self._frames() if self.context == "all" else block.frames
+            where = (block.address, block.requested, block.stream)
+            self._note(action, *where, frames)
 
     def _note(self, action, address, size, stream, frames) -> None:
         where = "device_free" if action == "oom" else "addr"
@@ -570,23 +586,23 @@ class Memory:
                 "action": action,
                 where: address,
                 "size": size,
-                "stream": stream,
+                "stream": stream_handle(self.index, stream),
                 "time_us": int(self.clock.host * 1e6),
                 "pool_id": (0, 0),
                 "compile_context": "N/A",
                 "user_metadata": "",
-                "frames": frames,
+                "frames": [] if self.context == "state" else frames,
             }
         )
 
     def _frames(self) -> list[dict]:
         """The Python stack, innermost first, without the simulator's own lines."""
-        if not self.keeps_frames:
+        if self.context is None:
             return []
         frames, frame = [], sys._getframe(2)
         while frame is not None:
             code = frame.f_code
-            if not code.co_filename.startswith(_FOLDER):
+            if not code.co_filename.startswith(_FOLDER + _DISPATCHERS):
                 line = {"filename": code.co_filename, "line": frame.f_lineno}
                 frames.append({**line, "name": code.co_name})
             frame = frame.f_back

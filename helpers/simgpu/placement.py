@@ -28,6 +28,7 @@ from pathlib import Path
 
 import torch
 from torch.autograd.function import BackwardCFunction
+from torch.cuda._utils import _get_device_index
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -72,6 +73,16 @@ def current():
             "no simulated GPUs are running; call simgpu.start(4) or need_gpus(4) first"
         )
     return running
+
+
+def gpu_named(device=None) -> "Gpu":
+    """The GPU that `device` names; None and negative numbers are the current one.
+
+    Raises:
+        ValueError: if it is not a CUDA device.
+    """
+    index = _get_device_index(device, optional=True)
+    return current().find(torch.device("cuda") if index < 0 else index)
 
 
 class Gpu:
@@ -204,7 +215,10 @@ def place(tensor: torch.Tensor, gpu: Gpu | None) -> torch.Tensor:
 class _Op:
     """What the mode must know of one operation; made once an operation."""
 
-    __slots__ = ("name", "arguments", "has_device", "random", "silent", "sizes", "run")
+    __slots__ = (
+        "name", "arguments", "has_device", "random", "silent", "factory", "sizes",
+        "run",
+    )  # fmt: skip
 
     def __init__(self, func):
         self.name = func._schema.name.removeprefix("aten::")
@@ -213,6 +227,8 @@ class _Op:
         self.random = torch.Tag.nondeterministic_seeded in func.tags
         # launches nothing on a GPU: views, and memory that nobody fills
         self.silent = func.is_view or self.name in _SILENT
+        # reads nothing of its tensors but their shapes and the like
+        self.factory = self.name.startswith("new_") or self.name.endswith("_like")
         # the host must read how large the result is before it can go on
         by_mask = self.name == "index"  # only if a mask is among its indices
         self.sizes = torch.Tag.dynamic_output_shape in func.tags and not by_mask
@@ -233,7 +249,7 @@ class _Op:
             for tensor in tensors_in((value,)):
                 if (block := block_of(tensor)) is not None:
                     found.append((argument.name, tensor, block))
-        return reads, writes
+        return [] if self.factory else reads, writes
 
 
 def _seeing(key):
@@ -402,7 +418,8 @@ class Placement(TorchDispatchMode):
         if logged:
             stream = _stream_number(gpu)
             self._wrote(func, (gpu.index, stream), outputs or tensors_in(args[:1]))
-            self.sim.clock.kernel(gpu, stream, func, args, kwargs, tensors, out)
+            read = () if op.factory else tensors
+            self.sim.clock.kernel(gpu, stream, func, args, kwargs, read, out)
             if op.sizes:
                 self.sim.clock.copy(gpu, None, 8, [stream])
         return out
@@ -425,6 +442,17 @@ class Placement(TorchDispatchMode):
             args = [_swap(value, old) for value in args]
             kwargs = {name: _swap(value, old) for name, value in kwargs.items()}
         return args, kwargs
+
+    def look_at(self, tensor):
+        """A tensor that is printed: as the host sees it, once the stream is there."""
+        __tracebackhide__ = True
+        gpu, block, races = gpu_of(tensor), block_of(tensor), self.sim.races
+        if block is None or not races.watching:
+            return tensor
+        key = (gpu.index, _stream_number(gpu))
+        racy = races.access("printing", key, [("self", tensor, block)], [])
+        races.host_waits([key])
+        return place(_as_before(tensor, block), gpu) if racy else tensor
 
     def _wrote(self, func, key, tensors) -> None:
         """`func` has made these tensors, or changed them."""
@@ -598,7 +626,7 @@ class Placement(TorchDispatchMode):
                 writes[0][2].before = _bytes_of(into).clone()
         out = place(func(*args, **kwargs), target)
         if target is not None:
-            self._wrote(func, keys[0], [out])
+            self._wrote(func, keys[-1], [out])
         nbytes = tensor.numel() * tensor.element_size()
         streams = [number for _, number in keys]
         self.sim.clock.copy(source, target, nbytes, streams, pinned, wait)

@@ -12,21 +12,35 @@ before the second stream existed.
 Taught in 04-overlap-with-streams.
 """
 
-import linecache
 import sys
-import sysconfig
+import threading
 import traceback
 from bisect import bisect_left
-from functools import cache
+from collections import deque
+from functools import cache, wraps
 from pathlib import Path
 
 import torch
+
+from helpers import frames
 
 WAYS = ("raise", "show")
 _RUNS = 1024  # a strided tensor is watched as at most so many runs of memory
 _OURS = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
 Key = tuple[int, int]  # (GPU, number of the stream on it)
+
+
+def one_at_a_time(method):
+    """Threads share the clock, the sanitizer and the memories behind one lock."""
+
+    @wraps(method)
+    def locked(self, *args, **kwargs):
+        __tracebackhide__ = True
+        with self.lock:
+            return method(self, *args, **kwargs)
+
+    return locked
 
 
 class Races:
@@ -39,6 +53,8 @@ class Races:
 
     def __init__(self, way: str = "raise"):
         self.way = way
+        self.lock = threading.RLock()  # threads launch one at a time
+        self.dead: deque[int] = deque()  # marks that nobody will ask for
         self.watching = False  # there is a second stream
         self.handler = None  # PyTorch's, once there is a stream or event
         self.number = 0  # of kernels so far
@@ -48,6 +64,7 @@ class Races:
 
     # -- what puts work in order -------------------------------------------------------
 
+    @one_at_a_time
     def start(self) -> None:
         """There is a stream or an event: give the sanitizer what it must know."""
         if self.handler is None:
@@ -58,6 +75,7 @@ class Races:
                 self._sync(key)
                 self.handler.syncs.host_sync_state[name(key)] = self.seen.get(key, 0)
 
+    @one_at_a_time
     def watch(self) -> None:
         """There is a second stream: from now on every access counts."""
         self.start()
@@ -74,6 +92,8 @@ class Races:
         """A mark has been put into a stream."""
         if self.handler is not None:
             self.handler._handle_event_record(mark, self._sync(key))
+            while self.dead:
+                self.handler.syncs.recorded_sync_states.pop(self.dead.popleft(), None)
 
     def stream_waits(self, key: Key, mark: int) -> None:
         if self.handler is not None:
@@ -84,6 +104,7 @@ class Races:
         if self.handler is not None:
             self.handler._handle_event_synchronization(mark)
 
+    @one_at_a_time
     def host_waits(self, keys: list[Key]) -> None:
         """The host has waited for some streams."""
         for key in keys:
@@ -91,9 +112,10 @@ class Races:
             if self.handler is not None:
                 self.handler._handle_stream_synchronization(self._sync(key))
 
+    @one_at_a_time
     def meet(self, keys: list[Key]) -> None:
         """A copy between two GPUs puts the streams of both ends in order."""
-        if self.handler is None:
+        if self.handler is None or len(keys) == 1:
             return
         for i, key in enumerate(keys):
             mark = -1 - i  # a name that no mark of the clock has
@@ -105,15 +127,17 @@ class Races:
 
     def remember(self, func, key: Key, written: list) -> None:
         """One stream alone: keep who wrote the blocks last."""
-        self.number += 1
-        self.last[key] = self.number
+        with self.lock:
+            self.number += 1
+            self.last[key] = number = self.number
         frame = sys._getframe(2)
         while _is_machinery(frame.f_code) and frame.f_back:
             frame = frame.f_back
-        writer = (self.number, key, func, frame.f_code, frame.f_lineno)
+        writer = (number, key, func, frame.f_code, frame.f_lineno)
         for block in written:
             block.writer = writer
 
+    @one_at_a_time
     def access(self, operator: str, key: Key, reads: list, writes: list, new=False):
         """A kernel reads and writes tensors. Returns the reads that are racy.
 
@@ -136,6 +160,7 @@ class Races:
                     if accesses is reads:
                         touched[atom] = position
                     atoms.add(atom)
+                    self._forget_reads(atom, key)
             sets.append(atoms)
         read, written = sets
         self.number += 1
@@ -165,6 +190,12 @@ class Races:
                     self._recall(piece, block)
             found += pieces
         return found
+
+    def _forget_reads(self, atom: int, key: Key) -> None:
+        """Of a stream's reads only the last counts: what follows it follows all."""
+        info = self.handler.tensors_accessed.accesses[atom]
+        if info.reads:
+            info.reads = [read for read in info.reads if read.stream != name(key)]
 
     def _recall(self, atom: int, block) -> None:
         """Tell the sanitizer who wrote the block before it was watching."""
@@ -211,16 +242,22 @@ def race_error() -> type[Exception]:
 
 def lines_of_program(stack) -> traceback.StackSummary:
     """A stack without the lines of Python's and PyTorch's own files."""
-    paths = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
-    foreign = (*paths, _OURS, _TORCH, "<frozen")
-    kept = [frame for frame in stack if not frame.filename.startswith(foreign)]
-    lines = []
-    for frame in kept or stack[-1:]:
-        text = linecache.getline(frame.filename, frame.lineno).strip()
-        cell = "ipykernel_" in frame.filename
-        file = "this notebook" if cell else frame.filename
-        lines.append((file, frame.lineno, frame.name, text))
-    return traceback.StackSummary.from_list(lines)
+    kept = [frame for frame in stack if not _is_foreign(frame.filename)]
+    return traceback.StackSummary.from_list(
+        [
+            (
+                frames.shown(frame.filename),
+                frame.lineno,
+                frame.name,
+                frames.text(frame.filename, frame.lineno),
+            )
+            for frame in kept or stack[-1:]
+        ]
+    )
+
+
+def _is_foreign(filename: str) -> bool:
+    return not frames.is_learners(filename) or filename.startswith(_TORCH)
 
 
 def name(key: Key) -> int:
@@ -242,9 +279,8 @@ def runs(tensor, base: int) -> list[tuple[int, int]]:
             length += stride * (count - 1)
     offsets = [0]
     for stride, count in dims:
-        if len(offsets) * count > _RUNS:
-            break
-        offsets = [o + i * stride for o in offsets for i in range(count)]
+        count = min(count, _RUNS // len(offsets))
+        offsets = [o + i * stride for i in range(count) for o in offsets]
     return [(start + o * size, start + (o + length) * size) for o in offsets]
 
 

@@ -5,7 +5,8 @@ and the default stream of each GPU, and who waits for whom. As in PyTorch, a new
 comes from a pool of 32 for each GPU and priority, and does not wait for the default
 stream by itself. Leaves out: what a priority does, streams made by other libraries,
 events shared between processes, and the stream of each backward step: backward runs on
-the current stream, which first waits for every other.
+the current stream, which first waits for every other (so a gradient that another stream
+has not finished is not seen as a race).
 `replacements()` is this file's part of the table that `start()` applies.
 
 Taught in 04-overlap-with-streams.
@@ -15,15 +16,14 @@ import ctypes
 
 import torch
 import torch.cuda.streams
-from torch.cuda._utils import _get_device_index
 
 from helpers.simgpu import placement
 from helpers.simgpu.clock import Mark
+from helpers.simgpu.memory import stream_handle
 from helpers.simgpu.placement import NotSimulated
 
 POOL = 32  # streams of each GPU and priority, handed out in turn
 PRIORITIES = (0, -3)  # the least and the greatest
-_HANDLE = 0x5000_0000_0000  # where the handles begin
 _CUDA = 1  # the number of the device type in C++
 
 
@@ -48,8 +48,7 @@ class Stream:
             gpu = sim.find(device_index)
             self._become(gpu, stream_id or 0)
             return self
-        index = _get_device_index(device, optional=True)
-        gpu = sim.find(max(index, 0))
+        gpu = placement.gpu_named(device)
         priority = min(max(priority, PRIORITIES[1]), PRIORITIES[0])
         taken = gpu.streams_made.get(priority, 0)
         gpu.streams_made[priority] = taken + 1
@@ -76,9 +75,7 @@ class Stream:
     @property
     def cuda_stream(self) -> int:
         """The handle that CUDA would know it by; 0 is the default stream."""
-        if self.stream_id == 0:
-            return 0
-        return _HANDLE + (self.device_index << 16) + (self.stream_id << 4)
+        return stream_handle(self.device_index, self.stream_id)
 
     native_handle = cuda_stream
 
@@ -103,7 +100,12 @@ class Stream:
 
     def wait_stream(self, stream: "Stream") -> None:
         """What it is given from now on waits for what `stream` was given before."""
-        self.wait_event(stream.record_event())
+        clock = placement.current().clock
+        clock.event_call()
+        clock.event_call()
+        mark = clock.mark(stream.device_index, stream.stream_id)
+        clock.stream_waits(self.device_index, self.stream_id, mark)
+        clock.forget(mark)
 
     def record_event(self, event: "Event | None" = None) -> "Event":
         """Put an event into it; a new one if none is given."""
@@ -120,7 +122,7 @@ class Stream:
             torch.cuda.current_device(), current_stream(self.device),
             getattr(self, "_before", None),
         )  # fmt: skip
-        set_stream_and_device(self)
+        set_stream(self)
         return self
 
     def __exit__(self, *exc_info):
@@ -147,6 +149,11 @@ class Stream:
 
 class CudaStream(Stream):
     """`torch.cuda.Stream`."""
+
+    def __eq__(self, other):
+        return isinstance(other, CudaStream) and super().__eq__(other)
+
+    __hash__ = Stream.__hash__
 
     def __repr__(self):
         return (
@@ -193,13 +200,17 @@ class Event:
             RuntimeError: if it was recorded on another GPU before.
         """
         stream = current_stream() if stream is None else stream
+        clock = placement.current().clock
+        if self._mark is not None and self._mark.clock is not clock:
+            self._mark = self._index = None  # of GPUs that are gone
         if self._index not in (None, stream.device_index):
             raise RuntimeError(
                 f"Event device {self._index} does not match recording stream's device "
                 f"{stream.device_index}."
             )
-        clock = placement.current().clock
         clock.event_call()
+        if self._mark is not None:
+            clock.forget(self._mark)
         self._index = stream.device_index
         self._mark = clock.mark(stream.device_index, stream.stream_id)
 
@@ -247,10 +258,18 @@ class Event:
             raise RuntimeError(
                 "Both events must be completed before calculating elapsed time."
             )
-        return (end_event._mark.time - self._mark.time) * 1e3
+        return clock.between(self._mark, end_event._mark) * 1e3
 
     def ipc_handle(self):
         raise NotSimulated("an event shared between processes")
+
+    @classmethod
+    def from_ipc_handle(cls, device, handle):
+        raise NotSimulated("an event shared between processes")
+
+    def __del__(self):
+        if getattr(self, "_mark", None) is not None:
+            self._mark.clock.forget(self._mark)
 
     def __repr__(self):
         return f"torch.Event device={self.device}, event_id={self.event_id:#x}"
@@ -264,10 +283,6 @@ class CudaEvent(Event):
         if external:
             raise NotSimulated("an event of a CUDA graph")
         self._begin(enable_timing, blocking, interprocess)
-
-    @classmethod
-    def from_ipc_handle(cls, device, handle):
-        raise NotSimulated("an event shared between processes")
 
     def __repr__(self):
         if self._mark is None:
@@ -283,16 +298,12 @@ def _event_like(stream: Stream) -> Event:
 
 
 def _stream(number: int, device, kind=CudaStream) -> Stream:
-    index = _get_device_index(device, optional=True)
-    gpu = placement.current().find(max(index, 0))
-    return kind(stream_id=number, device_index=gpu.index)
+    return kind(stream_id=number, device_index=placement.gpu_named(device).index)
 
 
 def current_stream(device=None) -> CudaStream:
     """The stream on which this thread's work for a GPU runs."""
-    index = (
-        placement.current().find(max(_get_device_index(device, optional=True), 0)).index
-    )
+    index = placement.gpu_named(device).index
     return _stream(placement.current().thread.streams.get(index, 0), index)
 
 
@@ -302,15 +313,16 @@ def default_stream(device=None) -> CudaStream:
 
 
 def set_stream(stream: Stream | None) -> None:
-    """From now on this thread's work for the stream's GPU runs on it."""
+    """From now on this thread's work for the stream's GPU runs on it.
+
+    The stream's GPU becomes the current one.
+    """
     if stream is not None:
-        placement.current().thread.streams[stream.device_index] = stream.stream_id
-
-
-def set_stream_and_device(stream: Stream) -> None:
-    """The same, and the stream's GPU becomes the current one."""
-    torch.cuda.set_device(stream.device_index)
-    set_stream(stream)
+        sim = placement.current()
+        torch.cuda.set_device(stream.device_index)
+        sim.thread.streams[stream.device_index] = stream.stream_id
+        if stream.stream_id:
+            sim.races.watch()
 
 
 def _accelerator_stream(device=None) -> Stream:
@@ -322,10 +334,12 @@ def join_streams() -> None:
     """The current stream of each GPU waits for all the others (before backward)."""
     sim = placement.current()
     clock = sim.clock
-    for index, number in list(clock.done):
+    for index, number in clock.keys():
         current = sim.thread.streams.get(index, 0)
         if number != current:
-            clock.stream_waits(index, current, clock.mark(index, number))
+            mark = clock.mark(index, number)
+            clock.stream_waits(index, current, mark)
+            clock.forget(mark)
 
 
 def replacements() -> list[tuple[object, str, object]]:
@@ -342,5 +356,5 @@ def replacements() -> list[tuple[object, str, object]]:
         (torch.cuda, "default_stream", default_stream),
         (torch.cuda, "set_stream", set_stream),
         (torch.accelerator, "current_stream", _accelerator_stream),
-        (torch.accelerator, "set_stream", set_stream_and_device),
+        (torch.accelerator, "set_stream", set_stream),
     ]

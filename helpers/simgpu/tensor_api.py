@@ -225,7 +225,8 @@ def _repr(self, *, tensor_contents=None):
     sim = placement.current()
     sim.thread.quiet += 1
     try:
-        return _raw["__repr__"](self, tensor_contents=tensor_contents)
+        seen = sim.modes[1].look_at(self)
+        return _raw["__repr__"](seen, tensor_contents=tensor_contents)
     finally:
         sim.thread.quiet -= 1
 
