@@ -9,6 +9,8 @@ import importlib
 
 # public name -> the module of this package that defines it
 _HOMES = {
+    "RankError": "ranks",
+    "Ranks": "ranks",
     "count_copies": "gpus",
     "gpu_seconds": "gpus",
     "host_seconds": "gpus",
@@ -17,7 +19,7 @@ _HOMES = {
     "show_machine": "gpus",
     "timeline": "gpus",
 }
-_MODULES = ("check", "draw", "explore", "gpus", "simgpu")
+_MODULES = ("check", "draw", "explore", "gpus", "ranks", "simgpu")
 
 
 def __getattr__(name: str):

@@ -39,7 +39,7 @@ FIRST_NOTEBOOK = ROOT / "notebooks" / "00-start-here.ipynb"
 REQUIREMENTS = ROOT / "requirements.txt"
 
 # What lessons import beside PyTorch.
-LESSONS_NEED = ("numpy", "matplotlib", "ipywidgets", "psutil")
+LESSONS_NEED = ("numpy", "matplotlib", "ipywidgets", "psutil", "cloudpickle")
 
 WINDOWS = os.name == "nt"
 VENV = ROOT / ".venv"

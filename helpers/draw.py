@@ -130,8 +130,8 @@ def timeline(log, width: int = WIDEST) -> Picture:
     left, lane_height, host_height = 84, 34, 26
     height = host_height + len(lanes) * lane_height + 44
     title = (
-        f"Timeline of {len(log.events)} events on {len(log.devices)} GPUs, "
-        "simulated time"
+        f"Timeline of {_count(len(log.events), 'event')} on "
+        f"{_count(len(log.devices), 'GPU')}, simulated time"
     )
     picture = Picture(width, height, title)
     scale = (width - left - 12) / total
@@ -188,12 +188,13 @@ def segment_picture(found: list[dict], whose: str, device: str) -> Picture:
     """The same for segments of a snapshot: the picture of `device`'s colour."""
     reserved = sum(segment["total_size"] for segment in found)
     used = sum(segment["allocated_size"] for segment in found)
-    count = "1 segment" if len(found) == 1 else f"{len(found)} segments"
+    count = _count(len(found), "segment")
     title = f"{whose}: {count}, {_size(reserved)} reserved, {_size(used)} allocated"
     picture = Picture(WIDEST, 34 + 42 * max(1, len(found)), title)
     picture.text(8, 20, title, 14, weight="bold")
     longest = max((segment["total_size"] for segment in found), default=1)
-    scale = (WIDEST - 186) / longest
+    left = 190
+    scale = (WIDEST - left - 12) / longest
     fills = {
         "active_allocated": colour(device),
         "active_pending_free": HOST,
@@ -205,13 +206,17 @@ def segment_picture(found: list[dict], whose: str, device: str) -> Picture:
         stream = ", other stream" if segment["stream"] else ""
         picture.text(8, y + 20, kind + stream, 13)
         for block in segment["blocks"]:
-            x = 174 + (block["address"] - segment["address"]) * scale
+            x = left + (block["address"] - segment["address"]) * scale
             long = max(block["size"] * scale, 1)
             picture.box(x, y, long, 32, fills[block["state"]])
             words = _size(block["size"])
             if long > 7 * len(words) + 6:
                 picture.text(x + long / 2, y + 20, words, 12, "middle")
     return picture
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def _whose() -> str:

@@ -149,7 +149,7 @@ def best_parts(parts, microseconds) -> None:
     if parts == 1:
         raise Wrong("in one part nothing overlaps")
     if not isinstance(parts, int) or not 1 < parts < 100:
-        raise Wrong(f"{parts!r} parts? A whole number, and 100 copies are 1000 µs late")
+        raise Wrong("a whole number, and less than 100: their latency is 1000 µs alone")
     if parts != best:
         why = (
             "the last part's work sticks out"

@@ -6,9 +6,10 @@ engine for copies in each direction. An operation takes the larger of FLOPs over
 and bytes over bandwidth. Large kernels fill a GPU, so that those of other streams wait;
 small ones run beside each other. A copy takes its bytes over the slowest link on its
 way, and the host waits for it unless its memory is pinned and `non_blocking` is given.
-Leaves out: caches, the priority of a stream (kept, but nothing overtakes), what the
-first use of CUDA, of each kernel and of each segment costs, and what the host computes
-itself (the CPU's own operations cost nothing here).
+Leaves out: that a kernel with few outputs does not reach the rate of the whole card (it
+only leaves room for others), caches, the priority of a stream (kept, but nothing
+overtakes), what the first use of CUDA, of each kernel and of each segment costs, and
+what the host computes itself (the CPU's own operations cost nothing here).
 
 The constants below are assumed, not measured, unless a source is given.
 """
@@ -52,6 +53,7 @@ class Event(NamedTuple):
     target: str = ""
     stream: int = 0  # number of the stream on its device; 0 is the default one
     launched: float = 0.0  # when the host launched it
+    source_stream: int = 0  # of a copy between GPUs: the stream that it held up there
 
 
 class Wait(NamedTuple):
@@ -191,7 +193,7 @@ class Clock:
         device = f"cuda:{ends[-1].index}"
         self._log(
             Event("copy", f"{a} to {b}", device, start, end, nbytes, 0, a, b,
-                  stream=streams[-1], launched=launched)
+                  stream=streams[-1], launched=launched, source_stream=streams[0])
         )  # fmt: skip
         if len(ends) == 2:
             self.races.meet(keys)

@@ -144,6 +144,7 @@ class Block:
     __slots__ = (
         "address", "size", "requested", "stream", "pool", "allocated", "prev", "next",
         "waiting", "uses", "frames", "segment_frames", "writer", "before",
+        "since",
     )  # fmt: skip
 
     def __init__(self, address: int, size: int, stream: int, pool: Pool):
@@ -157,7 +158,8 @@ class Block:
         self.frames: list[dict] = []
         self.segment_frames: list[dict] = []
         self.writer = None  # what wrote it last (races.py)
-        self.before = None  # what it held before that, while races are shown
+        self.before = None  # what it held before that, while races are shown; ...
+        self.since = None  # ... and which uninterrupted work has written it since
 
     @property
     def is_split(self) -> bool:
@@ -319,7 +321,7 @@ class Memory:
             self._count_inactive(pool, -1, -block.size)
         block.allocated = True
         block.requested = nbytes
-        block.before = None
+        block.before = block.since = None
         for stats in (self.all, pool.stats):
             stats.allocation.add(1)
             stats.allocated_bytes.add(block.size)

@@ -437,7 +437,7 @@ class Placement(TorchDispatchMode):
         old = {id(reads[i][1]): _as_before(*reads[i][1:]) for i in racy}
         if races.way == "show":
             for _, tensor, block in writes:
-                block.before = _bytes_of(tensor).clone()
+                races.keep(key, block, functools.partial(_copy_of_bytes, tensor))
         if old:
             args = [_swap(value, old) for value in args]
             kwargs = {name: _swap(value, old) for name, value in kwargs.items()}
@@ -463,6 +463,8 @@ class Placement(TorchDispatchMode):
             races.remember(func, key, [block for _, block in blocks])
         elif not any(returned.alias_info for returned in func._schema.returns):
             made = [("", tensor, block) for tensor, block in blocks]
+            for _, block in blocks:
+                races.keep(key, block, None)
             races.access(str(func._schema), key, [], made, new=True)
 
     def _with_random_state(self, gpu, func, args, kwargs):
@@ -623,7 +625,8 @@ class Placement(TorchDispatchMode):
                 old = {id(tensor): _as_before(*reads[0][1:])}
                 args = [_swap(value, old) for value in args]
             if writes and races.way == "show":
-                writes[0][2].before = _bytes_of(into).clone()
+                copy = functools.partial(_copy_of_bytes, into)
+                races.keep(keys[-1], writes[0][2], copy)
         out = place(func(*args, **kwargs), target)
         if target is not None:
             self._wrote(func, keys[-1], [out])
@@ -718,10 +721,10 @@ def _is_pinned(tensor) -> bool:
     return getattr(_storage_of(tensor), "_simgpu_pinned", False)
 
 
-def _bytes_of(tensor) -> torch.Tensor:
-    """The memory of a tensor, all of it, as a plain host tensor."""
+def _copy_of_bytes(tensor) -> torch.Tensor:
+    """What the memory of a tensor holds, all of it, as a host tensor."""
     with torch._C.DisableTorchFunction():
-        return torch.empty(0, dtype=torch.uint8).set_(_storage_of(tensor))
+        return torch.empty(0, dtype=torch.uint8).set_(_storage_of(tensor)).clone()
 
 
 def _as_before(tensor, block) -> torch.Tensor:

@@ -6,8 +6,9 @@ and all that puts work in order: events, waiting streams, the waiting host, copi
 between GPUs. They go to the `EventHandler` of `torch.cuda._sanitizer`. Nothing is
 handed over until a second stream exists, because one stream alone cannot race; what
 the default streams wrote until then is remembered with one line of the program.
-Leaves out: the host reading pinned memory too early, and reads by the default streams
-before the second stream existed.
+Leaves out: the host reading pinned memory too early, reads by the default streams
+before the second stream existed, and what an operation writes without saying so in its
+schema (the running statistics of batch normalization).
 
 Taught in 04-overlap-with-streams.
 """
@@ -61,6 +62,7 @@ class Races:
         self.last: dict[Key, int] = {}  # the last kernel of each stream
         self.seen: dict[Key, int] = {}  # up to where the host has waited for it
         self._atoms = Atoms()
+        self._turns: dict[Key, int] = {}  # how often somebody looked at each stream
 
     # -- what puts work in order -------------------------------------------------------
 
@@ -90,6 +92,7 @@ class Races:
 
     def record(self, mark: int, key: Key) -> None:
         """A mark has been put into a stream."""
+        self._turns[key] = self._turns.get(key, 0) + 1
         if self.handler is not None:
             self.handler._handle_event_record(mark, self._sync(key))
             while self.dead:
@@ -108,6 +111,7 @@ class Races:
     def host_waits(self, keys: list[Key]) -> None:
         """The host has waited for some streams."""
         for key in keys:
+            self._turns[key] = self._turns.get(key, 0) + 1
             self.seen[key] = self.number
             if self.handler is not None:
                 self.handler._handle_stream_synchronization(self._sync(key))
@@ -122,6 +126,21 @@ class Races:
             self.handler._handle_event_record(mark, self._sync(key))
         for i, key in enumerate(reversed(keys)):
             self.handler._handle_event_wait(-1 - i, self._sync(key))
+
+    def keep(self, key: Key, block, old) -> None:
+        """Before a write: keep what the block holds, for a racy read to find.
+
+        As long as a stream goes on writing and nobody waits for it, the oldest counts.
+
+        Args:
+            key: the stream that writes.
+            block: what it writes.
+            old: makes a copy of what the block holds; None for fresh memory.
+        """
+        since = (key, self._turns.get(key, 0))
+        if block.since != since:
+            block.before = None if old is None else old()
+            block.since = since
 
     # -- accesses ----------------------------------------------------------------------
 
@@ -170,6 +189,7 @@ class Races:
             name(key), read - written, written, written if new else set(), operator,
             aliases,
         )  # fmt: skip
+        self._merge(writes)
         racy = [error for error in errors if error.data_ptr in touched]
         if errors and (self.way == "raise" or len(racy) < len(errors)):
             raise race_error()(errors)
@@ -190,6 +210,13 @@ class Races:
                     self._recall(piece, block)
             found += pieces
         return found
+
+    def _merge(self, writes: list) -> None:
+        """What has just been written as a whole has one history from now on."""
+        for _, tensor, block in writes:
+            for low, high in runs(tensor, block.address):
+                for piece in self._atoms.join(low, high):
+                    del self.handler.tensors_accessed.accesses[piece]
 
     def _forget_reads(self, atom: int, key: Key) -> None:
         """Of a stream's reads only the last counts: what follows it follows all."""
@@ -307,6 +334,18 @@ class Atoms:
             pieces.append(low)
             low = self.ends[low]
         return pieces, cuts
+
+    def join(self, low: int, high: int) -> list[int]:
+        """Make one piece of those that cover [low, high) exactly; the rest of them."""
+        first = bisect_left(self.lows, low)
+        last = bisect_left(self.lows, high)
+        gone = self.lows[first + 1 : last]
+        if gone:
+            del self.lows[first + 1 : last]
+            for piece in gone:
+                del self.ends[piece]
+            self.ends[low] = high
+        return gone
 
     def _cut(self, point: int) -> tuple[int, int] | None:
         """Cut the piece within which `point` lies, if there is one."""

@@ -83,6 +83,9 @@ class Stream:
     def _as_parameter_(self):
         return ctypes.c_void_p(self.cuda_stream)
 
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return (0, self.cuda_stream)
+
     def query(self) -> bool:
         """Whether all its work is done; asking takes the host a moment."""
         clock = placement.current().clock

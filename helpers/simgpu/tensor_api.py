@@ -20,8 +20,8 @@ _raw = {  # PyTorch's own, below our replacements
     name: getattr(torch.Tensor, name)
     for name in (
         "to", "cuda", "cpu", "numpy", "type", "new", "new_tensor", "get_device",
-        "tolist", "copy_", "pin_memory", "share_memory_", "is_shared", "__dlpack__",
-        "__repr__", "__dlpack_device__", "__setitem__", "tensor_split",
+        "tolist", "copy_", "pin_memory", "data_ptr", "share_memory_", "is_shared",
+        "__dlpack__", "__repr__", "__dlpack_device__", "__setitem__", "tensor_split",
     )
 }  # fmt: skip
 _raw_device = _Base.device
@@ -47,6 +47,7 @@ _raw_storage = {
     name: getattr(_StorageBase, name) for name in ("clone", "cpu", "cuda", "to")
 }
 _raw_storage_device = UntypedStorage.device
+_raw_storage_data_ptr = UntypedStorage.data_ptr
 _raw_apply_function = vars(torch.autograd.Function)["apply"].__func__
 _raw_apply_backward = BackwardCFunction.apply
 _raw_run_backward = torch.autograd._engine_run_backward
@@ -324,9 +325,19 @@ def _is_pinned(self, device=None):
 def _record_stream(self, stream):
     gpu, block = gpu_of(self), placement.block_of(self)
     if gpu is None:
-        raise RuntimeError("record_stream is for tensors on a GPU; this one is on cpu")
+        raise NotImplementedError(
+            "Could not run 'aten::record_stream' with arguments from the 'CPU' backend."
+        )
     if block is not None:
         gpu.memory.record_stream(block, stream.stream_id)
+
+
+def _data_ptr(self):
+    """The simulated address of a GPU tensor: memory that is reused has the same."""
+    block = placement.block_of(self) if gpu_of(self) is not None else None
+    if block is None:
+        return _raw["data_ptr"](self)
+    return block.address + self.storage_offset() * self.element_size()
 
 
 def _share_memory_(self):
@@ -488,6 +499,13 @@ _raw_parse_module_to = torch._C._nn._parse_to
 def _storage_device(self):
     gpu = placement.gpu_of_storage(self)
     return _raw_storage_device.__get__(self) if gpu is None else gpu.device
+
+
+def _storage_data_ptr(self):
+    its = getattr(self, "_simgpu", None)
+    if placement.gpu_of_storage(self) is None or its.block is None:
+        return _raw_storage_data_ptr(self)
+    return its.block.address
 
 
 def _storage_bytes(storage) -> torch.Tensor:
@@ -688,6 +706,7 @@ def replacements() -> list[tuple[object, str, object]]:
         "__cuda_array_interface__": property(_cuda_array_interface),
         "pin_memory": _pin_memory,
         "record_stream": _record_stream,
+        "data_ptr": _data_ptr,
         "is_pinned": _is_pinned,
         "share_memory_": _share_memory_,
         "is_shared": _is_shared,
@@ -712,6 +731,7 @@ def replacements() -> list[tuple[object, str, object]]:
         (torch.autograd.Function, "apply", classmethod(_apply_function)),
         (BackwardCFunction, "apply", _apply_backward),
         (UntypedStorage, "device", property(_storage_device)),
+        (UntypedStorage, "data_ptr", _storage_data_ptr),
         (UntypedStorage, "_share_cuda_", _share_cuda),
         (_StorageBase, "clone", _storage_clone),
         (_StorageBase, "cpu", _storage_cpu),

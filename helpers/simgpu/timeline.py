@@ -71,7 +71,8 @@ class Timeline:
         for event in self._clock.events:
             lanes.setdefault((event.device, event.stream), []).append(event)
             if event.source.startswith("cuda") and event.source != event.device:
-                lanes.setdefault((event.source, 0), []).append(event)
+                lane = (event.source, event.source_stream)
+                lanes.setdefault(lane, []).append(event)
         return dict(sorted(lanes.items(), key=lambda lane: (_index(lane[0][0]), lane)))
 
     def totals(self) -> dict[str, Totals]:

@@ -1,0 +1,226 @@
+"""What runs outside the notebook: the ranks, and the process that forks them.
+
+The *nursery* imports PyTorch once and then forks ranks as often as it is asked, so
+that a rank costs a few hundredths of a second and shares the nursery's memory. Where
+there is no fork (Windows), each rank is a new Python process. A rank does what the
+notebook sends: it calls a function or runs a cell, and answers with the result or with
+what went wrong. It ends with `os._exit`, because a thread of gloo may still hold
+tensors while Python shuts down, which aborts the process.
+
+Started by `ranks.py` as `python -m helpers.rank_process ADDRESS`.
+"""
+
+import ast
+import contextlib
+import ctypes
+import datetime
+import faulthandler
+import gc
+import importlib
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from multiprocessing.connection import Client, Connection, wait
+
+PRELOAD = (
+    "torch", "torch.distributed", "torch.nn.parallel.distributed", "torch.optim",
+    "torch._dynamo", "cloudpickle",
+)  # fmt: skip
+_HERE = __file__
+
+
+def die_with(parent: int) -> None:
+    """End this process when its parent does, whatever it is doing then."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            os._exit(1)
+        return
+
+    def watch():
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+# -- a rank ----------------------------------------------------------------------------
+
+
+def be_rank(rank: int, setting: dict) -> None:
+    """Be one rank until the notebook hangs up. Does not return.
+
+    Args:
+        rank: its number.
+        setting: what `ranks.Ranks` says: address, key, world_size, folder, backend,
+            timeout, threads, path (of modules).
+    """
+    folder = setting["folder"]
+    output = os.open(f"{folder}/{rank}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", closefd=False)
+    sys.stderr = sys.stdout
+    if hasattr(signal, "SIGUSR1"):
+        stack = open(f"{folder}/{rank}.stack", "w")
+        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.path[:] = setting["path"]  # what the notebook can import, a rank can
+    size = setting["world_size"]
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size),
+        LOCAL_WORLD_SIZE=str(size), OMP_NUM_THREADS=str(setting["threads"]),
+    )  # fmt: skip
+    notebook = Client(setting["address"], authkey=setting["key"])
+    notebook.send(("hello", rank, os.getpid()))
+    try:
+        names = _join(rank, setting)
+    except BaseException as error:
+        notebook.send(("error", _describe(error)))
+        os._exit(1)
+    notebook.send(("up", None))
+    while True:
+        try:
+            kind, payload = notebook.recv()
+        except (EOFError, OSError):
+            os._exit(0)
+        try:
+            answer = ("ok", _do(kind, payload, names))
+        except BaseException as error:  # also SystemExit and KeyboardInterrupt
+            answer = ("error", _describe(error))
+        sys.stdout.flush()
+        try:
+            notebook.send(answer)
+        except (BrokenPipeError, OSError):
+            os._exit(0)
+
+
+def _join(rank: int, setting: dict) -> dict:
+    """Start the process group; the names that cells find in this rank."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(setting["threads"])
+    if setting["backend"] == "nccl":
+        torch.cuda.set_device(rank)
+    store = dist.FileStore(f"{setting['folder']}/store", setting["world_size"])
+    dist.init_process_group(
+        setting["backend"],
+        store=store,
+        rank=rank,
+        world_size=setting["world_size"],
+        timeout=datetime.timedelta(seconds=setting["timeout"]),
+    )
+    dist.barrier()
+    return {
+        "__name__": "__main__", "torch": torch, "dist": dist, "rank": rank,
+        "world_size": setting["world_size"],
+    }  # fmt: skip
+
+
+def _do(kind: str, payload, names: dict) -> bytes | None:
+    """Call a function and return its pickled result, or run a cell."""
+    if kind == "call":
+        function, args, kwargs = pickle.loads(payload)
+        result = function(*args, **kwargs)
+        try:
+            return pickle.dumps(result)
+        except Exception as error:
+            kind = type(result).__name__
+            raise TypeError(f"the result, a {kind}, cannot be sent: {error}") from None
+    name, source = payload
+    tree = ast.parse(source, name)
+    last = None
+    if tree.body and isinstance(tree.body[-1], ast.Expr):
+        last = ast.Expression(tree.body.pop().value)
+    exec(compile(tree, name, "exec"), names)
+    if last is not None:
+        value = eval(compile(last, name, "eval"), names)
+        if value is not None:
+            print(repr(value))
+    return None
+
+
+def _describe(error: BaseException) -> dict:
+    """An error as plain data: what it says, and where, innermost last."""
+    lines = traceback.extract_tb(error.__traceback__)
+    return {
+        "what": "".join(traceback.format_exception_only(error)).strip(),
+        "where": [
+            (line.filename, line.lineno, line.name)
+            for line in lines
+            if line.filename != _HERE
+        ],
+    }
+
+
+# -- the nursery -----------------------------------------------------------------------
+
+
+def be_nursery(notebook: Connection) -> None:
+    """Fork ranks as asked, and report how they end. Does not return."""
+    for module in PRELOAD:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # so that a rank's collector leaves the shared pages alone
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the notebook tells the ranks
+    me = os.getpid()
+    notebook.send(("ready", None))
+    while True:
+        if read in wait([notebook, read]):
+            os.read(read, 4096)
+            for pid, status in _ended():
+                notebook.send(("ended", (pid, status)))
+            continue
+        try:
+            setting = notebook.recv()
+        except (EOFError, OSError):
+            os._exit(0)
+        if setting is None:  # are you there?
+            notebook.send(("yes", None))
+            continue
+        for rank in range(setting["world_size"]):
+            if os.fork() == 0:
+                die_with(me)
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for fd in (notebook.fileno(), read, write):
+                    os.close(fd)
+                try:
+                    be_rank(rank, setting)
+                finally:
+                    os._exit(1)
+
+
+def _ended() -> list[tuple[int, int]]:
+    """(process, exit status) of every rank that has ended; negative for a signal."""
+    ended = []
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            ended.append((pid, os.waitstatus_to_exitcode(status)))
+    return ended
+
+
+def main() -> None:
+    """Read who to be from stdin: (parent, what, its setting)."""
+    parent, what, setting = pickle.load(sys.stdin.buffer)
+    die_with(parent)
+    if what == "nursery":
+        be_nursery(Client(setting["address"], authkey=setting["key"]))
+    be_rank(what, setting)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,572 @@
+"""Real ranks for a notebook: N processes with a process group, ready in about a second.
+
+    with Ranks(4) as ranks:
+        sums = ranks.run(function, 1, 2)     # sums[r] came from rank r
+
+`%%ranks` runs a cell in every rank's own namespace and prints in rank order. Nothing is
+simulated here: NCCL where there are enough real GPUs, gloo on the CPU otherwise.
+
+This file is the notebook's side: it starts the ranks, sends them work, collects output
+and failures, and starts them afresh after a crash or a hang. `rank_process.py` is the
+other side. Leaves out: ranks on several machines, and pictures drawn by a rank (return
+the numbers and draw in the notebook).
+"""
+
+import argparse
+import atexit
+import contextlib
+import linecache
+import os
+import pickle
+import secrets
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Listener, wait
+from pathlib import Path
+from typing import NamedTuple
+
+import cloudpickle
+
+from helpers import frames
+
+MOST = 32  # ranks
+START = 60.0  # seconds that the ranks may take to come up
+RUN = 60.0  # seconds that a call or a cell may take
+GRACE = 3.0  # seconds that the other ranks may go on after one has failed
+COLLECTIVE = 20.0  # seconds before a collective gives up
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+_FORKS = hasattr(os, "fork")
+
+
+class RankError(RuntimeError):
+    """What went wrong in which rank, in the words that a learner needs."""
+
+    def _render_traceback_(self) -> list[str]:
+        """IPython shows this: the notebook's own stack says nothing about a rank."""
+        return [f"RankError: {self}"]
+
+
+class Ranks:
+    """N real processes, each one rank of a process group.
+
+    Opening ranks closes those that were open before.
+
+    Args:
+        size: how many ranks (the world size), 1 to 32.
+        timeout: seconds before a collective that waits for another rank gives up.
+        threads: of PyTorch in each rank.
+
+    Raises:
+        ValueError: for a number of ranks that cannot be.
+        RankError: if they do not come up.
+
+    Taught in 12-talk-between-ranks.
+    """
+
+    def __init__(self, size: int, *, timeout: float = COLLECTIVE, threads: int = 1):
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise ValueError(f"the number of ranks is a whole number, not {size!r}")
+        if not 1 <= size <= MOST:
+            raise ValueError(f"{size} ranks cannot be started; choose 1 to {MOST}")
+        if _state.ranks is not None:
+            _state.ranks.close()
+        self.size = size
+        self.backend = _backend(size)
+        self._crew: _Crew | None = None
+        self._options = {"timeout": timeout, "threads": threads}
+        self._cells = 0
+        self._start()
+        _state.ranks = self
+        where = "GPUs" if self.backend == "nccl" else "the CPU"
+        ranks = "rank" if size == 1 else "ranks"
+        print(f"{size} real {ranks}: processes on {where}, backend {self.backend}.")
+
+    def _start(self) -> None:
+        self._crew = _Crew(self.size, {**self._options, "backend": self.backend})
+
+    def run(self, function: Callable, *args, timeout: float = RUN, **kwargs) -> list:
+        """Call a function in every rank.
+
+        Args:
+            function: may be defined in a cell; what it needs is sent along.
+            args, kwargs: for it, the same in every rank.
+            timeout: seconds after which ranks that still run are given up.
+
+        Returns:
+            What it returned; item r came from rank r.
+
+        Raises:
+            RankError: naming the ranks that failed, and where.
+            TypeError: if the function or an argument cannot be sent.
+        """
+        try:
+            payload = cloudpickle.dumps((function, args, kwargs))
+        except Exception as error:
+            raise TypeError(f"cannot send this to the ranks: {error}") from None
+        answers = self._work(("call", payload), timeout)
+        return [pickle.loads(answer) for answer in answers]
+
+    def cell(self, source: str, timeout: float = RUN) -> None:
+        """Run the text of a cell in every rank's own namespace, as `%%ranks` does."""
+        self._cells += 1
+        name = f"{frames.CELL} {self._cells}>"
+        lines = source.splitlines(keepends=True)
+        linecache.cache[name] = (len(source), None, lines, name)
+        self._work(("cell", (name, source)), timeout)
+
+    def _work(self, message: tuple, timeout: float) -> list:
+        if self._crew is None:
+            raise RankError("these ranks are closed; open new ones with Ranks(...)")
+        job = _Job(self._crew)
+        try:
+            job.send(message)
+            job.wait(timeout)
+        except KeyboardInterrupt:
+            job.interrupt()
+            if not job.finish():
+                self._restart()
+                print(f"The {self.size} ranks have been started afresh.")
+            raise
+        stacks = job.finish_or_stacks()
+        problem = job.explain(stacks)
+        if job.broken:
+            self._restart()
+            problem += (
+                f"\nThe {self.size} ranks have been started afresh; "
+                "what they had defined is gone."
+            )
+        if problem:
+            raise RankError(problem)
+        return [job.answers[rank][1] for rank in range(self.size)]
+
+    def _restart(self) -> None:
+        self._crew.close()
+        self._start()
+
+    def close(self) -> None:
+        """End the ranks. Does nothing if they have ended."""
+        if self._crew is not None:
+            self._crew.close()
+            self._crew = None
+        if _state.ranks is self:
+            _state.ranks = None
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._crew is None else self.backend
+        return f"Ranks({self.size}, {state})"
+
+
+# -- processes -------------------------------------------------------------------------
+
+
+class _Process:
+    """A Python process that runs `rank_process`."""
+
+    def __init__(self, what, setting: dict):
+        environment = {
+            **os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        }  # fmt: skip
+        loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
+        if loopback:
+            environment["GLOO_SOCKET_IFNAME"] = loopback
+        self.popen = subprocess.Popen(
+            [sys.executable, "-m", "helpers.rank_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,  # Ctrl-C is for the notebook alone
+        )
+        with self.popen.stdin as pipe:
+            pickle.dump((os.getpid(), what, setting), pipe)
+
+    def kill(self) -> None:
+        self.popen.kill()
+        self.popen.wait(10)
+
+
+class _Nursery:
+    """The process that has imported PyTorch and forks ranks. One for each notebook."""
+
+    def __init__(self):
+        key = secrets.token_bytes(16)
+        with Listener(authkey=key) as listener:
+            self.process = _Process(
+                "nursery", {"address": listener.address, "key": key}
+            )
+            self.link = _accept(listener, START, [self.process])
+        self.ended: dict[int, int] = {}  # process -> exit status
+
+    def fork(self, setting: dict) -> None:
+        """Ask for new ranks."""
+        self.link.send(setting)
+
+    def is_there(self) -> bool:
+        """Whether it answers."""
+        with contextlib.suppress(EOFError, OSError):
+            self.link.send(None)
+            while self.link.poll(START):
+                if self._read() == "yes":
+                    return True
+        return False
+
+    def note_ends(self) -> None:
+        """Read what it reports of ranks that have ended."""
+        while self.link.poll():
+            self._read()
+
+    def _read(self) -> str:
+        kind, value = self.link.recv()
+        if kind == "ended":
+            self.ended[value[0]] = value[1]
+        return kind
+
+    def close(self) -> None:
+        self.link.close()
+        self.process.kill()
+
+
+class _State:
+    """What this notebook has running."""
+
+    ranks: Ranks | None = None
+    nursery: _Nursery | None = None
+
+    def close(self) -> None:
+        if self.ranks is not None:
+            self.ranks.close()
+        if self.nursery is not None:
+            self.nursery.close()
+            self.nursery = None
+
+    def nursery_that_lives(self) -> _Nursery:
+        if self.nursery is not None and not self.nursery.is_there():
+            self.nursery.close()
+            self.nursery = None
+        if self.nursery is None:
+            self.nursery = _Nursery()
+        return self.nursery
+
+
+_state = _State()
+atexit.register(_state.close)
+
+
+def _accept(
+    listener: Listener, seconds: float, processes: list[_Process]
+) -> Connection:
+    """The next connection, while the processes that should make it are alive.
+
+    Raises:
+        RankError: if none comes.
+    """
+    end = time.monotonic() + seconds
+    sock = listener._listener._socket
+    while not wait([sock], 0.2):
+        dead = [p.popen.returncode for p in processes if p.popen.poll() is not None]
+        if dead:
+            raise RankError(f"a process ended while it started, with status {dead[0]}")
+        if time.monotonic() > end:
+            raise RankError(f"no answer from a new process after {seconds:.0f} s")
+    return listener.accept()
+
+
+def _backend(size: int) -> str:
+    """NCCL where there are enough real GPUs."""
+    if os.environ.get("HELPERS_GPUS") == "simulated":
+        return "gloo"
+    if sys.platform == "linux" and not list(Path("/dev").glob("nvidia[0-9]*")):
+        return "gloo"  # without importing PyTorch here
+    from helpers import gpus
+
+    real = gpus._REAL_GPUS
+    return "nccl" if isinstance(real, int) and real >= size else "gloo"
+
+
+class _Crew:
+    """The processes of one start of the ranks, and the connections to them."""
+
+    def __init__(self, size: int, setting: dict):
+        self.size = size
+        self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        self.links: list[Connection | None] = [None] * size
+        self.pids = [0] * size
+        self.spawned: list[_Process] = []
+        self.nursery: _Nursery | None = None
+        key = secrets.token_bytes(16)
+        try:
+            with Listener(authkey=key, backlog=size) as listener:
+                setting = {
+                    **setting, "address": listener.address, "key": key,
+                    "world_size": size, "folder": str(self.folder), "path": sys.path,
+                }  # fmt: skip
+                self._begin(setting)
+                self._meet(listener)
+            self._come_up()
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, setting: dict) -> None:
+        if _FORKS:
+            self.nursery = _state.nursery_that_lives()
+            self.nursery.fork(setting)
+        else:
+            self.spawned = [_Process(rank, setting) for rank in range(self.size)]
+
+    def _meet(self, listener: Listener) -> None:
+        waiting_for = self.spawned or [self.nursery.process]
+        for _ in range(self.size):
+            link = _accept(listener, START, waiting_for)
+            _, rank, pid = link.recv()
+            self.links[rank], self.pids[rank] = link, pid
+
+    def _come_up(self) -> None:
+        job = _Job(self)
+        job.wait(START)
+        if problem := job.explain(job.finish_or_stacks()):
+            raise RankError(f"the ranks did not come up:\n{problem}")
+
+    def status(self, rank: int) -> int | None:
+        """How a rank's process ended; negative for a signal; None if it lives."""
+        if self.spawned:
+            return self.spawned[rank].popen.poll()
+        with contextlib.suppress(EOFError, OSError):
+            self.nursery.note_ends()
+        return self.nursery.ended.get(self.pids[rank])
+
+    def output(self, rank: int) -> Path:
+        return self.folder / f"{rank}.out"
+
+    def signal(self, rank: int, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, OSError):
+            os.kill(self.pids[rank], number)
+
+    def close(self) -> None:
+        """End every process of it and leave nothing behind."""
+        for link in filter(None, self.links):
+            link.close()
+        for process in self.spawned:
+            process.kill()
+        if not self.spawned:
+            for rank in range(self.size):
+                if self.pids[rank] and self.status(rank) is None:
+                    self.signal(rank, signal.SIGKILL)
+            end = time.monotonic() + 5
+            while time.monotonic() < end and any(
+                pid and self.status(rank) is None for rank, pid in enumerate(self.pids)
+            ):
+                wait([self.nursery.link], 0.05)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+# -- one piece of work -----------------------------------------------------------------
+
+
+class _Failure(NamedTuple):
+    """What a rank says of an error: see `rank_process._describe`."""
+
+    what: str
+    where: list[tuple[str, int, str]]
+
+
+class _Job:
+    """One call or cell: who has answered, who has died, what was printed."""
+
+    def __init__(self, crew: _Crew):
+        self.crew = crew
+        self.answers: dict[int, tuple[str, object]] = {}
+        self.died: dict[int, str] = {}
+        self.failed_at: float | None = None
+        self._read = [self._size(rank) for rank in range(crew.size)]
+        self._partial = [b""] * crew.size
+        self._stuck: list[int] = []
+
+    def _size(self, rank: int) -> int:
+        path = self.crew.output(rank)
+        return path.stat().st_size if path.exists() else 0
+
+    @property
+    def broken(self) -> bool:
+        """Whether the ranks cannot go on as they are."""
+        return bool(self.died or self._stuck)
+
+    def _unfinished(self) -> dict[Connection, int]:
+        return {
+            link: rank
+            for rank, link in enumerate(self.crew.links)
+            if rank not in self.answers and rank not in self.died
+        }
+
+    def send(self, message: tuple) -> None:
+        for rank, link in enumerate(self.crew.links):
+            try:
+                link.send(message)
+            except OSError:
+                self._bury(rank)
+
+    def wait(self, seconds: float) -> None:
+        """Collect answers until all are there, or it is clear that they will not be."""
+        end = time.monotonic() + seconds
+        while links := self._unfinished():
+            limit = end if self.failed_at is None else min(end, self.failed_at + GRACE)
+            left = limit - time.monotonic()
+            if left <= 0:
+                return
+            for link in wait(list(links), min(left, 0.1)):
+                self._receive(links[link], link)
+            self._show(0)
+
+    def _receive(self, rank: int, link: Connection) -> None:
+        try:
+            kind, value = link.recv()
+        except (EOFError, OSError):
+            self._bury(rank)
+            return
+        self.answers[rank] = (kind, value)
+        if kind == "error":
+            self.failed_at = self.failed_at or time.monotonic()
+
+    def _bury(self, rank: int) -> None:
+        """A rank has hung up: find out how it ended."""
+        end = time.monotonic() + 2
+        while (status := self.crew.status(rank)) is None and time.monotonic() < end:
+            time.sleep(0.01)
+        if status is not None and status < 0:
+            self.died[rank] = f"was killed by {signal.Signals(-status).name}"
+        else:
+            self.died[rank] = f"ended with status {status}"
+        self.failed_at = self.failed_at or time.monotonic()
+
+    def interrupt(self) -> None:
+        """Ctrl-C: tell the ranks that still run, and give them two seconds."""
+        for rank in self._unfinished().values():
+            self.crew.signal(rank, signal.SIGINT)
+        with contextlib.suppress(KeyboardInterrupt):
+            self.wait(2)
+
+    def finish(self) -> bool:
+        """Show what was printed; whether every rank has answered."""
+        for rank in range(self.crew.size):
+            self._show(rank, final=True)
+        return not self._unfinished() and not self.died
+
+    def finish_or_stacks(self) -> dict[int, list[tuple[str, int, str]]]:
+        """Show what was printed; where the ranks that have not answered are."""
+        self._stuck = sorted(self._unfinished().values())
+        self.finish()
+        return {rank: self._stack(rank) for rank in self._stuck}
+
+    def _stack(self, rank: int) -> list[tuple[str, int, str]]:
+        """The stack of a running rank, outermost first; empty if it cannot tell."""
+        if not hasattr(signal, "SIGUSR1"):
+            return []
+        path = self.crew.folder / f"{rank}.stack"
+        self.crew.signal(rank, signal.SIGUSR1)
+        end, text = time.monotonic() + 1, ""
+        while time.monotonic() < end and "rank_process.py" not in text:
+            time.sleep(0.01)
+            text = path.read_text(encoding="utf-8", errors="replace")
+        found = []
+        for line in text.splitlines():
+            if line.startswith('  File "'):
+                file, _, rest = line.removeprefix('  File "').rpartition('", line ')
+                number, _, name = rest.partition(" in ")
+                found.append((file, int(number), name))
+        return found[::-1]
+
+    # -- what the learner sees ---------------------------------------------------------
+
+    def _show(self, rank: int, final: bool = False) -> None:
+        """Print the new lines of a rank under its number."""
+        path = self.crew.output(rank)
+        if self._size(rank) > self._read[rank]:
+            with open(path, "rb") as file:
+                file.seek(self._read[rank])
+                new = file.read()
+            self._read[rank] += len(new)
+            self._partial[rank] += new
+        text = self._partial[rank]
+        end = len(text) if final else text.rfind(b"\n") + 1
+        self._partial[rank] = text[end:]
+        for line in text[:end].decode("utf-8", "replace").splitlines():
+            print(f"[{rank}] {line}")
+
+    def explain(self, stacks: dict[int, list]) -> str:
+        """What went wrong, one paragraph for all ranks with the same trouble."""
+        told: dict[str, list[int]] = {}
+        for rank in range(self.crew.size):
+            if words := self._trouble(rank, stacks):
+                told.setdefault(words, []).append(rank)
+        return "\n".join(f"{_names(ranks)}: {words}" for words, ranks in told.items())
+
+    def _trouble(self, rank: int, stacks: dict[int, list]) -> str:
+        if rank in self.died:
+            return f"the process {self.died[rank]}"
+        if rank in stacks:
+            where = _lines(stacks[rank])
+            return f"did not finish; it was waiting{where or ' in code of its own'}"
+        kind, value = self.answers.get(rank, ("ok", None))
+        if kind != "error":
+            return ""
+        failure = _Failure(**value)
+        if self.died and any(words in failure.what for words in _LOST):
+            return f"lost another rank{_lines(failure.where)}"
+        return f"{failure.what}{_lines(failure.where)}"
+
+
+def _names(ranks: list[int]) -> str:
+    """ "rank 1", "ranks 0, 2, 3"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _lines(stack: list[tuple[str, int, str]]) -> str:
+    """The learner's own lines of a stack, outermost first."""
+    shown = []
+    for file, line, name in stack:
+        if frames.is_learners(file):
+            inside = "" if name == "<module>" else f", in {name}"
+            code = frames.text(file, line)
+            shown.append(f"\n  {frames.shown(file)}, line {line}{inside}: {code}")
+    return "".join(shown)
+
+
+# -- the cell magic --------------------------------------------------------------------
+
+
+def _magic(line: str, cell: str) -> None:
+    """%%ranks [--timeout SECONDS]: run the cell in every rank."""
+    parser = argparse.ArgumentParser(prog="%%ranks", add_help=False)
+    parser.add_argument("--timeout", type=float, default=RUN)
+    try:
+        options = parser.parse_args(shlex.split(line))
+    except SystemExit:
+        raise ValueError("usage: %%ranks [--timeout SECONDS]") from None
+    if _state.ranks is None:
+        raise RankError("there are no ranks; open some with ranks = Ranks(4)")
+    _state.ranks.cell(cell, options.timeout)
+
+
+def _register_magic() -> None:
+    """In a notebook, make `%%ranks` known."""
+    if "IPython" in sys.modules:
+        from IPython import get_ipython
+
+        if (shell := get_ipython()) is not None:
+            shell.register_magic_function(_magic, "cell", "ranks")
+
+
+_register_magic()
