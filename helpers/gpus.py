@@ -228,7 +228,7 @@ def timeline() -> simgpu.Timeline | str:
     """
     if simgpu.count():
         return simgpu.timeline()
-    return "The timeline shows simulated GPUs; lesson 05 draws real ones."
+    return "The timeline shows simulated GPUs; lesson 05 shows how to record real ones."
 
 
 def show_machine() -> None:

@@ -158,7 +158,7 @@ def test_pictures_have_titles_and_are_the_same_every_time():
     assert "<title>The course: 20 lessons" in draw.course_map()._repr_svg_()
     gpu_seconds(lambda: x @ x.T)
     svg = timeline()._repr_svg_()
-    assert "<title>Timeline of 1 events on 2 GPUs, simulated time</title>" in svg
+    assert "<title>Timeline of 1 event on 2 GPUs, simulated time</title>" in svg
     assert "(simulated)" in svg
 
 

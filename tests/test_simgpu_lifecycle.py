@@ -358,3 +358,12 @@ def test_every_public_call_is_answered_or_refused():
     ):
         with pytest.raises(simgpu.NotSimulated):
             refused()
+
+
+def test_functions_that_others_keep_work_after_stop():
+    simgpu.start(2)
+    tensor, as_tensor, seed = torch.tensor, torch.as_tensor, torch.cuda.manual_seed
+    assert tensor([1], device="cuda:1").is_cuda
+    simgpu.stop()
+    assert tensor([1]).tolist() == as_tensor([1]).tolist() == [1]
+    seed(0)  # PyTorch's own: nothing happens where there is no GPU

@@ -23,7 +23,6 @@ def mib_after_forward(answer) -> None:
         right - weights: "from the first step on, momentum is one number a weight",
         right - hidden - weights: "momentum and GELU's input are missing",
         right - inputs: "count x, and the output that `square` keeps",
-        right - inputs - output: "count x, and the output that `square` keeps",
         right + weights: "after zero_grad() there are no gradients, and momentum is "
         "one number a weight, where Adam has two",
         right + output: "neither the squares nor a loss from `mean` stay as large as "

@@ -10,9 +10,11 @@ memory and time are counted by a model, never measured. What is not supported ra
 `NotSimulated`.
 """
 
+import functools
 import os
 import threading
 from concurrent.futures.thread import _WorkItem
+from types import FunctionType, ModuleType
 
 import torch
 from torch.overrides import _len_torch_function_stack, _pop_mode, _push_mode
@@ -142,7 +144,10 @@ class Simulator:
     def enter(self) -> None:
         """Apply the table and enter the modes."""
         for owner, name, new in self.table():
-            self.undo.append((owner, name, vars(owner).get(name, _ABSENT)))
+            old = vars(owner).get(name, _ABSENT)
+            self.undo.append((owner, name, old))
+            if isinstance(owner, ModuleType) and isinstance(new, FunctionType):
+                new = _while_running(new, old)
             setattr(owner, name, new)
         for mode in self.modes:
             mode.__enter__()
@@ -170,6 +175,21 @@ class Simulator:
 
 
 _ABSENT = object()
+
+
+def _while_running(new, old):
+    """`new`, which other modules may keep: `old` again once no GPUs are simulated."""
+    if old is _ABSENT:
+        return new
+
+    @functools.wraps(new)
+    def either(*args, **kwargs):
+        __tracebackhide__ = True
+        return (old if placement.running is None else new)(*args, **kwargs)
+
+    return either
+
+
 _raw_bootstrap_inner = threading.Thread._bootstrap_inner
 _raw_run_in_pool = _WorkItem.run
 _modes_of = threading.local()  # .this_thread: it entered the modes when it began
