@@ -12,6 +12,7 @@ _HOMES = {
     "RankError": "ranks",
     "Ranks": "ranks",
     "count_copies": "gpus",
+    "digits": "data",
     "gpu_seconds": "gpus",
     "host_seconds": "gpus",
     "kind_of_time": "gpus",

@@ -39,7 +39,14 @@ FIRST_NOTEBOOK = ROOT / "notebooks" / "00-start-here.ipynb"
 REQUIREMENTS = ROOT / "requirements.txt"
 
 # What lessons import beside PyTorch.
-LESSONS_NEED = ("numpy", "matplotlib", "ipywidgets", "psutil", "cloudpickle")
+LESSONS_NEED = (
+    "numpy",
+    "matplotlib",
+    "ipywidgets",
+    "psutil",
+    "cloudpickle",
+    "scikit-learn",
+)
 
 WINDOWS = os.name == "nt"
 VENV = ROOT / ".venv"

@@ -119,7 +119,9 @@ def sanitized(text: str) -> str:
 
 def shape(text: str) -> str:
     """Returns the text without what may change from one measurement to the next."""
-    return re.sub(r"\s+", " ", re.sub(r"\d+(\.\d+)?(e[+-]?\d+)?", "0", text))
+    text = re.sub(r"\d+(\.\d+)?(e[+-]?\d+)?", "0", text)
+    text = re.sub(r"(nano|micro|milli)?seconds \([num]?s\)", "seconds", text)
+    return re.sub(r"-+", "-", re.sub(r"\s+", " ", text))
 
 
 def same_picture(old: str, new: str) -> bool:
