@@ -1,7 +1,7 @@
 """The data that lessons train on: small, real and at hand without a download.
 
-The handwritten digits that come with scikit-learn: 1797 images of 8 x 8 pixels, a copy of
-the test set of https://archive.ics.uci.edu/dataset/80.
+The handwritten digits that come with scikit-learn: 1797 images of 8 x 8 pixels, a copy
+of the test set of https://archive.ics.uci.edu/dataset/80.
 """
 
 from typing import NamedTuple
