@@ -11,21 +11,21 @@ ALLOCATOR = dict(tensors=9, size=6, free="every second", more=12)
 OVERLAP = dict(chunks=4, megabytes=64, speed=12, compute=6)
 
 
-@pytest.mark.parametrize("make", [explore.allocator, explore.overlap])
+@pytest.mark.parametrize("make", [explore.allocator, explore.overlap, explore.ring])
 def test_the_picture_follows_the_controls(make):
     explorer = make()
     first = explorer.html.value
     ElementTree.fromstring(first)
     name, control = next(iter(explorer.controls.items()))
     before = control.value
-    control.value = before + 3
-    assert explorer.values[name] == before + 3
+    control.value = before + 1
+    assert explorer.values[name] == before + 1
     assert explorer.html.value != first
     control.value = before
     assert explorer.html.value == first
 
 
-@pytest.mark.parametrize("make", [explore.allocator, explore.overlap])
+@pytest.mark.parametrize("make", [explore.allocator, explore.overlap, explore.ring])
 def test_a_reader_without_a_kernel_sees_the_picture(make, monkeypatch):
     shown = []
     monkeypatch.setattr(explore, "display", lambda bundle, raw: shown.append(bundle))
@@ -77,3 +77,26 @@ def test_overlap_hides_the_shorter_of_copying_and_computing():
 def test_overlap_says_one_and_two_streams_are_the_same_for_one_chunk():
     picture = explore.overlap_picture(**{**OVERLAP, "chunks": 1})
     assert picture.title.endswith("1.00 times as fast")
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 6])
+def test_ring_sums_every_chunk_in_every_rank(ranks):
+    states = explore.ring_states(ranks)
+    assert len(states) == 2 * (ranks - 1) + 1
+    everyone = frozenset(range(ranks))
+    assert states[-1] == [[everyone] * ranks] * ranks
+    after_half = states[ranks - 1]
+    complete = [row.index(everyone) for row in after_half]
+    assert sorted(complete) == list(range(ranks))  # one complete chunk in each rank
+    assert all(row.count(everyone) == 1 for row in after_half)
+    for before, after in zip(states, states[1:], strict=False):
+        changed = [sum(a != b for a, b in zip(x, y, strict=True))
+                   for x, y in zip(before, after, strict=True)]  # fmt: skip
+        assert changed == [1] * ranks  # each rank receives one chunk in each step
+
+
+def test_ring_draws_every_step():
+    titles = [explore.ring_picture(4, step).title for step in range(8)]
+    assert titles[0] == "After step 0 of 6: the start"
+    assert titles[3].endswith("all-gather") and titles[6].endswith("all done")
+    assert titles[7] == titles[6]
