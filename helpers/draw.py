@@ -8,7 +8,9 @@ from html import escape
 from pathlib import Path
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart
-COLOURS = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#D55E00")
+COLOURS = (
+    "#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#D55E00", "#0072B2",
+)  # fmt: skip
 HOST = "#BBBBBB"
 INK = "#222222"
 WIDEST = 700  # pixels: what a notebook shows beside its file browser on a laptop
@@ -274,11 +276,16 @@ def history(device: int = 0) -> Picture:
     import torch
 
     steps = {"alloc": 1, "free_completed": -1}
-    live, curve = 0, [0]
-    for event in torch.cuda.memory._snapshot()["device_traces"][device]:
+    snapshot = torch.cuda.memory._snapshot()
+    live = sum(
+        s["requested_size"] for s in snapshot["segments"] if s["device"] == device
+    )
+    curve = [live]  # from its end back to its beginning
+    for event in reversed(snapshot["device_traces"][device]):
         if event["action"] in steps:
-            live += steps[event["action"]] * event["size"]
+            live -= steps[event["action"]] * event["size"]
             curve.append(live)
+    curve.reverse()
     if len(curve) == 1:
         raise ValueError(
             "nothing was recorded; call torch.cuda.memory._record_memory_history() "

@@ -238,6 +238,7 @@ class Memory:
         Raises:
             torch.OutOfMemoryError: if it does not fit, in PyTorch's words.
         """
+        __tracebackhide__ = True
         if nbytes == 0:
             return None
         with self.clock.lock:
@@ -250,6 +251,7 @@ class Memory:
         Raises:
             torch.OutOfMemoryError: as `allocate` would.
         """
+        __tracebackhide__ = True
         if round_up(nbytes) > self.limit - self.allocated:
             self.allocate(nbytes, stream)
 
@@ -306,6 +308,7 @@ class Memory:
     # -- how it finds room -------------------------------------------------------------
 
     def _allocate(self, nbytes: int, stream: int) -> Block:
+        __tracebackhide__ = True
         if self._waiting:
             self._collect()
         size = round_up(nbytes)
@@ -365,6 +368,7 @@ class Memory:
 
     def _new_segment(self, size: int, stream: int, pool: Pool) -> Block:
         """Ask CUDA for a segment; if there is no room, free the cache and ask again."""
+        __tracebackhide__ = True
         nbytes = segment_size(size)
         if self.all.reserved_bytes.current + nbytes > self.limit:
             self._release()

@@ -109,6 +109,7 @@ class Allocation:
     __slots__ = ("gpu", "nbytes", "block")
 
     def __init__(self, gpu: Gpu, nbytes: int):
+        __tracebackhide__ = True
         self.block = None  # should allocate() refuse, __del__ has nothing to free
         self.gpu = gpu
         self.nbytes = nbytes
@@ -116,6 +117,7 @@ class Allocation:
 
     def resize(self, nbytes: int) -> None:
         """The storage has grown or shrunk in place."""
+        __tracebackhide__ = True
         block = self.gpu.memory.allocate(nbytes, _stream_number(self.gpu))
         if self.block is not None:
             self.gpu.memory.free(self.block)
@@ -192,6 +194,7 @@ def is_plain(tensor) -> bool:
 
 def place(tensor: torch.Tensor, gpu: Gpu | None) -> torch.Tensor:
     """Mark a new tensor as living on `gpu`; one that is marked stays where it is."""
+    __tracebackhide__ = True
     if gpu is None:
         return tensor
     try:
@@ -483,6 +486,7 @@ class Placement(TorchDispatchMode):
 
     def _create(self, op, func, args, kwargs, tensors):
         """Factories: `zeros(..., device=)`, `new_zeros`, `zeros_like`, ..."""
+        __tracebackhide__ = True
         device = kwargs.get("device")
         if device is not None and device.type not in ("cuda", "cpu"):
             return func(*args, **kwargs)
@@ -936,6 +940,7 @@ def _check_generator(generator, gpu: Gpu | None) -> None:
 
 def _refuse_too_large(gpu: Gpu, args, kwargs) -> None:
     """Raise OutOfMemoryError before the host fills its own memory with zeros."""
+    __tracebackhide__ = True
     size = args[0] if args and isinstance(args[0], (list, tuple, torch.Size)) else ()
     if size and all(isinstance(n, int) for n in size):
         count = functools.reduce(lambda a, b: a * b, size, 1)

@@ -546,6 +546,7 @@ def _share_cuda(self, *args, **kwargs):
 
 def _run_backward(outputs, gradients, *args, **kwargs):
     """The engine checks the device of each gradient it is given."""
+    __tracebackhide__ = True
     streams.join_streams()
     for i, (output, gradient) in enumerate(zip(outputs, gradients, strict=False)):
         if isinstance(output, torch.Tensor) and isinstance(gradient, torch.Tensor):

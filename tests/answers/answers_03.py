@@ -96,7 +96,7 @@ def kept_elsewhere(model, batches):
 
 RIGHT = {
     "mib_after_forward": [lambda: (56,), lambda: (56.0005,)],
-    "evaluate": [lambda: (with_clones,), lambda: (stacked,)],
+    "lean_evaluation": [lambda: (with_clones,), lambda: (stacked,)],
     "largest_batch": [lambda: (35_840,), lambda: (36_700,), lambda: (34_816,)],
 }
 WRONG = {
@@ -111,7 +111,7 @@ WRONG = {
         (lambda: ("many",), "add up"),
         (lambda: (17,), "add up"),
     ],
-    "evaluate": [
+    "lean_evaluation": [
         (lambda: (as_given,), "still has its graph"),
         (lambda: (detached,), "detach() is not enough"),
         (lambda: (no_grad_only,), "a loss of 4 bytes keeps a storage of"),
