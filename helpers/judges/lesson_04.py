@@ -48,8 +48,17 @@ def _loop(function, batches: list[torch.Tensor], reads_loss: bool) -> None:
             taken += 1
             yield batch
 
+    here = torch.cuda.current_stream()
     try:
         for number, x in enumerate(call(function, source()), 1):
+            if torch.cuda.current_stream() != here:
+                torch.cuda.set_stream(here)
+                raise Wrong(
+                    "the caller's current stream has changed: close "
+                    "`with torch.cuda.stream(...)` before you `yield`"
+                )
+            if x is None:
+                raise Wrong("it yields None; yield nothing where there is no batch")
             if not isinstance(x, torch.Tensor) or x.device.type != "cuda":
                 raise Wrong("it yields something that is not a tensor on the GPU")
             if taken > number + 2:
@@ -116,7 +125,7 @@ def variance(function) -> None:
     """The variance of a pinned tensor, from two means on two streams."""
     for seed in range(2):
         generator = torch.Generator().manual_seed(seed)
-        x = torch.randint(0, 5, (256, 256), generator=generator).float().pin_memory()
+        x = torch.randint(0, 5, (2048, 1024), generator=generator).float().pin_memory()
         _clear()
         try:
             result = function(x)
@@ -133,8 +142,15 @@ def variance(function) -> None:
             continue
         _check_waits()
         work = [event for event in simgpu.timeline().events if event.kind == "kernel"]
-        if len({event.stream for event in work if event.name == "mean"}) < 2:
+        means = [event for event in work if event.name == "mean"]
+        if len({event.stream for event in means}) < 2:
             raise Wrong("the two means are on one stream")
+        one, two = sorted(means, key=lambda event: event.start)[:2]
+        if two.start >= one.end:
+            raise Wrong(
+                "right numbers, but the second mean waits for the first; put the wait "
+                "behind both"
+            )
 
 
 @exercise("04.3")
@@ -152,7 +168,7 @@ def best_parts(parts, microseconds) -> None:
         raise Wrong("a whole number, and less than 100: their latency is 1000 µs alone")
     if parts != best:
         why = (
-            "the last part's work sticks out"
+            "more parts shorten the last part's work by more than the 10 µs of a copy"
             if parts < best
             else "each further copy costs 10 µs more"
         )

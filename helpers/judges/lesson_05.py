@@ -92,6 +92,7 @@ def _check_times(times, right, run: list, n: int, exact: bool) -> None:
     raise Wrong(
         f"step {n - 1} took {right[-1]:.3f} ms on the GPU, you say {times[-1]:.3f}; "
         "record an event before and after each step"
+        + (" (time.perf_counter() times your own CPU)" if exact else "")
     )
 
 
@@ -103,9 +104,9 @@ def five_bounds(*answers) -> None:
     n = 4096
     programs = (  # launches, bytes, FLOPs
         (1, 3 * 4 * n * n, 2 * n**3),
-        (1, 3 * 4 * n * n, 0),
+        (1, 3 * 4 * n * n, n * n),
         (1, 4 * (n * n + 2 * n), 2 * n * n),
-        (1000, 1000 * 2 * 4 * 10_000, 0),
+        (1000, 1000 * 2 * 4 * 10_000, 1000 * 10_000),
         (1, 4 * (n * n + 2 * 8 * n), 2 * 8 * n * n),
     )
     for number, (answer, counts) in enumerate(zip(answers, programs, strict=True), 1):
@@ -162,6 +163,6 @@ def break_even(answer) -> None:
         raise Wrong(nearest[1])
     way = "smaller" if answer > right else "larger"
     raise Wrong(
-        f"it is {way}: set 2 n³ / 50 GFLOP/s equal to two copies of 4 n² bytes, "
-        "their fixed times, and the launch of the product"
+        f"it is {way}; write down what each side takes for n, with all its copies and "
+        "launches, and set the two equal"
     )

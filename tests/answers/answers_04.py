@@ -172,6 +172,31 @@ def never_ends(batches):
         yield current
 
 
+def yields_inside(batches):
+    side, here = torch.cuda.Stream(), torch.cuda.current_stream()
+    for batch in batches:
+        with torch.cuda.stream(side):
+            x = batch.to("cuda", non_blocking=True)
+            here.wait_stream(side)
+            yield x
+
+
+def ends_with_none(batches):
+    yield from ahead(batches)
+    yield None
+
+
+def variance_in_turn(x):
+    here, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    x = x.to("cuda", non_blocking=True)
+    side.wait_stream(here)
+    with torch.cuda.stream(side):
+        mean_of_squares = (x**2).mean()
+    here.wait_stream(side)
+    mean = x.mean()
+    return (mean_of_squares - mean**2).item()
+
+
 def doubles(batches):
     for x in ahead(batches):
         yield 2 * x
@@ -223,6 +248,8 @@ RIGHT = {
 WRONG = {
     "prefetch": [
         (lambda: (plain,), "the host is held up"),
+        (lambda: (yields_inside,), "before you `yield`"),
+        (lambda: (ends_with_none,), "it yields None"),
         (lambda: (not_blocking,), "on the stream of the work"),
         (lambda: (as_in_the_lesson,), "before you yield"),
         (lambda: (waits_for_the_next,), "its own batch only"),
@@ -245,13 +272,14 @@ WRONG = {
         ),
         (lambda: (lambda x: _means(x, _side_waits, _host_waits),), "held up"),
         (lambda: (lambda x: _means(x, sides=False),), "on one stream"),
+        (lambda: (variance_in_turn,), "the second mean waits for the first"),
         (lambda: (lambda x: x.var().item() + 1,), "the variance is"),
         (lambda: (lambda x: x.var(),), "not a number"),
     ],
     "best_parts": [
         (lambda: (1, 2320.72), "nothing overlaps"),
         (lambda: (1000, 11000), "a whole number"),
-        (lambda: (8, 1515.72), "sticks out"),
+        (lambda: (8, 1515.72), "more than the 10 µs of a copy"),
         (lambda: (16, 1533.2), "10 µs more"),
         (lambda: (10, 2410.72), "one after the other"),
         (lambda: (10, 1410.72), "has its work"),
