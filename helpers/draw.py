@@ -158,7 +158,11 @@ def timeline(log, width: int = WIDEST) -> Picture:
         y = 8 + host_height + row * lane_height
         picture.text(8, y + 20, f"{device} s{stream}" if stream else device, 14)
         picture.line(left, y + lane_height - 4, width - 12, y + lane_height - 4, HOST)
+        drawn = 0.0  # up to where slivers are there already
         for event in events:
+            if event.end * scale < drawn:
+                continue
+            drawn = event.start * scale + 0.5
             fill = HOST if event.kind == "copy" else colour(device)
             words = f"copy {event.name}" if event.kind == "copy" else event.name
             span(event.start, event.end, y + 2, lane_height - 8, fill, words)

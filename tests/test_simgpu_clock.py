@@ -505,3 +505,24 @@ def test_streams_start_no_earlier_than_they_may(log):
         torch.cuda.synchronize(0)
         torch.cuda.synchronize(1)
         assert log.host == log.seconds
+
+
+def test_gathering_moves_what_it_returns(log):
+    table = torch.ones(100_000, 64, device=1)
+    rows = torch.tensor([1, 2, 3], device=1)
+    log.clear()
+    nn.functional.embedding(rows, table)
+    table.index_select(0, rows)
+    table[:1].expand(1000, -1) + 0
+    assert [e.nbytes for e in log.events[:2]] == [
+        2 * 3 * 64 * 4 + 3 * 8,
+        2 * 3 * 64 * 4 + 3 * 8,
+    ]
+    assert log.events[-1].nbytes < 27 * 10**6  # the storage, not 1000 rows
+
+
+def test_an_inverse_waits_for_its_verdict(log):
+    x = torch.eye(8, device=1)
+    log.clear()
+    torch.linalg.inv(x)
+    assert [e.source for e in log.copies] == ["cuda:1"]

@@ -373,3 +373,46 @@ def test_all_is_as_before_after_the_simulator_stops():
     simgpu.start(2, memory="64MB")
     assert torch.cuda.get_per_process_memory_fraction(1) == 1.0
     assert live() == torch.cuda.max_memory_reserved(1) == 0
+
+
+# -- what a reader of the code found ---------------------------------------------------
+
+
+def test_a_lower_limit_leaves_what_is_cached():
+    x = torch.empty(40 * MIB, dtype=torch.uint8, device=1)
+    del x
+    torch.cuda.set_per_process_memory_fraction(0.1, 1)
+    y = torch.empty(30 * MIB, dtype=torch.uint8, device=1)
+    assert torch.cuda.get_per_process_memory_fraction(1) == pytest.approx(0.1, rel=0.01)
+    del y
+    assert live() == 0
+
+
+FITS = [
+    lambda: torch.empty_strided((10**6, 10**6), (0, 0), device=1),
+    lambda: torch.full((30 * MIB,), True, device=1),
+    lambda: torch.zeros(10**5, 10**5, layout=torch.sparse_coo, device=1),
+]
+
+
+@pytest.mark.parametrize("make", FITS)
+def test_large_shapes_that_need_little_memory_fit(make):
+    make()
+    assert live() == 0
+
+
+def test_a_storage_that_is_resized_is_counted():
+    x = torch.ones(MIB, device=1)
+    x.untyped_storage().resize_(0)
+    assert live() == 0
+    x.untyped_storage().resize_(4 * MIB)
+    assert live() == 4 * MIB
+    del x
+    assert live() == 0
+
+
+def test_settings_of_the_allocator_are_refused():
+    with pytest.raises(simgpu.NotSimulated, match="allocator's settings"):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    with pytest.raises(simgpu.NotSimulated, match="_set_memory_metadata"):
+        torch.cuda.memory._set_memory_metadata("x")

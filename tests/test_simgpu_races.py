@@ -1486,3 +1486,42 @@ def test_random_programs_race_where_they_should(steps):
                 assert wanted, f"false alarm in {steps}: {error}"
                 return
         assert not wanted, f"missed race in {steps}"
+
+
+# -- what a reader of the code found ---------------------------------------------------
+
+
+def test_two_checks_of_the_same_tensor_are_no_race():
+    simgpu.start(1)
+    c = torch.ones((), dtype=torch.bool, device=0)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch._assert_async(c)
+    torch._assert_async(c)
+
+
+@pytest.mark.parametrize(
+    "read, wanted",
+    [
+        (lambda x: (x + x.view(4)).tolist(), [0j] * 4),
+        (lambda x: (x.conj() + 1j).tolist(), [1j] * 4),
+    ],
+)
+def test_a_racy_read_is_old_in_all_its_arguments(read, wanted):
+    simgpu.start(1, races="show")
+    x = torch.zeros(4, dtype=torch.complex64, device=0)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        x.fill_(5j)
+    assert read(x) == wanted
+
+
+def test_printing_a_racy_tensor_takes_no_memory():
+    simgpu.start(1, memory="64MB", races="show")
+    x = torch.zeros(10 * 2**20, device=0)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        x.fill_(5)
+    before = torch.cuda.max_memory_allocated()
+    assert "[0., 0., 0.," in repr(x) and "device='cuda:0'" in repr(x)
+    assert torch.cuda.max_memory_allocated() == before

@@ -227,8 +227,11 @@ def _in_every_pool(item, *args) -> None:
 
 
 def _after_fork() -> None:
+    """Another thread may have held a lock at that moment; it is not here to free it."""
+    placement._random_lock._at_fork_reinit()
     if placement.running is not None:
         placement.running.forked = placement.running.seen
+        placement.running.races.lock._at_fork_reinit()
 
 
 if hasattr(os, "register_at_fork"):  # Windows has no fork

@@ -14,6 +14,7 @@ what the host computes itself (the CPU's own operations cost nothing here).
 The constants below are assumed, not measured, unless a source is given.
 """
 
+import functools
 from bisect import bisect_right
 from collections import deque
 from typing import NamedTuple
@@ -82,6 +83,14 @@ class Engine:
     def book(self, ready: float, seconds: float, share: float = 1.0) -> float:
         """When work can start that is ready at `ready` and takes up `share`."""
         times, used = self.times, self.used
+        if ready >= times[-1]:  # nothing is booked so late
+            if ready > times[-1]:
+                times.append(ready)
+                used.append(0.0)
+            used[-1] = share
+            times.append(ready + seconds)
+            used.append(0.0)
+            return ready
         first = bisect_right(times, ready) - 1
         start, i = ready, first
         while i < len(times):  # find a gap that is long enough
@@ -107,6 +116,8 @@ class Engine:
 
     def forget(self, before: float) -> None:
         """Nothing will be booked before this time."""
+        if len(self.times) < 128:
+            return
         first = bisect_right(self.times, before) - 1
         if first > 64:
             del self.times[:first], self.used[:first]
@@ -139,33 +150,37 @@ class Clock:
 
     # -- work --------------------------------------------------------------------------
 
-    @one_at_a_time
-    def kernel(self, gpu, stream, func, args, kwargs, tensors, out) -> None:
-        """Log `func` on a stream of `gpu`, which gave `out`; it takes its time."""
+    def kernel(self, gpu, stream: int, func, args, kwargs, tensors, out) -> None:
+        """Log `func` on a stream of `gpu`, which gave `out`; it takes its time.
+
+        Args:
+            tensors: what it reads.
+        """
         outputs = [t for t in _as_tuple(out) if isinstance(t, torch.Tensor)]
         nbytes, elements = 0, 1
         for tensor in tensors:
-            nbytes += tensor.numel() * tensor.element_size()
+            nbytes += _bytes_in(tensor)
         for tensor in outputs:
-            count = tensor.numel()
-            nbytes += count * tensor.element_size()
-            elements = max(elements, count)
+            nbytes += _bytes_in(tensor)
+            elements = max(elements, tensor.numel())
+        name = _name_of(func)
         flops = flops_of(func, args, kwargs, out)
-        self.host += LAUNCH
-        key = (gpu.index, stream)
-        ready = max(self.host, self.done.get(key, 0.0))
-        name = func._schema.name.removeprefix("aten::")
-        numbers = _numbers(name, outputs or tensors) if flops else "float32"
+        numbers = _numbers(name, outputs or list(tensors)) if flops else "float32"
         seconds = kernel_seconds(gpu.card, flops, nbytes, numbers)
         share = min(1.0, max(elements / FILLS, 1) / gpu.card.multi_processors)
-        engine = self.compute[gpu.index]
-        start = engine.book(ready, seconds, share)
-        engine.forget(self.host)
-        self.done[key] = end = start + seconds
-        self._log(
-            Event("kernel", name, f"cuda:{gpu.index}", start, end, nbytes, flops,
-                  stream=stream, launched=self.host - LAUNCH)
-        )  # fmt: skip
+        key = (gpu.index, stream)
+        with self.lock:
+            launched = self.host
+            self.host += LAUNCH
+            ready = max(self.host, self.done.get(key, 0.0))
+            engine = self.compute[gpu.index]
+            start = engine.book(ready, seconds, share)
+            engine.forget(self.host)
+            self.done[key] = end = start + seconds
+            self._log(
+                Event("kernel", name, f"cuda:{gpu.index}", start, end, nbytes, flops,
+                      stream=stream, launched=launched)
+            )  # fmt: skip
 
     @one_at_a_time
     def copy(self, source, target, nbytes: int, streams, pinned=False, wait=True):
@@ -331,6 +346,21 @@ def copy_bandwidth(source, target, pinned: bool) -> float:
     return link if pinned or len(ends) == 2 else min(link, HOST_COPY)
 
 
+def _bytes_in(tensor: torch.Tensor) -> int:
+    """Bytes that an operation moves of a tensor: each that it has, once."""
+    if tensor.layout is not torch.strided:
+        return tensor._nnz() * tensor.element_size()
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes and 0 in tensor.stride():  # expanded: the same bytes again and again
+        return min(nbytes, tensor.untyped_storage().nbytes())
+    return nbytes
+
+
+@functools.cache
+def _name_of(func) -> str:
+    return func._schema.name.removeprefix("aten::")
+
+
 def _numbers(name: str, tensors: list) -> str:
     """In which numbers a kernel computes; float32 may be rounded to TF32."""
     numbers = str(tensors[0].dtype).removeprefix("torch.")
@@ -345,12 +375,17 @@ def _as_tuple(out) -> tuple:
     return tuple(out) if isinstance(out, (tuple, list)) else (out,)
 
 
+@functools.cache
+def _formula(func):
+    return flop_registry.get(func.overloadpacket)
+
+
 def flops_of(func, args, kwargs, out) -> int:
     """Floating-point operations of `func`, by PyTorch's own formulas.
 
     Operations without one (element-wise ones, reductions) count as bytes alone.
     """
-    formula = flop_registry.get(func.overloadpacket)
+    formula = _formula(func)
     if formula is None:
         return 0
     key = (func, *(_shape(value) for value in (*args, *kwargs.values())))

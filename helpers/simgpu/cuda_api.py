@@ -170,6 +170,11 @@ def _set_memory_fraction(fraction: float, index: int) -> None:
     _memory(index).fraction = fraction
 
 
+def _get_memory_fraction(index: int) -> float:
+    memory = _memory(index)
+    return memory.limit / memory.total
+
+
 def _empty_cache(*args) -> None:
     for gpu in placement.current().gpus:
         gpu.memory.empty_cache()
@@ -183,13 +188,16 @@ def mem_get_info(device=None) -> tuple[int, int]:
 
 def _record_memory_history(enabled="all", context="all", stacks="all",
                            max_entries=sys.maxsize, clear_history=False,
-                           *rest) -> None:  # fmt: skip
+                           compile_context=False, annotations=False,
+                           skip_actions=()) -> None:  # fmt: skip
     if enabled not in (None, "state", "all"):
         raise RuntimeError("expected state to be 'state', 'all', or None")
     if context not in CONTEXTS:
         raise RuntimeError("expected context to be 'state', 'alloc', 'all', or None")
     if stacks not in ("python", "all"):
         raise RuntimeError("expected stacks to be 'python', or 'all'")
+    if skip_actions:
+        raise NotSimulated("skip_actions of torch.cuda.memory._record_memory_history")
     init()
     most = None if enabled is None else 1 if enabled == "state" else max_entries
     for gpu in placement.current().gpus:
@@ -221,17 +229,31 @@ def _memory_snapshot(pool=None) -> dict:
     }  # fmt: skip
 
 
+def _refuse(call: str):
+    def refused(*args, **kwargs):
+        raise NotSimulated(call)
+
+    refused.__name__ = call.rsplit(".", 1)[-1]
+    return refused
+
+
 _C_MEMORY = {
     "_cuda_memoryStats": lambda index: _memory(index).stats(),
     "_cuda_resetPeakMemoryStats": lambda index: _memory(index).reset_peaks(),
     "_cuda_resetAccumulatedMemoryStats": lambda index: _memory(index).reset_sums(),
     "_cuda_emptyCache": _empty_cache,
     "_cuda_setMemoryFraction": _set_memory_fraction,
-    "_cuda_getMemoryFraction": lambda index: _memory(index).fraction or 1.0,
+    "_cuda_getMemoryFraction": lambda index: (
+        _memory(index).limit / _memory(index).total
+    ),
     "_cuda_memorySnapshot": _memory_snapshot,
     "_cuda_record_memory_history": _record_memory_history,
     "_cuda_record_memory_history_legacy": _record_memory_history_legacy,
     "_cuda_getAllocatorBackend": lambda: "native",
+    "_cuda_setMemoryMetadata": _refuse("torch.cuda.memory._set_memory_metadata"),
+    "_cuda_getMemoryMetadata": _refuse("torch.cuda.memory._get_memory_metadata"),
+    "_cuda_cudaHostAllocator": _refuse("torch.cuda.memory._host_allocator"),
+    "_accelerator_setAllocatorSettings": _refuse("changing the allocator's settings"),
     "_accelerator_isAllocatorInitialized": lambda: True,
     "_accelerator_getDeviceStats": lambda index: _memory(index).stats(),
     "_accelerator_resetPeakStats": lambda index: _memory(index).reset_peaks(),
@@ -355,14 +377,6 @@ _KEPT = {
     "Stream", "Event", "StreamContext", "stream", "current_stream", "default_stream",
     "set_stream", *_MEMORY_CALLS,
 }  # fmt: skip
-
-
-def _refuse(call: str):
-    def refused(*args, **kwargs):
-        raise NotSimulated(call)
-
-    refused.__name__ = call.rsplit(".", 1)[-1]
-    return refused
 
 
 def _refused_class(call: str):

@@ -138,6 +138,9 @@ class Pool:
         return blocks.pop(position)[2] if position < len(blocks) else None
 
 
+_NO_FRAMES: list[dict] = []
+
+
 class Block:
     """A piece of a segment, in use or free. Neighbours are linked."""
 
@@ -154,9 +157,9 @@ class Block:
         self.waiting = False  # for another stream, before it is free
         self.prev: Block | None = None
         self.next: Block | None = None
-        self.uses: set[int] = set()  # other streams that use it (`record_stream`)
-        self.frames: list[dict] = []
-        self.segment_frames: list[dict] = []
+        self.uses: set[int] | None = None  # other streams' numbers (`record_stream`)
+        self.frames: list[dict] = _NO_FRAMES
+        self.segment_frames: list[dict] = _NO_FRAMES
         self.writer = None  # what wrote it last (races.py)
         self.before = None  # what it held before that, while races are shown; ...
         self.since = None  # ... and which uninterrupted work has written it since
@@ -252,19 +255,27 @@ class Memory:
             torch.OutOfMemoryError: as `allocate` would.
         """
         __tracebackhide__ = True
-        if round_up(nbytes) > self.limit - self.allocated:
-            self.allocate(nbytes, stream)
+        size = round_up(nbytes)
+        if size > max(self.limit, self.reserved) - self.allocated:
+            with self.clock.lock:
+                self._release()
+                self.counts["num_alloc_retries"] += 1
+                raise self._out_of_memory(size, segment_size(size), stream)
 
     def free(self, block: Block) -> None:
-        """Give a block back; it may be used again at once on its own stream."""
+        """Give a block back; it may be used again at once on its own stream.
+
+        May be called at any moment, in any thread, also by Python's collector while it
+        runs within this very class: then the next call takes the block back.
+        """
         self._dying.append(block)
-        if not self.clock.lock._is_owned():  # else Python's collector runs within us
+        if not self.clock.lock._is_owned():
             self._bury()
 
     def record_stream(self, block: Block, stream: int) -> None:
         """Once freed, the block waits for what `stream` has been given until then."""
         if stream != block.stream:
-            block.uses.add(stream)
+            block.uses = {*(block.uses or ()), stream}
 
     def empty_cache(self) -> None:
         """Give the segments back to CUDA in which nothing lives."""
@@ -274,7 +285,11 @@ class Memory:
 
     def stats(self) -> dict:
         """What `torch._C._cuda_memoryStats` returns."""
-        self._bury()
+        with self.clock.lock:
+            self._bury()
+            return self._stats()
+
+    def _stats(self) -> dict:
         kinds = (("all", self.all), ("small_pool", self.small.stats),
                  ("large_pool", self.large.stats))  # fmt: skip
         nothing = Stat().as_dict()
@@ -290,15 +305,19 @@ class Memory:
         }
 
     def reset_peaks(self) -> None:
-        self._bury()
-        for stat in self._every_stat():
-            stat.peak = stat.current
+        """Every peak is the current value again."""
+        with self.clock.lock:
+            self._bury()
+            for stat in self._every_stat():
+                stat.peak = stat.current
 
     def reset_sums(self) -> None:
-        self._bury()
-        for stat in self._every_stat():
-            stat.begin_sums()
-        self.counts = dict.fromkeys(self.counts, 0)
+        """Count what comes, goes and fails from zero again."""
+        with self.clock.lock:
+            self._bury()
+            for stat in self._every_stat():
+                stat.begin_sums()
+            self.counts.update(dict.fromkeys(_COUNTS, 0))
 
     def _every_stat(self):
         for stats in (self.all, self.small.stats, self.large.stats):
@@ -411,8 +430,9 @@ class Memory:
         for stats in (self.all, block.pool.stats):
             stats.allocation.current -= 1
             stats.allocated_bytes.current -= block.size
-        self._note_free("free_requested", block)
-        if block.uses:
+        if self.history is not None:
+            self._note_free("free_requested", block)
+        if block.uses is not None:
             marks = [self.clock.mark(self.index, stream) for stream in block.uses]
             block.waiting = True
             self._waiting.append((block, marks))
@@ -437,10 +457,11 @@ class Memory:
     def _make_free(self, block: Block) -> None:
         """Merge the block with its free neighbours and put it into its pool."""
         pool, size = block.pool, block.size
-        self._note_free("free_completed", block)
-        block.uses.clear()
+        if self.history is not None:
+            self._note_free("free_completed", block)
+        block.uses = None
         requested, block.requested = block.requested, 0
-        block.frames = []
+        block.frames = _NO_FRAMES
         count, nbytes = 0, 0
         for other in (block.prev, block.next):
             if other is not None and not (other.allocated or other.waiting):
@@ -450,7 +471,8 @@ class Memory:
         if block.is_split:
             count, nbytes = count + 1, nbytes + block.size
         pool.insert(block)
-        self._count_inactive(pool, count, nbytes)
+        if count or nbytes:
+            self._count_inactive(pool, count, nbytes)
         for stats in (self.all, pool.stats):
             stats.active.current -= 1
             stats.active_bytes.current -= size
@@ -580,10 +602,8 @@ class Memory:
         }
 
     def _note_free(self, action: str, block: Block) -> None:
-        if self.history is not None:
-            frames = self._frames() if self.context == "all" else block.frames
-            where = (block.address, block.requested, block.stream)
-            self._note(action, *where, frames)
+        frames = self._frames() if self.context == "all" else block.frames
+        self._note(action, block.address, block.requested, block.stream, frames)
 
     def _note(self, action, address, size, stream, frames) -> None:
         where = "device_free" if action == "oom" else "addr"

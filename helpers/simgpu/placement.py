@@ -108,12 +108,12 @@ class Allocation:
 
     __slots__ = ("gpu", "nbytes", "block")
 
-    def __init__(self, gpu: Gpu, nbytes: int):
+    def __init__(self, gpu: Gpu, nbytes: int, stream: int):
         __tracebackhide__ = True
         self.block = None  # should allocate() refuse, __del__ has nothing to free
         self.gpu = gpu
         self.nbytes = nbytes
-        self.block = gpu.memory.allocate(nbytes, _stream_number(gpu))
+        self.block = gpu.memory.allocate(nbytes, stream)
 
     def resize(self, nbytes: int) -> None:
         """The storage has grown or shrunk in place."""
@@ -142,25 +142,29 @@ def gpu_of_storage(storage) -> Gpu | None:
     return its.gpu if its is not None and its.gpu.alive else None
 
 
-def gpu_of(tensor: torch.Tensor) -> Gpu | None:
-    """The simulated GPU on which `tensor` lives, or None."""
+def _mark_of(tensor: torch.Tensor) -> Allocation | None:
+    """What marks a tensor as living on a GPU that still runs."""
     with torch._C.DisableTorchFunction():  # no mode and no subclass need see this
         try:
-            its = getattr(_storage_of(tensor), "_simgpu", None)
-        except (NotImplementedError, RuntimeError):
+            its = _storage_of(tensor)._simgpu
+        except AttributeError:
+            return None
+        except (NotImplementedError, RuntimeError):  # it has no storage of its own
             parts = _parts_of(tensor)
-            return gpu_of(parts[-1]) if parts else None
-    return its.gpu if its is not None and its.gpu.alive else None
+            return _mark_of(parts[-1]) if parts else None
+    return its if its.gpu.alive else None
+
+
+def gpu_of(tensor: torch.Tensor) -> Gpu | None:
+    """The simulated GPU on which `tensor` lives, or None."""
+    its = _mark_of(tensor)
+    return None if its is None else its.gpu
 
 
 def block_of(tensor: torch.Tensor):
-    """The allocator's block in which a plain GPU tensor lives, or None."""
-    with torch._C.DisableTorchFunction():
-        try:
-            its = getattr(_storage_of(tensor), "_simgpu", None)
-        except (NotImplementedError, RuntimeError):
-            return None
-    return its.block if its is not None else None
+    """The allocator's block in which a GPU tensor lives, or None."""
+    its = _mark_of(tensor)
+    return None if its is None else its.block
 
 
 def _parts_of(tensor) -> list[torch.Tensor]:
@@ -206,7 +210,7 @@ def place(tensor: torch.Tensor, gpu: Gpu | None) -> torch.Tensor:
     nbytes = storage.nbytes()
     its = getattr(storage, "_simgpu", None)
     if its is None or not its.gpu.alive:
-        storage._simgpu = Allocation(gpu, nbytes)
+        storage._simgpu = Allocation(gpu, nbytes, _stream_number(gpu))
     elif its.nbytes != nbytes:
         its.resize(nbytes)
     return tensor
@@ -219,19 +223,27 @@ class _Op:
     """What the mode must know of one operation; made once an operation."""
 
     __slots__ = (
-        "name", "arguments", "has_device", "random", "silent", "factory", "sizes",
-        "run",
+        "name", "arguments", "writes", "makes", "has_device", "random", "silent",
+        "factory", "gathers", "sizes", "run",
     )  # fmt: skip
 
     def __init__(self, func):
         self.name = func._schema.name.removeprefix("aten::")
         self.arguments = {a.name: a for a in func._schema.arguments}
+        self.writes = [
+            a.name
+            for a in func._schema.arguments
+            if a.alias_info is not None and a.alias_info.is_write
+        ]
+        returns = func._schema.returns  # new tensors, and not its arguments?
+        self.makes = bool(returns) and not any(r.alias_info for r in returns)
         self.has_device = "device" in self.arguments
         self.random = torch.Tag.nondeterministic_seeded in func.tags
         # launches nothing on a GPU: views, and memory that nobody fills
         self.silent = func.is_view or self.name in _SILENT
         # reads nothing of its tensors but their shapes and the like
         self.factory = self.name.startswith("new_") or self.name.endswith("_like")
+        self.gathers = self.name in _GATHERS
         # the host must read how large the result is before it can go on
         by_mask = self.name == "index"  # only if a mask is among its indices
         self.sizes = torch.Tag.dynamic_output_shape in func.tags and not by_mask
@@ -282,6 +294,8 @@ _SILENT = {
     "new_empty_strided", "set_", "resize_", "_unsafe_view", "lift_fresh", "lift",
     "_sparse_coo_tensor_with_dims_and_tensors", "_coalesced_", "_reshape_alias",
 }  # fmt: skip
+# they read of their first tensor only what they return
+_GATHERS = {"embedding", "index", "index_select", "gather", "take", "_unsafe_index"}
 _SPECIAL = {}  # operation name -> method of Placement that runs it
 _OPS: dict = {}
 
@@ -420,8 +434,10 @@ class Placement(TorchDispatchMode):
             place(tensor, gpu)
         if logged:
             stream = _stream_number(gpu)
-            self._wrote(func, (gpu.index, stream), outputs or tensors_in(args[:1]))
+            self._wrote(op, func, (gpu.index, stream), args, kwargs, outputs)
             read = () if op.factory else tensors
+            if op.gathers:
+                read = (*tensors[1:], *outputs)
             self.sim.clock.kernel(gpu, stream, func, args, kwargs, read, out)
             if op.sizes:
                 self.sim.clock.copy(gpu, None, 8, [stream])
@@ -455,18 +471,28 @@ class Placement(TorchDispatchMode):
         key = (gpu.index, _stream_number(gpu))
         racy = races.access("printing", key, [("self", tensor, block)], [])
         races.host_waits([key])
-        return place(_as_before(tensor, block), gpu) if racy else tensor
+        if not racy:
+            return tensor
+        seen = _as_before(tensor, block).clone()
+        _storage_of(seen)._simgpu = Allocation(gpu, 0, 0)  # there, but takes no memory
+        return seen
 
-    def _wrote(self, func, key, tensors) -> None:
-        """`func` has made these tensors, or changed them."""
+    def _wrote(self, op, func, key, args, kwargs, outputs) -> None:
+        """`func` has made its outputs, or changed some of its arguments."""
         __tracebackhide__ = True
-        blocks = [(t, b) for t in tensors if (b := block_of(t)) is not None]
         races = self.sim.races
         if not races.watching:
-            races.remember(func, key, [block for _, block in blocks])
-        elif not any(returned.alias_info for returned in func._schema.returns):
-            made = [("", tensor, block) for tensor, block in blocks]
-            for _, block in blocks:
+            written = outputs
+            if op.writes and not op.makes:
+                named = zip(op.arguments, args, strict=False)
+                values = [value for name, value in named if name in op.writes]
+                values += [kwargs[name] for name in op.writes if name in kwargs]
+                written = tensors_in(values)
+            blocks = [block_of(tensor) for tensor in written]
+            races.remember(func, key, [block for block in blocks if block is not None])
+        elif op.makes:
+            made = [("", t, b) for t in outputs if (b := block_of(t)) is not None]
+            for _, _, block in made:
                 races.keep(key, block, None)
             races.access(str(func._schema), key, [], made, new=True)
 
@@ -503,7 +529,7 @@ class Placement(TorchDispatchMode):
         if gpu is not None:
             if pin:
                 raise RuntimeError("Only dense CPU tensors can be pinned")
-            _refuse_too_large(gpu, args, kwargs)
+            _refuse_too_large(op, gpu, args, kwargs)
         out = self._run(op, func, args, kwargs, tensors, gpu)
         if gpu is None and pin:
             _storage_of(out)._simgpu_pinned = True
@@ -588,7 +614,9 @@ class Placement(TorchDispatchMode):
             return out
         # PyTorch takes pinned memory where the host need not wait
         pinned = _is_pinned(tensor) if source is None else not wait
-        out = self._cross(func, args, kwargs, source, target, tensor, pinned, wait)
+        out = self._cross(
+            op, func, args, kwargs, source, target, tensor, pinned=pinned, wait=wait
+        )
         if pin or (pinned and target is None):
             _storage_of(out)._simgpu_pinned = True
         return out
@@ -607,10 +635,12 @@ class Placement(TorchDispatchMode):
         into, tensor = tensors[:2]
         wait = not (args[2] if len(args) > 2 else kwargs.get("non_blocking"))
         pinned = _is_pinned(into if target is None else tensor)
-        crossing = (func, args, kwargs, source, target, tensor, pinned, wait, into)
-        return self._cross(*crossing)
+        return self._cross(
+            op, func, args, kwargs, source, target, tensor, into=into, pinned=pinned,
+            wait=wait,
+        )  # fmt: skip
 
-    def _cross(self, func, args, kwargs, source, target, tensor, pinned, wait,
+    def _cross(self, op, func, args, kwargs, source, target, tensor, *, pinned, wait,
                into=None):  # fmt: skip
         """Run a copy of `tensor` to another device, `into` a tensor or a new one."""
         __tracebackhide__ = True
@@ -633,7 +663,7 @@ class Placement(TorchDispatchMode):
                 races.keep(keys[-1], writes[0][2], copy)
         out = place(func(*args, **kwargs), target)
         if target is not None:
-            self._wrote(func, keys[-1], [out])
+            self._wrote(op, func, keys[-1], args, kwargs, [out])
         nbytes = tensor.numel() * tensor.element_size()
         streams = [number for _, number in keys]
         self.sim.clock.copy(source, target, nbytes, streams, pinned, wait)
@@ -690,7 +720,7 @@ class Placement(TorchDispatchMode):
         place(data, gpu)
         if not self.sim.thread.quiet and gpu is not None:
             stream = _stream_number(gpu)
-            self._wrote(func, (gpu.index, stream), [data])
+            self._wrote(op, func, (gpu.index, stream), args, kwargs, [data])
             self.sim.clock.kernel(gpu, stream, func, args, kwargs, tensors[:1], data)
         return data, batch_sizes
 
@@ -716,6 +746,14 @@ class Placement(TorchDispatchMode):
             self.sim.clock.pin(out.numel() * out.element_size())
         return out
 
+    @_special("_linalg_check_errors")
+    def _check_errors(self, op, func, args, kwargs, tensors):
+        """The host reads whether it went well, and so waits."""
+        gpu = gpu_of(tensors[0])
+        if gpu is not None:
+            self.sim.log_copy(gpu, None, 4 * tensors[0].numel())
+        return func(*args, **kwargs)
+
     @_special("record_stream")
     def _record_stream(self, op, func, args, kwargs, tensors):
         raise NotSimulated("record_stream called from C++")
@@ -738,8 +776,9 @@ def _as_before(tensor, block) -> torch.Tensor:
         if before is None:  # fresh memory: zeros, as CUDA's mostly is
             before = torch.zeros(_storage_of(tensor).nbytes(), dtype=torch.uint8)
         where = (tensor.storage_offset(), tensor.shape, tensor.stride())
-        empty = torch.empty(0, dtype=tensor.dtype)
-        return empty.set_(_storage_of(before), *where)
+        seen = torch.empty(0, dtype=tensor.dtype).set_(_storage_of(before), *where)
+        seen = torch._conj(seen) if tensor.is_conj() else seen
+        return torch._neg_view(seen) if tensor.is_neg() else seen
 
 
 def _swap(value, other: dict):
@@ -938,13 +977,18 @@ def _check_generator(generator, gpu: Gpu | None) -> None:
         )
 
 
-def _refuse_too_large(gpu: Gpu, args, kwargs) -> None:
+def _refuse_too_large(op, gpu: Gpu, args, kwargs) -> None:
     """Raise OutOfMemoryError before the host fills its own memory with zeros."""
     __tracebackhide__ = True
     size = args[0] if args and isinstance(args[0], (list, tuple, torch.Size)) else ()
+    if op.name == "empty_strided" or kwargs.get("layout") not in (None, torch.strided):
+        return
     if size and all(isinstance(n, int) for n in size):
-        count = functools.reduce(lambda a, b: a * b, size, 1)
         dtype = kwargs.get("dtype") or torch.get_default_dtype()
+        if op.name == "full" and kwargs.get("dtype") is None:
+            whole = {bool: torch.bool, int: torch.int64}
+            dtype = whole.get(type(args[1]), dtype)
+        count = functools.reduce(lambda a, b: a * b, size, 1)
         gpu.memory.check_room(count * dtype.itemsize, _stream_number(gpu))
 
 

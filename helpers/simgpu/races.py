@@ -150,7 +150,7 @@ class Races:
             self.number += 1
             self.last[key] = number = self.number
         frame = sys._getframe(2)
-        while _is_machinery(frame.f_code) and frame.f_back:
+        while _is_machinery(frame.f_code.co_filename) and frame.f_back:
             frame = frame.f_back
         writer = (number, key, func, frame.f_code, frame.f_lineno)
         for block in written:
@@ -169,7 +169,7 @@ class Races:
             CUDASanitizerErrors: at a race; not at a racy read while races are shown.
         """
         aliases: dict[int, list[str]] = {}
-        touched: dict[int, int] = {}  # atom -> position in reads
+        touched: dict[int, set[int]] = {}  # atom -> positions in reads
         sets: list[set[int]] = []
         for accesses in (reads, writes):
             atoms = set()
@@ -177,7 +177,7 @@ class Races:
                 for atom in self._atoms_of(tensor, block):
                     aliases.setdefault(atom, []).append(argument)
                     if accesses is reads:
-                        touched[atom] = position
+                        touched.setdefault(atom, set()).add(position)
                     atoms.add(atom)
                     self._forget_reads(atom, key)
             sets.append(atoms)
@@ -193,7 +193,7 @@ class Races:
         racy = [error for error in errors if error.data_ptr in touched]
         if errors and (self.way == "raise" or len(racy) < len(errors)):
             raise race_error()(errors)
-        return sorted({touched[error.data_ptr] for error in racy})
+        return sorted(set().union(*(touched[error.data_ptr] for error in racy)))
 
     def _atoms_of(self, tensor, block) -> list[int]:
         """The pieces of memory that a tensor covers, known to the sanitizer."""
@@ -242,9 +242,9 @@ class Races:
 
 
 @cache
-def _is_machinery(code) -> bool:
-    """Whether a function is the simulator's or PyTorch's."""
-    return code.co_filename.startswith((_OURS, _TORCH))
+def _is_machinery(filename: str) -> bool:
+    """Whether a file is the simulator's or PyTorch's."""
+    return filename.startswith((_OURS, _TORCH))
 
 
 @cache

@@ -48,6 +48,7 @@ _raw_storage = {
 }
 _raw_storage_device = UntypedStorage.device
 _raw_storage_data_ptr = UntypedStorage.data_ptr
+_raw_storage_resize = UntypedStorage.resize_
 _raw_apply_function = vars(torch.autograd.Function)["apply"].__func__
 _raw_apply_backward = BackwardCFunction.apply
 _raw_run_backward = torch.autograd._engine_run_backward
@@ -508,6 +509,15 @@ def _storage_data_ptr(self):
     return its.block.address
 
 
+def _storage_resize(self, size: int):
+    """Also counts what the storage takes then."""
+    _raw_storage_resize(self, size)
+    its = getattr(self, "_simgpu", None)
+    if placement.gpu_of_storage(self) is not None and its.nbytes != self.nbytes():
+        its.resize(self.nbytes())
+    return self
+
+
 def _storage_bytes(storage) -> torch.Tensor:
     """The bytes of a storage as a tensor on the same device."""
     empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
@@ -733,6 +743,7 @@ def replacements() -> list[tuple[object, str, object]]:
         (BackwardCFunction, "apply", _apply_backward),
         (UntypedStorage, "device", property(_storage_device)),
         (UntypedStorage, "data_ptr", _storage_data_ptr),
+        (UntypedStorage, "resize_", _storage_resize),
         (UntypedStorage, "_share_cuda_", _share_cuda),
         (_StorageBase, "clone", _storage_clone),
         (_StorageBase, "cpu", _storage_cpu),
