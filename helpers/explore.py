@@ -104,14 +104,16 @@ def allocator_picture(tensors: int, size: int, free: str, more: int) -> draw.Pic
     for block in goes:
         memory.free(block)
     before = memory.reserved
-    unused = before - memory.allocated
+    unused = CARD - memory.allocated
     if not ending:
         try:
             memory.allocate(more * MIB)
             found = "in the cache" if memory.reserved == before else "in a new segment"
             ending = f"{more} MiB more: found {found}"
         except torch.OutOfMemoryError:
-            ending = f"{more} MiB more: out of memory with {unused // MIB} MiB unused"
+            ending = (
+                f"{more} MiB more: out of memory with {unused // MIB} MiB not taken"
+            )
     whose = "64 MiB of memory (simulated)"
     picture = draw.segment_picture(memory.snapshot(), whose, "cuda:0")
     picture.title += f". {ending}"

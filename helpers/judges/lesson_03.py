@@ -115,8 +115,8 @@ def largest_batch(rows) -> None:
     if abs(rows - fits) <= 0.04 * fits:
         return
     reasons = {
-        8: "8 tensors are never there at once: the output is free before the worst "
-        "moment, or one gradient is counted twice",
+        8: "8 tensors are never there at once: nobody names the output, so it is free "
+        "before the worst moment; or one gradient is counted twice",
         6: "one of 7 tensors is missing: x, y, two activations, the loss, and two "
         "gradients of activations",
         5: "the gradients of activations come in twos: one comes in, one goes out",
