@@ -526,3 +526,18 @@ def test_an_inverse_waits_for_its_verdict(log):
     log.clear()
     torch.linalg.inv(x)
     assert [e.source for e in log.copies] == ["cuda:1"]
+
+
+def test_the_cards_agree_with_pytorchs_own_datasheets():
+    from torch._inductor.analysis.device_info import lookup_device_info
+
+    from helpers.simgpu.cards import CARDS
+
+    for name in ("A100", "H100"):
+        card, sheet = CARDS[name], lookup_device_info(f"NVIDIA {name}")
+        assert card.memory_bandwidth == sheet.dram_bw_gbs * 1e9
+        sparse = getattr(sheet, "tops_sparsity_factor", 1)
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+            rate = card.flops[str(dtype).removeprefix("torch.")]
+            dense = sheet.tops[dtype] / (sparse if dtype.itemsize == 2 else 1)
+            assert rate == pytest.approx(dense * 1e12, rel=0.002)
