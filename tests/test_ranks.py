@@ -495,3 +495,29 @@ def test_errors_survive_pickling():
     error = pickle.loads(pickle.dumps(RankError("rank 1: no")))
     assert str(error) == "rank 1: no"
     assert error._render_traceback_() == ["RankError: rank 1: no"]
+
+
+@LINUX
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="mounting takes root"
+)
+def test_a_full_shared_memory_is_no_trouble():
+    code = """
+        from helpers import Ranks
+        def total():
+            import torch, torch.distributed as dist
+            x = torch.ones(1_000_000); dist.all_reduce(x); return x.sum().item()
+        with Ranks(2) as ranks:
+            print(ranks.run(total))
+    """
+    inside = (
+        "mount -t tmpfs -o size=64k tmpfs /dev/shm && "
+        '(head -c 1M /dev/zero > /dev/shm/full || true) 2>/dev/null && exec "$@"'
+    )
+    command = ["unshare", "-m", "sh", "-c", inside, "sh", sys.executable, "-c"]
+    result = subprocess.run(
+        [*command, textwrap.dedent(code)], capture_output=True, text=True, timeout=60
+    )
+    if "Operation not permitted" in result.stderr:
+        pytest.skip("this machine does not let root mount")
+    assert result.stdout.splitlines()[-1] == "[2000000.0, 2000000.0]", result.stderr
