@@ -19,6 +19,7 @@ import gc
 import importlib
 import os
 import pickle
+import shutil
 import signal
 import sys
 import threading
@@ -33,10 +34,10 @@ PRELOAD = (
 _HERE = __file__
 
 
-def die_with(parent: int) -> None:
-    """End this process when its parent does, whatever it is doing then."""
+def die_with(parent: int, how: int = signal.SIGTERM) -> None:
+    """Send this process a signal when its parent ends, whatever it is doing then."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(1, how)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:
             os._exit(1)
         return
@@ -44,7 +45,7 @@ def die_with(parent: int) -> None:
     def watch():
         while os.getppid() == parent:
             time.sleep(0.5)
-        os._exit(1)
+        os.kill(os.getpid(), how)
 
     threading.Thread(target=watch, daemon=True).start()
 
@@ -162,8 +163,19 @@ def _describe(error: BaseException) -> dict:
 # -- the nursery -----------------------------------------------------------------------
 
 
-def be_nursery(notebook: Connection) -> None:
-    """Fork ranks as asked, and report how they end. Does not return."""
+def be_nursery(notebook: Connection, folder: str) -> None:
+    """Fork ranks as asked, and report how they end. Does not return.
+
+    Args:
+        notebook: who asks.
+        folder: of all temporary files; it goes when the notebook does.
+    """
+
+    def end(*_):
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(0)  # and the ranks with it
+
+    signal.signal(signal.SIGTERM, end)
     for module in PRELOAD:
         importlib.import_module(module)
     gc.collect()
@@ -184,13 +196,14 @@ def be_nursery(notebook: Connection) -> None:
         try:
             setting = notebook.recv()
         except (EOFError, OSError):
-            os._exit(0)
+            end()
         if setting is None:  # are you there?
             notebook.send(("yes", None))
             continue
         for rank in range(setting["world_size"]):
             if os.fork() == 0:
-                die_with(me)
+                die_with(me, signal.SIGKILL)
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 for fd in (notebook.fileno(), read, write):
@@ -218,7 +231,8 @@ def main() -> None:
     parent, what, setting = pickle.load(sys.stdin.buffer)
     die_with(parent)
     if what == "nursery":
-        be_nursery(Client(setting["address"], authkey=setting["key"]))
+        notebook = Client(setting["address"], authkey=setting["key"])
+        be_nursery(notebook, setting["folder"])
     be_rank(what, setting)
 
 

@@ -202,11 +202,9 @@ class _Nursery:
     """The process that has imported PyTorch and forks ranks. One for each notebook."""
 
     def __init__(self):
-        key = secrets.token_bytes(16)
-        with Listener(authkey=key) as listener:
-            self.process = _Process(
-                "nursery", {"address": listener.address, "key": key}
-            )
+        self.folder = _new_folder()  # the nursery removes it, should we be killed
+        with _listener(self.folder) as (listener, setting):
+            self.process = _Process("nursery", {**setting, "folder": str(self.folder)})
             self.link = _accept(listener, START, [self.process])
         self.ended: dict[int, int] = {}  # process -> exit status
 
@@ -237,6 +235,20 @@ class _Nursery:
     def close(self) -> None:
         self.link.close()
         self.process.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _new_folder(inside: Path | None = None) -> Path:
+    return Path(tempfile.mkdtemp(prefix="ranks-", dir=inside))
+
+
+@contextlib.contextmanager
+def _listener(folder: Path):
+    """Where new processes report, and what they must know to do so."""
+    address = None if os.name == "nt" else str(folder / "socket")
+    key = secrets.token_bytes(16)
+    with Listener(address, authkey=key, backlog=MOST) as listener:
+        yield listener, {"address": listener.address, "key": key}
 
 
 class _State:
@@ -301,17 +313,16 @@ class _Crew:
 
     def __init__(self, size: int, setting: dict):
         self.size = size
-        self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self.links: list[Connection | None] = [None] * size
         self.pids = [0] * size
         self.spawned: list[_Process] = []
-        self.nursery: _Nursery | None = None
-        key = secrets.token_bytes(16)
+        self.nursery = _state.nursery_that_lives() if _FORKS else None
+        self.folder = _new_folder(self.nursery.folder if self.nursery else None)
         try:
-            with Listener(authkey=key, backlog=size) as listener:
+            with _listener(self.folder) as (listener, address):
                 setting = {
-                    **setting, "address": listener.address, "key": key,
-                    "world_size": size, "folder": str(self.folder), "path": sys.path,
+                    **setting, **address, "world_size": size, "path": sys.path,
+                    "folder": str(self.folder),
                 }  # fmt: skip
                 self._begin(setting)
                 self._meet(listener)
@@ -321,8 +332,7 @@ class _Crew:
             raise
 
     def _begin(self, setting: dict) -> None:
-        if _FORKS:
-            self.nursery = _state.nursery_that_lives()
+        if self.nursery:
             self.nursery.fork(setting)
         else:
             self.spawned = [_Process(rank, setting) for rank in range(self.size)]

@@ -399,11 +399,12 @@ CHILD = """
 
 @FORKS
 @pytest.mark.parametrize("then", ["time.sleep(60)", "ranks.run(hang)"])
-def test_ranks_end_when_the_notebook_is_killed(then):
+def test_ranks_end_when_the_notebook_is_killed(then, tmp_path):
     code = textwrap.dedent(CHILD).format(then=then)
     process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
-    )
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )  # fmt: skip
     process.stdout.readline()
     pids = list(map(int, process.stdout.readline().split()))
     everyone = psutil.Process(process.pid).children(recursive=True)
@@ -413,6 +414,8 @@ def test_ranks_end_when_the_notebook_is_killed(then):
     process.wait(10)
     _, alive = psutil.wait_procs(everyone, timeout=5)
     assert alive == []
+    left = [path.name for path in tmp_path.iterdir()]
+    assert not [name for name in left if name.startswith(("ranks-", "pymp-"))]
     process.stdout.close()
 
 
