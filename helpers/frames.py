@@ -4,12 +4,13 @@ Standard library only, because ranks use it before PyTorch is there.
 """
 
 import linecache
+import os
 import sysconfig
 from pathlib import Path
 
 _FOREIGN = (
     *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")},
-    str(Path(__file__).parent),
+    str(Path(__file__).parent) + os.sep,
     "<frozen",
 )
 CELL = "<ranks cell"  # how the file name of a `%%ranks` cell begins
@@ -17,7 +18,8 @@ CELL = "<ranks cell"  # how the file name of a `%%ranks` cell begins
 
 def is_learners(filename: str) -> bool:
     """Whether a file is neither Python's, nor a package's, nor the course's."""
-    return not filename.startswith(_FOREIGN)
+    packages = {"site-packages", "dist-packages"} & set(Path(filename).parts)
+    return not packages and not filename.startswith(_FOREIGN)
 
 
 def shown(filename: str) -> str:

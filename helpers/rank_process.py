@@ -7,7 +7,7 @@ notebook sends: it calls a function or runs a cell, and answers with the result 
 what went wrong. It ends with `os._exit`, because a thread of gloo may still hold
 tensors while Python shuts down, which aborts the process.
 
-Started by `ranks.py` as `python -m helpers.rank_process ADDRESS`.
+Started by `ranks.py`, which says over stdin what to be.
 """
 
 import ast
@@ -25,19 +25,22 @@ import sys
 import threading
 import time
 import traceback
+import types
 from multiprocessing.connection import Client, Connection, wait
+
+import cloudpickle
 
 PRELOAD = (
     "torch", "torch.distributed", "torch.nn.parallel.distributed", "torch.optim",
-    "torch._dynamo", "cloudpickle",
+    "torch._dynamo", "numpy",
 )  # fmt: skip
 _HERE = __file__
 
 
-def die_with(parent: int, how: int = signal.SIGTERM) -> None:
-    """Send this process a signal when its parent ends, whatever it is doing then."""
+def die_with(parent: int) -> None:
+    """End this process when the one that forked it does, whatever it is doing then."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, how)  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:
             os._exit(1)
         return
@@ -45,7 +48,17 @@ def die_with(parent: int, how: int = signal.SIGTERM) -> None:
     def watch():
         while os.getppid() == parent:
             time.sleep(0.5)
-        os.kill(os.getpid(), how)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def die_with_stdin() -> None:
+    """End this process when whoever holds the other end of its stdin does."""
+
+    def watch():
+        sys.stdin.buffer.read()
+        os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
 
@@ -59,9 +72,15 @@ def be_rank(rank: int, setting: dict) -> None:
     Args:
         rank: its number.
         setting: what `ranks.Ranks` says: address, key, world_size, folder, backend,
-            timeout, threads, path (of modules).
+            timeout, threads, path (of modules), environ, cwd.
     """
-    folder = setting["folder"]
+    folder, size = setting["folder"], setting["world_size"]
+    sys.path[:] = setting["path"]  # what the notebook can import, a rank can
+    os.chdir(setting["cwd"])
+    os.environ.update(
+        setting["environ"], RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size),
+        LOCAL_WORLD_SIZE=str(size), OMP_NUM_THREADS=str(setting["threads"]),
+    )  # fmt: skip
     output = os.open(f"{folder}/{rank}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -70,15 +89,9 @@ def be_rank(rank: int, setting: dict) -> None:
     if hasattr(signal, "SIGUSR1"):
         stack = open(f"{folder}/{rank}.stack", "w")
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.path[:] = setting["path"]  # what the notebook can import, a rank can
-    size = setting["world_size"]
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size),
-        LOCAL_WORLD_SIZE=str(size), OMP_NUM_THREADS=str(setting["threads"]),
-    )  # fmt: skip
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # heard while there is work only
     notebook = Client(setting["address"], authkey=setting["key"])
-    notebook.send(("hello", rank, os.getpid()))
+    notebook.send(("hello", (rank, os.getpid())))
     try:
         names = _join(rank, setting)
     except BaseException as error:
@@ -91,37 +104,51 @@ def be_rank(rank: int, setting: dict) -> None:
         except (EOFError, OSError):
             os._exit(0)
         try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             answer = ("ok", _do(kind, payload, names))
         except BaseException as error:  # also SystemExit and KeyboardInterrupt
             answer = ("error", _describe(error))
-        sys.stdout.flush()
+        finally:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _flush()
         try:
             notebook.send(answer)
-        except (BrokenPipeError, OSError):
+        except OSError:
             os._exit(0)
+
+
+def _flush() -> None:
+    """Write out what Python and C have printed."""
+    sys.stdout.flush()
+    if os.name == "posix":
+        ctypes.CDLL(None).fflush(None)
 
 
 def _join(rank: int, setting: dict) -> dict:
     """Start the process group; the names that cells find in this rank."""
+    import numpy
     import torch
     import torch.distributed as dist
 
+    numpy.random.seed()  # noqa: NPY002 - forked ranks would all draw the same
     torch.set_num_threads(setting["threads"])
-    if setting["backend"] == "nccl":
+    dist.set_debug_level_from_env()
+    on_gpus = setting["backend"] == "nccl"
+    if on_gpus:
         torch.cuda.set_device(rank)
-    store = dist.FileStore(f"{setting['folder']}/store", setting["world_size"])
     dist.init_process_group(
-        setting["backend"],
-        store=store,
+        "cpu:gloo,cuda:nccl" if on_gpus else "gloo",
+        store=dist.FileStore(f"{setting['folder']}/store", setting["world_size"]),
         rank=rank,
         world_size=setting["world_size"],
         timeout=datetime.timedelta(seconds=setting["timeout"]),
+        device_id=torch.device("cuda", rank) if on_gpus else None,
     )
     dist.barrier()
-    return {
-        "__name__": "__main__", "torch": torch, "dist": dist, "rank": rank,
-        "world_size": setting["world_size"],
-    }  # fmt: skip
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    names = {"torch": torch, "dist": dist, "rank": rank}
+    vars(main).update(names, world_size=setting["world_size"])
+    return vars(main)  # so that what a cell defines can be pickled
 
 
 def _do(kind: str, payload, names: dict) -> bytes | None:
@@ -130,7 +157,7 @@ def _do(kind: str, payload, names: dict) -> bytes | None:
         function, args, kwargs = pickle.loads(payload)
         result = function(*args, **kwargs)
         try:
-            return pickle.dumps(result)
+            return cloudpickle.dumps(result)
         except Exception as error:
             kind = type(result).__name__
             raise TypeError(f"the result, a {kind}, cannot be sent: {error}") from None
@@ -149,6 +176,9 @@ def _do(kind: str, payload, names: dict) -> bytes | None:
 
 def _describe(error: BaseException) -> dict:
     """An error as plain data: what it says, and where, innermost last."""
+    if isinstance(error, SyntaxError) and error.filename:
+        what = f"{type(error).__name__}: {error.msg}"
+        return {"what": what, "where": [(error.filename, error.lineno, "<module>")]}
     lines = traceback.extract_tb(error.__traceback__)
     return {
         "what": "".join(traceback.format_exception_only(error)).strip(),
@@ -163,19 +193,19 @@ def _describe(error: BaseException) -> dict:
 # -- the nursery -----------------------------------------------------------------------
 
 
-def be_nursery(notebook: Connection, folder: str) -> None:
+def be_nursery(notebook: Connection, parent: int, folder: str) -> None:
     """Fork ranks as asked, and report how they end. Does not return.
 
     Args:
         notebook: who asks.
+        parent: its process.
         folder: of all temporary files; it goes when the notebook does.
     """
 
-    def end(*_):
+    def end():
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)  # and the ranks with it
 
-    signal.signal(signal.SIGTERM, end)
     for module in PRELOAD:
         importlib.import_module(module)
     gc.collect()
@@ -188,7 +218,12 @@ def be_nursery(notebook: Connection, folder: str) -> None:
     me = os.getpid()
     notebook.send(("ready", None))
     while True:
-        if read in wait([notebook, read]):
+        ready = wait([notebook, read], 0.5)
+        if os.getppid() != parent:
+            end()
+        if not ready:
+            continue
+        if read in ready:
             os.read(read, 4096)
             for pid, status in _ended():
                 notebook.send(("ended", (pid, status)))
@@ -202,8 +237,8 @@ def be_nursery(notebook: Connection, folder: str) -> None:
             continue
         for rank in range(setting["world_size"]):
             if os.fork() == 0:
-                die_with(me, signal.SIGKILL)
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                die_with(me)
+                os.setpgid(0, 0)  # what a rank starts ends with it
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 for fd in (notebook.fileno(), read, write):
@@ -229,12 +264,8 @@ def _ended() -> list[tuple[int, int]]:
 def main() -> None:
     """Read who to be from stdin: (parent, what, its setting)."""
     parent, what, setting = pickle.load(sys.stdin.buffer)
-    die_with(parent)
     if what == "nursery":
         notebook = Client(setting["address"], authkey=setting["key"])
-        be_nursery(notebook, setting["folder"])
+        be_nursery(notebook, parent, setting["folder"])
+    die_with_stdin()
     be_rank(what, setting)
-
-
-if __name__ == "__main__":
-    main()

@@ -9,7 +9,8 @@ simulated here: NCCL where there are enough real GPUs, gloo on the CPU otherwise
 This file is the notebook's side: it starts the ranks, sends them work, collects output
 and failures, and starts them afresh after a crash or a hang. `rank_process.py` is the
 other side. Leaves out: ranks on several machines, and pictures drawn by a rank (return
-the numbers and draw in the notebook).
+the numbers and draw in the notebook). Run on Linux and gloo; macOS, Windows and NCCL
+are written for and were not run.
 """
 
 import argparse
@@ -22,12 +23,19 @@ import secrets
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection, Listener, wait
+from multiprocessing.connection import (
+    Connection,
+    answer_challenge,
+    deliver_challenge,
+    wait,
+)
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,7 +49,8 @@ RUN = 60.0  # seconds that a call or a cell may take
 GRACE = 3.0  # seconds that the other ranks may go on after one has failed
 COLLECTIVE = 20.0  # seconds before a collective gives up
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-_FORKS = hasattr(os, "fork")
+SHOWN = 10**7  # bytes of each rank's output that a call shows
+_FORKS = sys.platform == "linux"  # elsewhere each rank is a new Python process
 
 
 class RankError(RuntimeError):
@@ -80,7 +89,8 @@ class Ranks:
         self.backend = _backend(size)
         self._crew: _Crew | None = None
         self._options = {"timeout": timeout, "threads": threads}
-        self._cells = 0
+        self._cells = 0  # whose lines are kept
+        self._busy = threading.Lock()
         self._start()
         _state.ranks = self
         where = "GPUs" if self.backend == "nccl" else "the CPU"
@@ -110,11 +120,14 @@ class Ranks:
         except Exception as error:
             raise TypeError(f"cannot send this to the ranks: {error}") from None
         answers = self._work(("call", payload), timeout)
-        return [pickle.loads(answer) for answer in answers]
+        try:
+            return [pickle.loads(answer) for answer in answers]
+        except Exception as error:
+            raise RankError(f"a result cannot be read here: {error}") from None
 
     def cell(self, source: str, timeout: float = RUN) -> None:
         """Run the text of a cell in every rank's own namespace, as `%%ranks` does."""
-        self._cells += 1
+        self._cells = self._cells % 100 + 1
         name = f"{frames.CELL} {self._cells}>"
         lines = source.splitlines(keepends=True)
         linecache.cache[name] = (len(source), None, lines, name)
@@ -123,30 +136,39 @@ class Ranks:
     def _work(self, message: tuple, timeout: float) -> list:
         if self._crew is None:
             raise RankError("these ranks are closed; open new ones with Ranks(...)")
-        job = _Job(self._crew)
+        if not self._busy.acquire(blocking=False):
+            raise RankError("these ranks are at work on another call")
+        try:
+            return self._work_alone(message, timeout)
+        finally:
+            self._busy.release()
+
+    def _work_alone(self, message: tuple, timeout: float) -> list:
+        job, clean = _Job(self._crew), False
+        afresh = (
+            f"The {_count(self.size)} been started afresh; "
+            "what they had defined is gone."
+        )
         try:
             job.send(message)
             job.wait(timeout)
+            problem = job.explain(job.finish_or_stacks())
+            clean = not job.broken
         except KeyboardInterrupt:
-            job.interrupt()
-            if not job.finish():
-                self._restart()
-                print(f"The {self.size} ranks have been started afresh.")
+            clean = job.interrupt()
+            if not clean:
+                print(afresh)
             raise
-        stacks = job.finish_or_stacks()
-        problem = job.explain(stacks)
-        if job.broken:
-            self._restart()
-            problem += (
-                f"\nThe {self.size} ranks have been started afresh; "
-                "what they had defined is gone."
-            )
+        finally:
+            if not clean:  # an answer may still come, or half of one was read
+                self._restart()
         if problem:
-            raise RankError(problem)
-        return [job.answers[rank][1] for rank in range(self.size)]
+            raise RankError("\n".join([problem, *[afresh][: job.broken]]))
+        return [job.answers.pop(rank)[1] for rank in range(self.size)]
 
     def _restart(self) -> None:
-        self._crew.close()
+        crew, self._crew = self._crew, None
+        crew.close()
         self._start()
 
     def close(self) -> None:
@@ -182,20 +204,30 @@ class _Process:
         loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
         if loopback:
             environment["GLOO_SOCKET_IFNAME"] = loopback
-        self.popen = subprocess.Popen(
-            [sys.executable, "-m", "helpers.rank_process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,  # Ctrl-C is for the notebook alone
-        )
-        with self.popen.stdin as pipe:
-            pickle.dump((os.getpid(), what, setting), pipe)
+        root = str(Path(__file__).resolve().parents[1])  # this very package
+        with open(f"{setting['folder']}/start.err", "ab") as errors:
+            self.popen = subprocess.Popen(
+                [sys.executable, "-c", _MAIN, root],
+                stdin=subprocess.PIPE,  # stays open: a spawned rank ends with it
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                env=environment,
+                start_new_session=True,  # Ctrl-C is for the notebook alone
+            )
+        pickle.dump((os.getpid(), what, setting), self.popen.stdin)
+        self.popen.stdin.flush()
 
     def kill(self) -> None:
         self.popen.kill()
         self.popen.wait(10)
+        with contextlib.suppress(OSError):
+            self.popen.stdin.close()
+
+
+_MAIN = (
+    "import sys; sys.path.insert(0, sys.argv[1]); "
+    "from helpers.rank_process import main; main()"
+)
 
 
 class _Nursery:
@@ -203,10 +235,12 @@ class _Nursery:
 
     def __init__(self):
         self.folder = _new_folder()  # the nursery removes it, should we be killed
-        with _listener(self.folder) as (listener, setting):
-            self.process = _Process("nursery", {**setting, "folder": str(self.folder)})
-            self.link = _accept(listener, START, [self.process])
         self.ended: dict[int, int] = {}  # process -> exit status
+        self.gone = False
+        with _Door() as door:
+            setting = {**door.setting, "folder": str(self.folder)}
+            self.process = _Process("nursery", setting)
+            self.link = door.accept(START, [self.process], self.folder)
 
     def fork(self, setting: dict) -> None:
         """Ask for new ranks."""
@@ -223,8 +257,11 @@ class _Nursery:
 
     def note_ends(self) -> None:
         """Read what it reports of ranks that have ended."""
-        while self.link.poll():
-            self._read()
+        try:
+            while self.link.poll():
+                self._read()
+        except (EOFError, OSError):
+            self.gone = True
 
     def _read(self) -> str:
         kind, value = self.link.recv()
@@ -242,13 +279,47 @@ def _new_folder(inside: Path | None = None) -> Path:
     return Path(tempfile.mkdtemp(prefix="ranks-", dir=inside))
 
 
-@contextlib.contextmanager
-def _listener(folder: Path):
-    """Where new processes report, and what they must know to do so."""
-    address = None if os.name == "nt" else str(folder / "socket")
-    key = secrets.token_bytes(16)
-    with Listener(address, authkey=key, backlog=MOST) as listener:
-        yield listener, {"address": listener.address, "key": key}
+class _Door:
+    """Where new processes report: a port of this machine alone, and a key to it."""
+
+    def __enter__(self) -> "_Door":
+        self.socket = socket.create_server(("127.0.0.1", 0), backlog=MOST)
+        self.socket.settimeout(0.2)
+        self.setting = {
+            "address": self.socket.getsockname(), "key": secrets.token_bytes(16),
+        }  # fmt: skip
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self.socket.close()
+
+    def accept(
+        self, seconds: float, processes: list[_Process], folder: Path
+    ) -> Connection:
+        """The next connection, while the processes that should make it are alive.
+
+        Raises:
+            RankError: if none comes, with the last line that they wrote to `folder`.
+        """
+        end = time.monotonic() + seconds
+        while True:
+            with contextlib.suppress(TimeoutError):
+                peer, _ = self.socket.accept()
+                break
+            dead = [p.popen.returncode for p in processes if p.popen.poll() is not None]
+            if dead:
+                said = (folder / "start.err").read_text(errors="replace").splitlines()
+                raise RankError(
+                    f"a process ended while it started, with status {dead[0]}: "
+                    f"{said[-1] if said else 'it said nothing'}"
+                )
+            if time.monotonic() > end:
+                raise RankError(f"no answer from a new process after {seconds:.0f} s")
+        peer.setblocking(True)
+        link = Connection(peer.detach())
+        deliver_challenge(link, self.setting["key"])
+        answer_challenge(link, self.setting["key"])
+        return link
 
 
 class _State:
@@ -277,23 +348,15 @@ _state = _State()
 atexit.register(_state.close)
 
 
-def _accept(
-    listener: Listener, seconds: float, processes: list[_Process]
-) -> Connection:
-    """The next connection, while the processes that should make it are alive.
+def _forget() -> None:
+    """A forked child of the notebook has no ranks; it must not end its parent's."""
+    if _state.ranks is not None:
+        _state.ranks._crew = None
+    _state.ranks = _state.nursery = None
 
-    Raises:
-        RankError: if none comes.
-    """
-    end = time.monotonic() + seconds
-    sock = listener._listener._socket
-    while not wait([sock], 0.2):
-        dead = [p.popen.returncode for p in processes if p.popen.poll() is not None]
-        if dead:
-            raise RankError(f"a process ended while it started, with status {dead[0]}")
-        if time.monotonic() > end:
-            raise RankError(f"no answer from a new process after {seconds:.0f} s")
-    return listener.accept()
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
 
 
 def _backend(size: int) -> str:
@@ -316,16 +379,19 @@ class _Crew:
         self.links: list[Connection | None] = [None] * size
         self.pids = [0] * size
         self.spawned: list[_Process] = []
+        self.read = [0] * size  # bytes of each rank's output that were shown
+        self.partial = [b""] * size  # and the begun line behind them
         self.nursery = _state.nursery_that_lives() if _FORKS else None
         self.folder = _new_folder(self.nursery.folder if self.nursery else None)
         try:
-            with _listener(self.folder) as (listener, address):
+            with _Door() as door:
                 setting = {
-                    **setting, **address, "world_size": size, "path": sys.path,
-                    "folder": str(self.folder),
+                    **setting, **door.setting, "world_size": size, "path": sys.path,
+                    "folder": str(self.folder), "cwd": os.getcwd(),
+                    "environ": dict(os.environ),
                 }  # fmt: skip
                 self._begin(setting)
-                self._meet(listener)
+                self._meet(door)
             self._come_up()
         except BaseException:
             self.close()
@@ -337,12 +403,14 @@ class _Crew:
         else:
             self.spawned = [_Process(rank, setting) for rank in range(self.size)]
 
-    def _meet(self, listener: Listener) -> None:
+    def _meet(self, door: _Door) -> None:
         waiting_for = self.spawned or [self.nursery.process]
         for _ in range(self.size):
-            link = _accept(listener, START, waiting_for)
-            _, rank, pid = link.recv()
+            link = door.accept(START, waiting_for, self.folder)
+            _, (rank, pid) = link.recv()
             self.links[rank], self.pids[rank] = link, pid
+            if self.nursery:
+                self.nursery.ended.pop(pid, None)  # of one that had the number before
 
     def _come_up(self) -> None:
         job = _Job(self)
@@ -354,8 +422,7 @@ class _Crew:
         """How a rank's process ended; negative for a signal; None if it lives."""
         if self.spawned:
             return self.spawned[rank].popen.poll()
-        with contextlib.suppress(EOFError, OSError):
-            self.nursery.note_ends()
+        self.nursery.note_ends()
         return self.nursery.ended.get(self.pids[rank])
 
     def output(self, rank: int) -> Path:
@@ -371,16 +438,21 @@ class _Crew:
             link.close()
         for process in self.spawned:
             process.kill()
-        if not self.spawned:
-            for rank in range(self.size):
-                if self.pids[rank] and self.status(rank) is None:
-                    self.signal(rank, signal.SIGKILL)
-            end = time.monotonic() + 5
-            while time.monotonic() < end and any(
-                pid and self.status(rank) is None for rank, pid in enumerate(self.pids)
-            ):
-                wait([self.nursery.link], 0.05)
+        if self.nursery:
+            self._end_forked()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _end_forked(self) -> None:
+        """End the ranks, with all that they have started, and see them gone."""
+        for pid in filter(None, self.pids):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+        end = time.monotonic() + 5
+        while time.monotonic() < end and not self.nursery.gone:
+            alive = [r for r, pid in enumerate(self.pids) if pid]
+            if all(self.status(rank) is not None for rank in alive):
+                return
+            wait([self.nursery.link], 0.05)
 
 
 # -- one piece of work -----------------------------------------------------------------
@@ -401,13 +473,9 @@ class _Job:
         self.answers: dict[int, tuple[str, object]] = {}
         self.died: dict[int, str] = {}
         self.failed_at: float | None = None
-        self._read = [self._size(rank) for rank in range(crew.size)]
-        self._partial = [b""] * crew.size
+        self.receiving = False  # in the middle of an answer
+        self._left = [SHOWN] * crew.size  # bytes that may still be shown
         self._stuck: list[int] = []
-
-    def _size(self, rank: int) -> int:
-        path = self.crew.output(rank)
-        return path.stat().st_size if path.exists() else 0
 
     @property
     def broken(self) -> bool:
@@ -422,9 +490,10 @@ class _Job:
         }
 
     def send(self, message: tuple) -> None:
+        data = pickle.dumps(message)
         for rank, link in enumerate(self.crew.links):
             try:
-                link.send(message)
+                link.send_bytes(data)
             except OSError:
                 self._bury(rank)
 
@@ -441,11 +510,14 @@ class _Job:
             self._show(0)
 
     def _receive(self, rank: int, link: Connection) -> None:
+        self.receiving = True
         try:
             kind, value = link.recv()
-        except (EOFError, OSError):
+        except (EOFError, OSError, pickle.UnpicklingError):
+            self.receiving = False
             self._bury(rank)
             return
+        self.receiving = False
         self.answers[rank] = (kind, value)
         if kind == "error":
             self.failed_at = self.failed_at or time.monotonic()
@@ -454,30 +526,36 @@ class _Job:
         """A rank has hung up: find out how it ended."""
         end = time.monotonic() + 2
         while (status := self.crew.status(rank)) is None and time.monotonic() < end:
+            if self.crew.nursery and self.crew.nursery.gone:
+                break
             time.sleep(0.01)
-        if status is not None and status < 0:
+        if status is None:
+            self.died[rank] = "ended, and the one that forks ranks did too"
+        elif status < 0:
             self.died[rank] = f"was killed by {signal.Signals(-status).name}"
         else:
             self.died[rank] = f"ended with status {status}"
         self.failed_at = self.failed_at or time.monotonic()
 
-    def interrupt(self) -> None:
-        """Ctrl-C: tell the ranks that still run, and give them two seconds."""
+    def interrupt(self) -> bool:
+        """Ctrl-C: tell the ranks that still run; whether all have answered then."""
+        if self.receiving:
+            return False  # the rest of that answer would be taken for the next one
         for rank in self._unfinished().values():
             self.crew.signal(rank, signal.SIGINT)
         with contextlib.suppress(KeyboardInterrupt):
             self.wait(2)
+            self._show_all()
+        return not self._unfinished() and not self.died
 
-    def finish(self) -> bool:
-        """Show what was printed; whether every rank has answered."""
+    def _show_all(self) -> None:
         for rank in range(self.crew.size):
             self._show(rank, final=True)
-        return not self._unfinished() and not self.died
 
     def finish_or_stacks(self) -> dict[int, list[tuple[str, int, str]]]:
         """Show what was printed; where the ranks that have not answered are."""
         self._stuck = sorted(self._unfinished().values())
-        self.finish()
+        self._show_all()
         return {rank: self._stack(rank) for rank in self._stuck}
 
     def _stack(self, rank: int) -> list[tuple[str, int, str]]:
@@ -502,18 +580,24 @@ class _Job:
 
     def _show(self, rank: int, final: bool = False) -> None:
         """Print the new lines of a rank under its number."""
-        path = self.crew.output(rank)
-        if self._size(rank) > self._read[rank]:
+        crew, path = self.crew, self.crew.output(rank)
+        if path.exists() and path.stat().st_size > crew.read[rank]:
             with open(path, "rb") as file:
-                file.seek(self._read[rank])
-                new = file.read()
-            self._read[rank] += len(new)
-            self._partial[rank] += new
-        text = self._partial[rank]
+                file.seek(crew.read[rank])
+                new = file.read(self._left[rank])
+                crew.read[rank] = path.stat().st_size
+            crew.partial[rank] += new
+            self._left[rank] -= len(new)
+        text = crew.partial[rank]
         end = len(text) if final else text.rfind(b"\n") + 1
-        self._partial[rank] = text[end:]
+        crew.partial[rank] = text[end:]
         for line in text[:end].decode("utf-8", "replace").splitlines():
             print(f"[{rank}] {line}")
+        if final and self._left[rank] == 0:
+            print(f"[{rank}] ... (more than {SHOWN // 10**6} MB in all)")
+        if final and rank in self.answers and crew.read[rank]:
+            os.truncate(path, 0)  # the rank appends
+            crew.read[rank] = 0
 
     def explain(self, stacks: dict[int, list]) -> str:
         """What went wrong, one paragraph for all ranks with the same trouble."""
@@ -551,7 +635,14 @@ def _lines(stack: list[tuple[str, int, str]]) -> str:
             inside = "" if name == "<module>" else f", in {name}"
             code = frames.text(file, line)
             shown.append(f"\n  {frames.shown(file)}, line {line}{inside}: {code}")
+    if len(shown) > 8:  # a recursion without end
+        shown[3:-3] = [f"\n  ... {len(shown) - 6} more"]
     return "".join(shown)
+
+
+def _count(size: int) -> str:
+    """ "rank has", "4 ranks have"."""
+    return "rank has" if size == 1 else f"{size} ranks have"
 
 
 # -- the cell magic --------------------------------------------------------------------
@@ -561,13 +652,15 @@ def _magic(line: str, cell: str) -> None:
     """%%ranks [--timeout SECONDS]: run the cell in every rank."""
     parser = argparse.ArgumentParser(prog="%%ranks", add_help=False)
     parser.add_argument("--timeout", type=float, default=RUN)
-    try:
-        options = parser.parse_args(shlex.split(line))
-    except SystemExit:
-        raise ValueError("usage: %%ranks [--timeout SECONDS]") from None
+    parser.error = _wrong_options
+    options = parser.parse_args(shlex.split(line))
     if _state.ranks is None:
         raise RankError("there are no ranks; open some with ranks = Ranks(4)")
     _state.ranks.cell(cell, options.timeout)
+
+
+def _wrong_options(*_) -> None:
+    raise ValueError("usage: %%ranks [--timeout SECONDS]")
 
 
 def _register_magic() -> None:

@@ -42,6 +42,14 @@ def four():
         yield ranks
 
 
+@pytest.fixture
+def hear_ctrl_c():
+    """Who runs the tests in the background has told this process to ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @contextlib.contextmanager
 def within(seconds: float):
     begin = time.monotonic()
@@ -357,13 +365,16 @@ def test_an_endless_loop_is_shown_and_ended(four):
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
 @pytest.mark.parametrize("where", ["python", "collective"])
-def test_an_interrupt_ends_the_call_and_leaves_working_ranks(four, where, capsys):
+def test_an_interrupt_ends_the_call_and_leaves_working_ranks(
+    four, where, capsys, hear_ctrl_c
+):
     def python():
         time.sleep(30)
 
     def collective():
         return 0 if rank() == 0 else all_sum()
 
+    four.run(all_sum)  # the ranks know this file now
     threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
     with within(10), pytest.raises(KeyboardInterrupt):
         four.run({"python": python, "collective": collective}[where])
@@ -524,3 +535,167 @@ def test_a_full_shared_memory_is_no_trouble():
     if "Operation not permitted" in result.stderr:
         pytest.skip("this machine does not let root mount")
     assert result.stdout.splitlines()[-1] == "[2000000.0, 2000000.0]", result.stderr
+
+
+# -- what a reader of the code found ---------------------------------------------------
+
+
+def test_an_answer_that_was_not_shown_is_not_the_next_ones(four, monkeypatch, capsys):
+    def break_off(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module._Job, "finish_or_stacks", break_off)
+    with pytest.raises(KeyboardInterrupt):
+        four.run(lambda: "old")
+    monkeypatch.undo()
+    assert four.run(lambda: "new") == ["new"] * 4
+
+
+def test_an_interrupt_within_an_answer_starts_the_ranks_afresh(four, monkeypatch):
+    received, restart = module.Connection.recv, four._restart
+
+    def break_off(link):
+        if any(link is own for own in four._crew.links):
+            raise KeyboardInterrupt
+        return received(link)
+
+    def restart_unharmed():
+        monkeypatch.undo()
+        restart()
+
+    monkeypatch.setattr(module.Connection, "recv", break_off)
+    four._restart = restart_unharmed
+    with pytest.raises(KeyboardInterrupt):
+        four.run(rank)
+    assert four.run(rank) == [0, 1, 2, 3]
+
+
+def test_ranks_live_longer_than_the_thread_that_opened_them():
+    opened = []
+    thread = threading.Thread(target=lambda: opened.append(Ranks(2)))
+    module._state.close()
+    thread.start()
+    thread.join(30)
+    time.sleep(1)
+    with opened[0] as ranks:
+        assert ranks.run(rank) == [0, 1]
+
+
+@FORKS
+def test_a_nursery_that_dies_meanwhile_is_told_at_once(four):
+    def kill():
+        module._state.nursery.process.popen.kill()
+
+    threading.Timer(0.5, kill).start()
+    with within(8), pytest.raises(RankError, match="the one that forks ranks did too"):
+        four.run(time.sleep, 20)
+    assert four.run(rank) == [0, 1, 2, 3]
+
+
+@FORKS
+def test_a_forked_child_leaves_its_parents_ranks_alone():
+    code = """
+        import os, sys
+        from helpers import Ranks
+        with Ranks(2) as ranks:
+            if (pid := os.fork()) == 0:
+                sys.exit()
+            os.waitpid(pid, 0)
+            print(ranks.run(lambda: 1))
+    """
+    result = run(code)
+    assert result.stdout.splitlines()[-1] == "[1, 1]", result.stderr
+
+
+def test_objects_of_a_cells_class_come_back_and_travel(four):
+    class Box:
+        def __init__(self, value):
+            self.value = value
+
+    assert [box.value for box in four.run(lambda: Box(rank()))] == [0, 1, 2, 3]
+    four.cell("class Own:\n    pass\nall = [None] * 4\nown = Own()")
+    four.cell("dist.all_gather_object(all, own)\nassert isinstance(all[3], Own)")
+
+
+def test_new_ranks_know_the_environment_and_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    monkeypatch.chdir(tmp_path)
+
+    def look():
+        import torch.distributed as dist
+
+        return str(dist.get_debug_level()), os.getcwd()
+
+    with Ranks(1) as ranks:
+        ((level, folder),) = ranks.run(look)
+    assert "DETAIL" in level and folder == str(tmp_path)
+
+
+def test_two_threads_do_not_mix_their_results(four):
+    refused = []
+
+    def call():
+        try:
+            four.run(rank)
+        except RankError as error:
+            refused.append(str(error))
+
+    thread = threading.Thread(target=lambda: four.run(time.sleep, 1))
+    thread.start()
+    time.sleep(0.3)
+    call()
+    thread.join(20)
+    assert refused == ["these ranks are at work on another call"]
+    assert four.run(rank) == [0, 1, 2, 3]
+
+
+@FORKS
+def test_what_a_rank_started_ends_with_it():
+    with Ranks(2) as ranks:
+        pids = ranks.run(lambda: subprocess.Popen(["sleep", "60"]).pid)
+        assert all(map(psutil.pid_exists, pids))
+    _, alive = psutil.wait_procs(
+        [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=5
+    )
+    assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def test_prints_of_c_and_between_calls_are_shown(four, capsys):
+    def speak_later():
+        import ctypes
+
+        ctypes.CDLL(None).puts(b"from C")
+        threading.Timer(0.2, print, ("later",)).start()
+
+    four.run(speak_later)
+    time.sleep(0.6)
+    four.run(rank)
+    lines = capsys.readouterr().out.splitlines()
+    for r in range(4):
+        assert f"[{r}] from C" in lines and f"[{r}] later" in lines
+
+
+def test_endless_output_and_recursions_are_cut(four, capsys, monkeypatch):
+    monkeypatch.setattr(module, "SHOWN", 1000)
+    four.run(lambda: print(("x" * 99 + "\n") * 1000))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 4 * 13 and "... (more than" in lines[-1]
+
+    def deeper(n=0):
+        return deeper(n + 1)
+
+    with pytest.raises(RankError) as caught:
+        four.run(deeper)
+    text = str(caught.value)
+    assert "RecursionError" in text and " more\n" in text and text.count("\n") < 12
+    with pytest.raises(RankError, match="SyntaxError: .*\n  this cell, line 2: 1 \\+"):
+        four.cell("x = 1\n1 +")
+
+
+def test_forked_ranks_draw_different_numbers(four):
+    def draw():
+        import numpy
+
+        return numpy.random.rand()  # noqa: NPY002
+
+    assert len(set(four.run(draw))) == 4
