@@ -38,15 +38,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FIRST_NOTEBOOK = ROOT / "notebooks" / "00-start-here.ipynb"
 REQUIREMENTS = ROOT / "requirements.txt"
 
-# What lessons import beside PyTorch: module -> its line in requirements.txt.
-LESSONS_NEED = {
-    "numpy": "numpy",
-    "matplotlib": "matplotlib",
-    "ipywidgets": "ipywidgets",
-    "psutil": "psutil",
-    "cloudpickle": "cloudpickle",
-    "sklearn": "scikit-learn",
-}
+# What lessons import beside PyTorch.
+LESSONS_NEED = ("numpy", "matplotlib", "ipywidgets", "psutil", "cloudpickle")
 
 WINDOWS = os.name == "nt"
 VENV = ROOT / ".venv"
@@ -358,11 +351,7 @@ def join(arguments: list[str]) -> int:
         raise Trouble("join takes no options.")
     if importlib.util.find_spec("torch") is None:
         raise Trouble("PyTorch is missing here; install it first, then run this again.")
-    lacking = [
-        package
-        for module, package in LESSONS_NEED.items()
-        if importlib.util.find_spec(module) is None
-    ]
+    lacking = [name for name in LESSONS_NEED if importlib.util.find_spec(name) is None]
     pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
     steps = [[*pip, "--no-deps", str(ROOT / "helpers")]]
     if lacking:

@@ -12,6 +12,7 @@ _FOREIGN = (
     *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")},
     str(Path(__file__).parent) + os.sep,
     "<frozen",
+    "<string>",
 )
 CELL = "<ranks cell"  # how the file name of a `%%ranks` cell begins
 

@@ -153,6 +153,9 @@ def _join(rank: int, setting: dict) -> dict:
 
 def _do(kind: str, payload, names: dict) -> bytes | None:
     """Call a function and return its pickled result, or run a cell."""
+    if kind == "barrier":
+        names["dist"].barrier()
+        return None
     if kind == "call":
         function, args, kwargs = pickle.loads(payload)
         result = function(*args, **kwargs)

@@ -70,23 +70,33 @@ class Ranks:
         size: how many ranks (the world size), 1 to 32.
         timeout: seconds before a collective that waits for another rank gives up.
         threads: of PyTorch in each rank.
+        backend: "gloo" or "nccl"; None chooses.
 
     Raises:
-        ValueError: for a number of ranks that cannot be.
+        ValueError: for a number of ranks or a backend that cannot be.
         RankError: if they do not come up.
 
     Taught in 12-talk-between-ranks.
     """
 
-    def __init__(self, size: int, *, timeout: float = COLLECTIVE, threads: int = 1):
+    def __init__(
+        self,
+        size: int,
+        *,
+        timeout: float = COLLECTIVE,
+        threads: int = 1,
+        backend: str | None = None,
+    ):
         if not isinstance(size, int) or isinstance(size, bool):
             raise ValueError(f"the number of ranks is a whole number, not {size!r}")
         if not 1 <= size <= MOST:
             raise ValueError(f"{size} ranks cannot be started; choose 1 to {MOST}")
+        if backend not in (None, "gloo", "nccl"):
+            raise ValueError(f"backend={backend!r}; use gloo or nccl")
         if _state.ranks is not None:
             _state.ranks.close()
         self.size = size
-        self.backend = _backend(size)
+        self.backend = backend or _backend(size)
         self._crew: _Crew | None = None
         self._options = {"timeout": timeout, "threads": threads}
         self._cells = 0  # whose lines are kept
@@ -153,7 +163,8 @@ class Ranks:
             job.send(message)
             job.wait(timeout)
             problem = job.explain(job.finish_or_stacks())
-            clean = not job.broken
+            lost = job.broken or (problem and not self._together())
+            clean = not lost
         except KeyboardInterrupt:
             clean = job.interrupt()
             if not clean:
@@ -163,8 +174,15 @@ class Ranks:
             if not clean:  # an answer may still come, or half of one was read
                 self._restart()
         if problem:
-            raise RankError("\n".join([problem, *[afresh][: job.broken]]))
+            raise RankError(f"{problem}\n{afresh}" if lost else problem)
         return [job.answers.pop(rank)[1] for rank in range(self.size)]
+
+    def _together(self) -> bool:
+        """Whether the ranks can still talk: an error may have cost them connections."""
+        job = _Job(self._crew)
+        job.send(("barrier", None))
+        job.wait(GRACE)
+        return not job.explain(job.finish_or_stacks()) and not job.broken
 
     def _restart(self) -> None:
         crew, self._crew = self._crew, None
@@ -201,6 +219,8 @@ class _Process:
             **os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         }  # fmt: skip
+        # what C++ logs has times and addresses; errors arrive as errors anyway
+        environment.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
         loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
         if loopback:
             environment["GLOO_SOCKET_IFNAME"] = loopback
@@ -346,6 +366,16 @@ class _State:
 
 _state = _State()
 atexit.register(_state.close)
+
+
+def current() -> Ranks | None:
+    """The ranks that are open in this notebook."""
+    return _state.ranks
+
+
+def close() -> None:
+    """End the ranks, and the process that forks them, which `Ranks.close` keeps."""
+    _state.close()
 
 
 def _forget() -> None:
@@ -585,9 +615,11 @@ class _Job:
             with open(path, "rb") as file:
                 file.seek(crew.read[rank])
                 new = file.read(self._left[rank])
-                crew.read[rank] = path.stat().st_size
+            crew.read[rank] += len(new)
             crew.partial[rank] += new
             self._left[rank] -= len(new)
+            if self._left[rank] == 0:  # the rest is not shown
+                crew.read[rank] = path.stat().st_size
         text = crew.partial[rank]
         end = len(text) if final else text.rfind(b"\n") + 1
         crew.partial[rank] = text[end:]

@@ -699,3 +699,26 @@ def test_forked_ranks_draw_different_numbers(four):
         return numpy.random.rand()  # noqa: NPY002
 
     assert len(set(four.run(draw))) == 4
+
+
+def test_ranks_that_lost_their_connections_start_afresh(four):
+    def all_but_two():
+        from datetime import timedelta
+
+        import torch.distributed as dist
+
+        if dist.get_rank() != 2:
+            dist.monitored_barrier(timeout=timedelta(seconds=1))
+
+    with within(12), pytest.raises(RankError) as caught:
+        four.run(all_but_two)
+    assert str(caught.value).endswith(AFRESH) and "<string>" not in str(caught.value)
+    assert four.run(all_sum) == [6.0] * 4
+
+
+def test_the_backend_can_be_chosen():
+    with Ranks(1, backend="gloo") as ranks:
+        assert module.current() is ranks and ranks.backend == "gloo"
+    assert module.current() is None
+    with pytest.raises(ValueError, match="use gloo or nccl"):
+        Ranks(1, backend="mpi")

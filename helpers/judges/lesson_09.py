@@ -94,13 +94,13 @@ def delivers_all(produce) -> None:
             raise Wrong(
                 f"the tensors are full of {', '.join(f'{v:g}' for v in values)}"
             )
+        with contextlib.suppress(queues.Empty):
+            queue.get(timeout=0.2)
+            raise Wrong("more than four tensors arrive")
         received.set()
         producer.join(3)
         if producer.is_alive():
-            raise Wrong("the producer goes on after `received` is set; wait for it")
-        with contextlib.suppress(queues.Empty, OSError, EOFError):
-            queue.get(timeout=0.2)
-            raise Wrong("more than four tensors arrive")
+            raise Wrong("the producer goes on after `received` is set; let it end")
     finally:
         received.set()
         producer.kill()
