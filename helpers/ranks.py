@@ -49,6 +49,7 @@ RUN = 60.0  # seconds that a call or a cell may take
 GRACE = 3.0  # seconds that the other ranks may go on after one has failed
 COLLECTIVE = 20.0  # seconds before a collective gives up
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+_DOUBTFUL = (*_LOST, "imeout", "imed out", "pair closure", "monitoredBarrier")
 SHOWN = 10**7  # bytes of each rank's output that a call shows
 _FORKS = sys.platform == "linux"  # elsewhere each rank is a new Python process
 
@@ -163,7 +164,8 @@ class Ranks:
             job.send(message)
             job.wait(timeout)
             problem = job.explain(job.finish_or_stacks())
-            lost = job.broken or (problem and not self._together())
+            doubtful = any(words in problem for words in _DOUBTFUL)
+            lost = job.broken or (doubtful and not self._together())
             clean = not lost
         except KeyboardInterrupt:
             clean = job.interrupt()
@@ -178,7 +180,7 @@ class Ranks:
         return [job.answers.pop(rank)[1] for rank in range(self.size)]
 
     def _together(self) -> bool:
-        """Whether the ranks can still talk: an error may have cost them connections."""
+        """Whether the ranks can still talk: a time-out costs gloo its connections."""
         job = _Job(self._crew)
         job.send(("barrier", None))
         job.wait(GRACE)

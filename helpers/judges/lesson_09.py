@@ -182,7 +182,7 @@ def _judge_accuracy(result: float, notes: str, model: nn.Module) -> None:
     if os.getpid() in workers:
         raise Wrong("the notebook's own process computes; leave that to workers")
     if len(workers) < 2:
-        raise Wrong(f"{len(workers)} worker computes; start four")
+        raise Wrong(f"processes that compute: {len(workers)}; start four")
     if rows != 10:
         raise Wrong(f"the workers compute {rows} rows of 10")
     own = sum({pid: nbytes for pid, nbytes, _ in calls}.values())
