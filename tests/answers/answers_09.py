@@ -1,0 +1,187 @@
+"""Answers to the exercises of lesson 09: right ones, and wrong ones with the reason."""
+
+import copy
+import pickle
+
+import torch
+import torch.multiprocessing as mp
+
+fork = mp.get_context("fork")
+
+
+def sends_clones(queue, received):
+    tensor = torch.zeros(3)
+    for i in range(4):
+        tensor.fill_(i)
+        queue.put(tensor.clone())
+    received.wait()
+
+
+def makes_new_ones(queue, received):
+    for i in range(4):
+        queue.put(torch.full((3,), float(i)))
+    received.wait(30)
+
+
+def sends_one_memory(queue, received):
+    tensor = torch.zeros(3)
+    for i in range(4):
+        tensor.fill_(i)
+        queue.put(tensor)
+    received.wait()
+
+
+def ends_early(queue, received):
+    for i in range(4):
+        queue.put(torch.full((3,), float(i)))
+
+
+def sends_arrays(queue, received):
+    for i in range(4):
+        queue.put(torch.full((3,), float(i)).numpy())
+    received.wait()
+
+
+def sends_three(queue, received):
+    for i in range(3):
+        queue.put(torch.full((3,), float(i)))
+    received.wait()
+
+
+def sends_five(queue, received):
+    for i in range(5):
+        queue.put(torch.full((3,), float(i)))
+    received.wait()
+
+
+def never_ends(queue, received):
+    sends_clones(queue, received)
+    while True:
+        received.wait()
+
+
+def raises(queue, received):
+    queue.puts(1)
+
+
+def right_rows(model, x, y):
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        return int((model(x).argmax(1) == y).sum())
+
+
+def shared(model, x, y, method="fork"):
+    model.share_memory()
+    with mp.get_context(method).Pool(4) as pool:
+        parts = [(model, x[i::4], y[i::4]) for i in range(4)]
+        return sum(pool.starmap(right_rows, parts, chunksize=1)) / len(x)
+
+
+def inherited(model, x, y):
+    def work(i, connection):
+        connection.send(right_rows(model, x[i::4], y[i::4]))
+
+    total = 0
+    pipes = [fork.Pipe() for _ in range(4)]
+    for i, (_, there) in enumerate(pipes):
+        fork.Process(target=work, args=(i, there)).start()
+    for here, _ in pipes:
+        total += here.recv()
+    return total / len(x)
+
+
+def spawned(model, x, y):
+    return shared(model, x, y, "spawn")
+
+
+def from_bytes(state, model, x, y):
+    model.load_state_dict(pickle.loads(state), assign=True)
+    return right_rows(model, x, y)
+
+
+def sent_by_value(model, x, y):
+    state, empty = pickle.dumps(model.state_dict()), copy.copy(model)
+    with fork.Pool(4) as pool:
+        parts = [(state, empty, x[i::4], y[i::4]) for i in range(4)]
+        return sum(pool.starmap(from_bytes, parts, chunksize=1)) / len(x)
+
+
+def copied(model, x, y):
+    return right_rows(copy.deepcopy(model), x, y)
+
+
+def copied_in_workers(model, x, y):
+    with fork.Pool(4) as pool:
+        parts = [(model, x[i::4], y[i::4]) for i in range(4)]
+        return sum(pool.starmap(copied, parts, chunksize=1)) / len(x)
+
+
+def serial(model, x, y):
+    return right_rows(model, x, y) / len(x)
+
+
+def one_worker(model, x, y):
+    with fork.Pool(1) as pool:
+        return pool.apply(right_rows, (model, x, y)) / len(x)
+
+
+def each_does_all(model, x, y):
+    with fork.Pool(4) as pool:
+        parts = [(model, x, y)] * 4
+        return sum(pool.starmap(right_rows, parts, chunksize=1)) / 4 / len(x)
+
+
+def mean_of_means(model, x, y):
+    with fork.Pool(4) as pool:
+        parts = list(zip([model] * 4, x.chunk(4), y.chunk(4), strict=True))
+        found = pool.starmap(right_rows, parts, chunksize=1)
+    return sum(n / len(part[1]) for n, part in zip(found, parts, strict=True)) / 4
+
+
+def not_divided(model, x, y):
+    return shared(model, x, y) * len(x)
+
+
+RIGHT = {
+    "who_sees": [
+        lambda: ("no", "no", "yes", "yes", "no", "no"),
+        lambda: (False, False, True, True, False, False),
+    ],
+    "delivers_all": [lambda: (sends_clones,), lambda: (makes_new_ones,)],
+    "parallel_accuracy": [
+        lambda: (shared,),
+        lambda: (inherited,),
+        lambda: (spawned,),
+    ],
+}
+
+WRONG = {
+    "who_sees": [
+        (lambda: ("yes", "no", "yes", "yes", "no", "no"), "number 1: the fork moves"),
+        (lambda: ("no", "yes", "yes", "yes", "no", "no"), "number 2: an argument of a"),
+        (lambda: ("no", "no", "no", "yes", "no", "no"), "number 3: an argument of a"),
+        (lambda: ("no", "no", "yes", "no", "no", "no"), "number 4: sending shares"),
+        (lambda: ("no", "no", "yes", "yes", "yes", "no"), "number 5: the clone"),
+        (lambda: ("no", "no", "yes", "yes", "no", "yes"), "number 6: `x + 1`"),
+        (lambda: ("no", "no", "yes", "yes", "no", 1.5), 'answer "yes" or "no"'),
+        (lambda: ("no", "no"), "six answers"),
+    ],
+    "delivers_all": [
+        (lambda: (sends_one_memory,), "full of 3: `put` sends a handle"),
+        (lambda: (ends_early,), "let it wait for `received`"),
+        (lambda: (sends_arrays,), "a ndarray arrives"),
+        (lambda: (sends_three,), "3 tensors arrive"),
+        (lambda: (sends_five,), "more than four"),
+        (lambda: (never_ends,), "goes on after"),
+        (lambda: (raises,), "your code raised AttributeError"),
+    ],
+    "parallel_accuracy": [
+        (lambda: (sent_by_value,), "MB of weights of their own"),
+        (lambda: (copied_in_workers,), "MB of weights of their own"),
+        (lambda: (serial,), "the notebook's own process computes"),
+        (lambda: (one_worker,), "that compute: 1"),
+        (lambda: (each_does_all,), "40 rows of 10"),
+        (lambda: (mean_of_means,), "add up right rows"),
+        (lambda: (not_divided,), "divide by all rows"),
+    ],
+}

@@ -1,0 +1,137 @@
+"""Scripts that readers launch with torchrun: `ddp_digits.py`."""
+
+import ast
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+import torch
+import torch.distributed as dist
+
+NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
+SCRIPT = NOTEBOOKS / "scripts" / "ddp_digits.py"
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("ddp_digits", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def launch(ranks: int, *arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={ranks}", str(SCRIPT), *arguments]
+    settings = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **settings},
+    )
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The result of torchrun for 1, 2 and 4 ranks, and the weights that they saved."""
+    folder, found = tmp_path_factory.mktemp("weights"), {}
+    for ranks in (1, 2, 4):
+        file = folder / f"{ranks}.pt"
+        done = launch(ranks, "--epochs=2", "--save", str(file))
+        assert done.returncode == 0, done.stderr
+        found[ranks] = (done.stdout, torch.load(file))
+    return found
+
+
+def test_only_rank_0_prints_and_the_number_of_ranks_does_not_matter(saved):
+    lines = {ranks: out.splitlines() for ranks, (out, _) in saved.items()}
+    assert all(len(each) == 1 for each in lines.values()), lines
+    said = {re.sub(r"^\d ranks", "", out) for (out,) in lines.values()}
+    assert len(said) == 1
+    assert re.fullmatch(r": accuracy \d\d\.\d\d%, 1,204,264 bytes a step", said.pop())
+
+
+def test_all_save_the_weights_of_one_process(saved):
+    _, reference = saved[1]
+    for ranks in (2, 4):
+        _, weights = saved[ranks]
+        assert list(weights) == list(reference)
+        for name in reference:
+            torch.testing.assert_close(
+                weights[name], reference[name], atol=1e-4, rtol=0
+            )
+
+
+def test_saved_weights_fit_the_bare_model(saved, script):
+    script.make_model().load_state_dict(saved[2][1])
+
+
+def test_wrong_arguments_are_refused_before_anything_starts(script, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(SystemExit, match="2"):
+        script.main(["--batch=128"])
+    with pytest.raises(SystemExit, match="2"):
+        script.main(["--compress=zip"])
+    assert not dist.is_initialized()
+
+
+@pytest.fixture
+def one_rank(tmp_path, monkeypatch):
+    for name, value in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1)):
+        monkeypatch.setenv(name, str(value))
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "compress, numbers, width",
+    [("none", 301_066, 4), ("fp16", 301_066, 2), ("powersgd", 5278, 4)],
+)
+def test_bytes_of_a_step(script, one_rank, compress, numbers, width, monkeypatch):
+    """Also against what is handed to `dist.all_reduce`, where Python calls it."""
+    from helpers import digits
+
+    model = script.train(digits(), epochs=1, compress=compress)
+    handed, all_reduce = [], dist.all_reduce
+
+    def noted(tensor, *args, **kwargs):
+        handed.append(tensor.nbytes)
+        return all_reduce(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(dist, "all_reduce", noted)
+    assert script.bytes_of_a_step(model) == numbers * width
+    if compress != "none":  # without a hook C++ sends
+        assert sum(handed) == numbers * width
+
+
+def test_the_end_of_the_script_leaves_at_once():
+    """`destroy_process_group` in main, then a flush and `os._exit(0)`; why is said."""
+    text = SCRIPT.read_text(encoding="utf-8")
+    guard = ast.parse(text).body[-1]
+    calls = [ast.unparse(line) for line in guard.body]
+    assert calls == ["main()", "sys.stdout.flush()", "os._exit(0)"]
+    assert "aborts" in text.partition("__main__")[2]
+    assert "dist.destroy_process_group()" in text
+
+
+def test_the_lesson_shows_the_loop_as_it_is(script):
+    text = SCRIPT.read_text(encoding="utf-8")
+    loop = text[text.index("def train(") : text.index("@torch.no_grad()")].strip()
+    lesson = nbformat.read(NOTEBOOKS / "13-average-gradients.ipynb", as_version=4)
+    prose = [cell.source for cell in lesson.cells if cell.cell_type == "markdown"]
+    assert any(f"```python\n{loop}\n```" in text for text in prose)
+
+
+def test_failures_end_with_a_status():
+    done = launch(2, "--batch=7")
+    assert done.returncode != 0
+    assert "--batch 7 cannot be split over 2 ranks" in done.stderr
