@@ -1,0 +1,1 @@
+"""Scripts that readers launch, and that lessons show and import."""
