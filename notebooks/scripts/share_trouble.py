@@ -80,6 +80,8 @@ def send_200(strategy: str) -> str:
 
 def produce(queue, received) -> None:
     queue.put(torch.arange(3.0))
+    queue.close()
+    queue.join_thread()  # it is on its way
     if received is not None:
         received.wait(10)
 
