@@ -540,4 +540,4 @@ def test_the_cards_agree_with_pytorchs_own_datasheets():
             rate = card.flops[str(dtype).removeprefix("torch.")]
             times = sheet.tops[dtype] * 1e12 / rate
             # its rates of halves may be those with sparsity, which are twice as high
-            assert round(times, 2) in ((1, 2) if dtype.itemsize == 2 else (1,))
+            assert round(times, 1) in ((1, 2) if dtype.itemsize == 2 else (1,))

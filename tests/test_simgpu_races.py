@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from helpers import simgpu
 from helpers.simgpu import placement
+from tests.test_simgpu_training import skip_if_not_for_cuda
 
 
 @pytest.fixture(autouse=True)
@@ -1059,6 +1060,10 @@ OPTIMIZERS = [
     "kind, how", OPTIMIZERS, ids=lambda v: getattr(v, "__name__", str(v))
 )
 def test_optimizers_raise_no_alarm_while_a_side_stream_is_alive(kind, how):
+    simgpu.start(1)
+    skip_if_not_for_cuda(kind, how)
+    simgpu.stop()
+
     def weights(watched: bool):
         simgpu.start(1)
         torch.manual_seed(0)

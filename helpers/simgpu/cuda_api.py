@@ -476,6 +476,8 @@ def replacements(sim) -> list[tuple[object, str, object]]:
         *((torch.cuda.memory, name, _CUDA[name]) for name in memory),
         *((torch.accelerator, name, new) for name, new in _ACCELERATOR.items()),
         (torch.cuda.memory, "_lazy_init", init),
+        # a CUDA build would make a real CUDA tensor beside the first fake one
+        (torch._subclasses.fake_tensor, "init_gpu_context", lambda device: None),
         *((torch._C, name, new) for name, new in _C_MEMORY.items()),
         *(
             (torch.accelerator.memory, name, _ACCELERATOR[name])

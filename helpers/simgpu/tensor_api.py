@@ -54,6 +54,12 @@ _raw_apply_backward = BackwardCFunction.apply
 _raw_run_backward = torch.autograd._engine_run_backward
 
 
+class Property(property):
+    """A property that looks like one of C++'s, as torch 2.11's _dynamo expects."""
+
+    __objclass__ = torch.Tensor
+
+
 # -- moving ----------------------------------------------------------------------------
 
 
@@ -382,7 +388,7 @@ def _new_tensor_function(data, *, dtype=None, device=None, requires_grad=False,
     if isinstance(data, torch.Tensor):
         device = _device(device) or data.device
         made = data.detach().to(device, dtype, copy=True)
-        return made.requires_grad_(requires_grad)
+        return made.requires_grad_() if requires_grad else made
     device = _default(device)
     if device.type not in ("cuda", "cpu"):
         return raw(data, dtype=dtype, device=device, requires_grad=requires_grad)
@@ -392,7 +398,7 @@ def _new_tensor_function(data, *, dtype=None, device=None, requires_grad=False,
     _log_read_back(data)
     if pin_memory:
         made = made.pin_memory()
-    return made.requires_grad_(requires_grad)
+    return made.requires_grad_() if requires_grad else made
 
 
 def _log_read_back(data) -> None:
@@ -428,7 +434,8 @@ def _asarray(obj, *, dtype=None, device=None, copy=None, requires_grad=False):
         made = obj.to(device, dtype or obj.dtype, copy=bool(copy))
         return made.detach().requires_grad_(True) if requires_grad else made
     made = _raw_functions["asarray"](obj, dtype=dtype, device="cpu", copy=copy)
-    return made.to(_default(device)).requires_grad_(requires_grad)
+    made = made.to(_default(device))
+    return made.requires_grad_() if requires_grad else made
 
 
 def _new_tensor(self, data, *, dtype=None, device=None, requires_grad=False,
@@ -703,18 +710,18 @@ def replacements() -> list[tuple[object, str, object]]:
         "copy_": _copy_,
         "type_as": _type_as,
         "__setitem__": _setitem,
-        "device": property(_get_device_property),
-        "is_cuda": property(_is_cuda),
-        "is_cpu": property(_is_cpu),
+        "device": Property(_get_device_property),
+        "is_cuda": Property(_is_cuda),
+        "is_cpu": Property(_is_cpu),
         "get_device": _get_device,
-        "grad": property(_get_grad, _set_grad, _del_grad),
+        "grad": Property(_get_grad, _set_grad, _del_grad),
         "type": _type,
         "__repr__": _repr,
         "numpy": _numpy,
         "tolist": _tolist,
         "__dlpack__": _dlpack,
         "__dlpack_device__": _dlpack_device,
-        "__cuda_array_interface__": property(_cuda_array_interface),
+        "__cuda_array_interface__": Property(_cuda_array_interface),
         "pin_memory": _pin_memory,
         "record_stream": _record_stream,
         "data_ptr": _data_ptr,
@@ -741,7 +748,7 @@ def replacements() -> list[tuple[object, str, object]]:
         (torch.autograd, "_engine_run_backward", _run_backward),
         (torch.autograd.Function, "apply", classmethod(_apply_function)),
         (BackwardCFunction, "apply", _apply_backward),
-        (UntypedStorage, "device", property(_storage_device)),
+        (UntypedStorage, "device", Property(_storage_device)),
         (UntypedStorage, "data_ptr", _storage_data_ptr),
         (UntypedStorage, "resize_", _storage_resize),
         (UntypedStorage, "_share_cuda_", _share_cuda),
