@@ -2,7 +2,7 @@
 
 The *nursery* imports PyTorch once and then forks ranks as often as it is asked, so
 that a rank costs a few hundredths of a second and shares the nursery's memory. Where
-there is no fork (Windows), each rank is a new Python process. A rank does what the
+that is not done (all but Linux), each rank is a new Python process. A rank does what the
 notebook sends: it calls a function or runs a cell, and answers with the result or with
 what went wrong. It ends with `os._exit`, because a thread of gloo may still hold
 tensors while Python shuts down, which aborts the process.
@@ -23,7 +23,6 @@ import shutil
 import signal
 import sys
 import threading
-import time
 import traceback
 import types
 from multiprocessing.connection import Client, Connection, wait
@@ -39,18 +38,9 @@ _HERE = __file__
 
 def die_with(parent: int) -> None:
     """End this process when the one that forked it does, whatever it is doing then."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            os._exit(1)
-        return
-
-    def watch():
-        while os.getppid() == parent:
-            time.sleep(0.5)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; we fork on Linux
+    if os.getppid() != parent:
         os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def die_with_stdin() -> None:

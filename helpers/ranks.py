@@ -259,10 +259,15 @@ class _Nursery:
         self.folder = _new_folder()  # the nursery removes it, should we be killed
         self.ended: dict[int, int] = {}  # process -> exit status
         self.gone = False
-        with _Door() as door:
-            setting = {**door.setting, "folder": str(self.folder)}
-            self.process = _Process("nursery", setting)
-            self.link = door.accept(START, [self.process], self.folder)
+        self.process = self.link = None
+        try:
+            with _Door() as door:
+                setting = {**door.setting, "folder": str(self.folder)}
+                self.process = _Process("nursery", setting)
+                self.link = door.accept(START, [self.process], self.folder)
+        except BaseException:
+            self.close()
+            raise
 
     def fork(self, setting: dict) -> None:
         """Ask for new ranks."""
@@ -292,8 +297,10 @@ class _Nursery:
         return kind
 
     def close(self) -> None:
-        self.link.close()
-        self.process.kill()
+        if self.link is not None:
+            self.link.close()
+        if self.process is not None:
+            self.process.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

@@ -722,3 +722,19 @@ def test_the_backend_can_be_chosen():
     assert module.current() is None
     with pytest.raises(ValueError, match="use gloo or nccl"):
         Ranks(1, backend="mpi")
+
+
+@FORKS
+def test_a_start_that_is_broken_off_leaves_nothing(monkeypatch, tmp_path):
+    def break_off(*args):
+        raise KeyboardInterrupt
+
+    module.close()
+    monkeypatch.setattr(module.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(module._Door, "accept", break_off)
+    with pytest.raises(KeyboardInterrupt):
+        Ranks(2)
+    assert list(tmp_path.iterdir()) == [] and descendants() == []
+    monkeypatch.undo()
+    with Ranks(2) as ranks:
+        assert ranks.run(rank) == [0, 1]

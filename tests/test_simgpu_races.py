@@ -1530,3 +1530,16 @@ def test_printing_a_racy_tensor_takes_no_memory():
     before = torch.cuda.max_memory_allocated()
     assert "[0., 0., 0.," in repr(x) and "device='cuda:0'" in repr(x)
     assert torch.cuda.max_memory_allocated() == before
+
+
+def test_sparse_tensors_are_watched_by_their_parts():
+    simgpu.start(1)
+    dense = torch.ones(8, 8, device=0)
+    sparse = torch.eye(8, device=0).to_sparse_csr()
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    assert (sparse @ dense).sum().item() == 64
+    with torch.cuda.stream(side):
+        sparse.values().mul_(2)
+    with pytest.raises(CUDASanitizerErrors):
+        sparse @ dense

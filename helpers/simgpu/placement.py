@@ -167,6 +167,15 @@ def block_of(tensor: torch.Tensor):
     return None if its is None else its.block
 
 
+def _memory_of(tensor: torch.Tensor) -> list[tuple]:
+    """Where a GPU tensor lies: (tensor, block), for each part of a sparse one."""
+    plain = tensor.layout is torch.strided
+    found = [
+        (part, block_of(part)) for part in ([tensor] if plain else _parts_of(tensor))
+    ]
+    return [(part, block) for part, block in found if block is not None]
+
+
 def _parts_of(tensor) -> list[torch.Tensor]:
     """What a tensor without a storage is made of: sparse ones, and functorch's."""
     if not is_plain(tensor):
@@ -262,8 +271,7 @@ class _Op:
             alias = argument.alias_info
             found = writes if alias is not None and alias.is_write else reads
             for tensor in tensors_in((value,)):
-                if (block := block_of(tensor)) is not None:
-                    found.append((argument.name, tensor, block))
+                found += [(argument.name, *place) for place in _memory_of(tensor)]
         return [] if self.factory else reads, writes
 
 
@@ -488,10 +496,10 @@ class Placement(TorchDispatchMode):
                 values = [value for name, value in named if name in op.writes]
                 values += [kwargs[name] for name in op.writes if name in kwargs]
                 written = tensors_in(values)
-            blocks = [block_of(tensor) for tensor in written]
-            races.remember(func, key, [block for block in blocks if block is not None])
+            places = [place for tensor in written for place in _memory_of(tensor)]
+            races.remember(func, key, [block for _, block in places])
         elif op.makes:
-            made = [("", t, b) for t in outputs if (b := block_of(t)) is not None]
+            made = [("", *place) for tensor in outputs for place in _memory_of(tensor)]
             for _, _, block in made:
                 races.keep(key, block, None)
             races.access(str(func._schema), key, [], made, new=True)
@@ -652,7 +660,7 @@ class Placement(TorchDispatchMode):
         races.meet(keys)
         if races.watching:
             reads, writes = (
-                [("", t, b)] if there and (b := block_of(t)) is not None else []
+                [("", *place) for place in _memory_of(t)] if there else []
                 for t, there in ((tensor, source), (into, changed))
             )
             if races.access(str(func._schema), keys[0], reads, writes):
