@@ -1,11 +1,11 @@
 """What runs outside the notebook: the ranks, and the process that forks them.
 
 The *nursery* imports PyTorch once and then forks ranks as often as it is asked, so
-that a rank costs a few hundredths of a second and shares the nursery's memory. Where
-that is not done (all but Linux), each rank is a new Python process. A rank does what the
-notebook sends: it calls a function or runs a cell, and answers with the result or with
-what went wrong. It ends with `os._exit`, because a thread of gloo may still hold
-tensors while Python shuts down, which aborts the process.
+that a rank costs a few hundredths of a second and shares the nursery's memory. On all
+but Linux each rank is a new Python process instead. A rank does what the notebook
+sends: it calls a function or runs a cell, and answers with the result or with what went
+wrong. It ends with `os._exit`, because a thread of gloo may still hold tensors while
+Python shuts down, which aborts the process.
 
 Started by `ranks.py`, which says over stdin what to be.
 """

@@ -1539,6 +1539,7 @@ def test_sparse_tensors_are_watched_by_their_parts():
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     assert (sparse @ dense).sum().item() == 64
+    assert "cuda:0" in repr(sparse)
     with torch.cuda.stream(side):
         sparse.values().mul_(2)
     with pytest.raises(CUDASanitizerErrors):

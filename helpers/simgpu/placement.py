@@ -169,10 +169,8 @@ def block_of(tensor: torch.Tensor):
 
 def _memory_of(tensor: torch.Tensor) -> list[tuple]:
     """Where a GPU tensor lies: (tensor, block), for each part of a sparse one."""
-    plain = tensor.layout is torch.strided
-    found = [
-        (part, block_of(part)) for part in ([tensor] if plain else _parts_of(tensor))
-    ]
+    parts = [tensor] if tensor.layout is torch.strided else _parts_of(tensor)
+    found = [(part, block_of(part)) for part in parts]
     return [(part, block) for part, block in found if block is not None]
 
 
@@ -474,7 +472,7 @@ class Placement(TorchDispatchMode):
         """A tensor that is printed: as the host sees it, once the stream is there."""
         __tracebackhide__ = True
         gpu, block, races = gpu_of(tensor), block_of(tensor), self.sim.races
-        if block is None or not races.watching:
+        if block is None or not races.watching or tensor.layout is not torch.strided:
             return tensor
         key = (gpu.index, _stream_number(gpu))
         racy = races.access("printing", key, [("self", tensor, block)], [])
