@@ -345,6 +345,7 @@ class _Door:
             if time.monotonic() > end:
                 raise RankError(f"no answer from a new process after {seconds:.0f} s")
         peer.setblocking(True)
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         link = Connection(peer.detach())
         deliver_challenge(link, self.setting["key"])
         answer_challenge(link, self.setting["key"])
