@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-import torch.cuda.comm
+import torch.cuda.nccl
 import torch.nn.functional as F
 from torch import nn
 
@@ -267,14 +267,8 @@ REFUSED = {
     "torch.cuda.graph": lambda: torch.cuda.graph(None),
     "torch.cuda.utilization": lambda: torch.cuda.utilization(),
     "torch.cuda.cudart": lambda: torch.cuda.cudart(),
-    'torch.autocast("cuda")': lambda: torch.autocast("cuda").__enter__(),
     "torch.compile": lambda: torch.compile(nn.Linear(1, 1)),
-    "torch.cuda.comm.broadcast": lambda: torch.cuda.comm.broadcast(None, [0, 1]),
-    "broadcast": lambda: nn.parallel.replicate(nn.Linear(2, 2).to(0), [0, 1]),
-    "scatter": lambda: nn.parallel.scatter(torch.ones(4, device=0), [0, 1]),
-    "torch.nn.parallel.comm": lambda: nn.DataParallel(nn.Linear(2, 2).to(0), [0, 1])(
-        torch.ones(4, 2, device=0)
-    ),
+    "torch.cuda.nccl.all_reduce": lambda: torch.cuda.nccl.all_reduce([]),
     "DLPack": lambda: torch.from_dlpack(torch.ones(1, device=0)),
     "sharing": lambda: torch.ones(1, device=0).untyped_storage()._share_cuda_(),
     "torch.cuda.FloatTensor": lambda: torch.cuda.FloatTensor(2),

@@ -351,10 +351,8 @@ def test_every_public_call_is_answered_or_refused():
         torch.cuda.host_memory_stats,
         torch.cuda.memory.MemPool,
         *filter(None, [getattr(torch.accelerator, "empty_host_cache", None)]),
-        lambda: torch.set_autocast_enabled("cuda", True),
-        torch.autocast("cuda").__enter__,
         lambda: torch.compile(lambda x: x),
-        lambda: torch.nn.DataParallel(torch.nn.Linear(1, 1).cuda())(torch.ones(1, 1)),
+        lambda: torch.cuda.nccl.reduce([torch.ones(1)]),
     ):
         with pytest.raises(simgpu.NotSimulated):
             refused()

@@ -20,7 +20,14 @@ import torch
 from torch.overrides import _len_torch_function_stack, _pop_mode, _push_mode
 from torch.utils import _python_dispatch
 
-from helpers.simgpu import cuda_api, placement, streams, tensor_api
+from helpers.simgpu import (
+    autocast,
+    cuda_api,
+    parallel,
+    placement,
+    streams,
+    tensor_api,
+)
 from helpers.simgpu.cards import Card, find_card, parse_memory
 from helpers.simgpu.clock import Clock
 from helpers.simgpu.placement import Functions, Gpu, NotSimulated, Placement
@@ -137,6 +144,8 @@ class Simulator:
             *tensor_api.replacements(),
             *cuda_api.replacements(self),
             *streams.replacements(),
+            *parallel.replacements(),
+            *autocast.replacements(),
             (threading.Thread, "_bootstrap_inner", _in_every_thread),
             (_WorkItem, "run", _in_every_pool),
         ]
@@ -164,6 +173,7 @@ class Simulator:
             _python_dispatch._pop_mode,
             _python_dispatch._push_mode,
         )
+        autocast.stop()
         while self.undo:
             owner, name, old = self.undo.pop()
             if old is _ABSENT:
@@ -212,7 +222,7 @@ def _in_every_thread(thread) -> None:
     sim = placement.running
     if sim is None:
         return _raw_bootstrap_inner(thread)
-    with Functions(sim, sim.handlers), Placement(sim):
+    with Functions(sim, sim.handlers), Placement(sim), parallel.time_of(thread, sim):
         _modes_of.this_thread = True
         return _raw_bootstrap_inner(thread)
 
@@ -220,7 +230,10 @@ def _in_every_thread(thread) -> None:
 def _in_every_pool(item, *args) -> None:
     """The threads of a pool may be older than the simulator."""
     sim = placement.running
-    if sim is None or getattr(_modes_of, "this_thread", False):
+    if sim is None:
+        return _raw_run_in_pool(item, *args)
+    sim.clock.host = sim.clock.latest
+    if getattr(_modes_of, "this_thread", False):
         return _raw_run_in_pool(item, *args)
     with Functions(sim, sim.handlers), Placement(sim):
         return _raw_run_in_pool(item, *args)

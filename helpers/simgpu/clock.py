@@ -15,6 +15,7 @@ The constants below are assumed, not measured, unless a source is given.
 """
 
 import functools
+import threading
 from bisect import bisect_right
 from collections import deque
 from typing import NamedTuple
@@ -80,8 +81,21 @@ class Engine:
         self.times = [0.0]  # from each time on ...
         self.used = [0.0]  # ... this share is taken, until the next
 
+    def find(self, ready: float, seconds: float, share: float = 1.0) -> float:
+        """When work could start that is ready at `ready` and takes up `share`."""
+        times, used = self.times, self.used
+        start = max(ready, times[0])
+        i = bisect_right(times, start) - 1
+        while i < len(times):  # find a gap that is long enough
+            if used[i] + share > 1.0001:
+                start = times[i + 1]
+            elif i + 1 == len(times) or times[i + 1] >= start + seconds:
+                break
+            i += 1
+        return start
+
     def book(self, ready: float, seconds: float, share: float = 1.0) -> float:
-        """When work can start that is ready at `ready` and takes up `share`."""
+        """The same, and the work will start then."""
         times, used = self.times, self.used
         if ready >= times[-1]:  # nothing is booked so late
             if ready > times[-1]:
@@ -91,23 +105,15 @@ class Engine:
             times.append(ready + seconds)
             used.append(0.0)
             return ready
-        first = bisect_right(times, ready) - 1
-        start, i = ready, first
-        while i < len(times):  # find a gap that is long enough
-            if used[i] + share > 1.0001:
-                start = times[i + 1]
-                first = i + 1
-            elif i + 1 == len(times) or times[i + 1] >= start + seconds:
-                break
-            i += 1
-        first, last = self._cut(start, first), self._cut(start + seconds, i)
-        for i in range(first, last):
+        start = self.find(ready, seconds, share)
+        first = self._cut(start)
+        for i in range(first, self._cut(start + seconds)):
             used[i] += share
         return start
 
-    def _cut(self, time: float, near: int) -> int:
+    def _cut(self, time: float) -> int:
         """The index of `time` among the times, put in if it is new."""
-        i = bisect_right(self.times, time, near) - 1
+        i = bisect_right(self.times, time) - 1
         if self.times[i] == time:
             return i
         self.times.insert(i + 1, time)
@@ -123,8 +129,18 @@ class Engine:
             del self.times[:first], self.used[:first]
 
 
+class _HostTime(threading.local):
+    """How late it is for each thread of the host, in simulated seconds."""
+
+    def __init__(self, clock: "Clock"):  # in each thread that looks
+        self.seconds = clock.latest
+
+
 class Clock:
-    """The host's time, each stream's queue, and the log of events."""
+    """The time of each host thread, each stream's queue, and the log of events.
+
+    A thread begins when its parent starts it, and who joins it is as late as its end.
+    """
 
     def __init__(self, gpus: list, races: Races):
         self.lock = races.lock
@@ -143,10 +159,21 @@ class Clock:
         self.events.clear()
         self.waits.clear()
         self.old_marks = self.marks
-        self.host = 0.0  # simulated seconds
+        self.latest = 0.0  # of all threads, in simulated seconds
+        self._time = _HostTime(self)
         self.done: dict[tuple[int, int], float] = {}  # (GPU, stream) -> seconds
         self.compute = [Engine() for _ in self.gpus]
         self.links: dict[tuple[str, int], Engine] = {}
+
+    @property
+    def host(self) -> float:
+        """How late it is for this thread."""
+        return self._time.seconds
+
+    @host.setter
+    def host(self, seconds: float) -> None:
+        self._time.seconds = seconds
+        self.latest = max(self.latest, seconds)
 
     # -- work --------------------------------------------------------------------------
 
@@ -197,10 +224,7 @@ class Clock:
         self.host += LAUNCH
         ready = max(self.host, *(self.done.get(key, 0.0) for key in keys))
         seconds = COPY_LATENCY + nbytes / copy_bandwidth(source, target, pinned)
-        way = "peer" if len(ends) == 2 else "in" if source is None else "out"
-        engine = self.links.setdefault((way, ends[0].index), Engine())
-        start = engine.book(ready, seconds)
-        engine.forget(self.host)
+        start = _book_all(self._links(source, target), ready, seconds)
         end = start + seconds
         for key in keys:
             self.done[key] = end
@@ -215,6 +239,16 @@ class Clock:
         elif wait or not pinned:
             self._wait_until(end, f"wait for {a} to {b}")
             self.races.host_waits(keys)
+
+    def _links(self, source, target) -> list[Engine]:
+        """What a copy takes up: the way out of one GPU, the way into another."""
+        peer = "peer " if source is not None and target is not None else ""
+        ways = (("out", source), ("in", target))
+        keys = [(peer + way, gpu.index) for way, gpu in ways if gpu is not None]
+        for key in keys:
+            if key not in self.links:
+                self.links[key] = Engine()
+        return [self.links[key] for key in keys]
 
     def _log(self, event: Event) -> None:
         self.events.append(event)
@@ -321,7 +355,18 @@ class Clock:
 
     def total(self) -> float:
         """Simulated seconds until the host and every GPU are done."""
-        return max([self.host, *self.done.values()])
+        return max([self.latest, *self.done.values()])
+
+
+def _book_all(engines: list[Engine], ready: float, seconds: float) -> float:
+    """When work starts that needs all engines at once."""
+    start = ready
+    while (later := max(e.find(start, seconds) for e in engines)) > start:
+        start = later
+    for engine in engines:
+        engine.book(start, seconds)
+        engine.forget(ready)
+    return start
 
 
 def kernel_seconds(card, flops: int, nbytes: int, numbers: str = "float32") -> float:

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.accelerator.memory
-import torch.cuda.comm
-import torch.nn.parallel.comm
+import torch.cuda.nccl
 import torch.utils.dlpack
 from torch.cuda._utils import _get_device_index
 
@@ -25,8 +24,6 @@ from helpers.simgpu.memory import CONTEXTS, Memory
 from helpers.simgpu.placement import NotSimulated, gpu_of
 
 _raw_generator = torch._C.Generator
-_raw_set_autocast_enabled = torch.set_autocast_enabled
-_raw_autocast_enter = torch.amp.autocast_mode.autocast.__enter__
 
 
 def _gpu(device=None) -> placement.Gpu:
@@ -386,18 +383,6 @@ def _refused_class(call: str):
     return type(call.rsplit(".", 1)[-1], (), {"__new__": refuse})
 
 
-def _autocast_enter(self):
-    if self.device == "cuda" and self._enabled:
-        raise NotSimulated('torch.autocast("cuda")')
-    return _raw_autocast_enter(self)
-
-
-def _set_autocast_enabled(*args):
-    if args[0] == "cuda" and args[-1]:
-        raise NotSimulated('torch.set_autocast_enabled("cuda", True)')
-    return _raw_set_autocast_enabled(*args)
-
-
 def _refused() -> list[tuple[object, str, object]]:
     """Every public call of torch.cuda and torch.accelerator without an answer."""
     answered = set(_CUDA) | _KEPT
@@ -409,8 +394,7 @@ def _refused() -> list[tuple[object, str, object]]:
         (torch.accelerator, torch.accelerator.__all__),
         (torch.accelerator.memory, torch.accelerator.memory.__all__),
         (torch, ("compile",)),
-        (torch.nn.parallel.comm, _COMM),
-        (torch.cuda.comm, _COMM),
+        (torch.cuda.nccl, _NCCL),
     ):
         ours = module.__name__.startswith("torch.accelerator")
         known = set(_ACCELERATOR) | _ACCELERATOR_KEPT if ours else answered
@@ -426,10 +410,7 @@ def _refused() -> list[tuple[object, str, object]]:
     return table
 
 
-_COMM = (
-    "broadcast", "broadcast_coalesced", "reduce_add", "reduce_add_coalesced",
-    "scatter", "gather",
-)  # fmt: skip
+_NCCL = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter")
 
 _CUDA = {
     f.__name__: f
@@ -489,8 +470,6 @@ def replacements(sim) -> list[tuple[object, str, object]]:
         (torch, "Generator", Generator),
         (torch.backends.cuda, "is_built", lambda: True),
         (torch.backends.cudnn, "is_acceptable", lambda tensor: False),
-        (torch.amp.autocast_mode.autocast, "__enter__", _autocast_enter),
-        (torch, "set_autocast_enabled", _set_autocast_enabled),
         (torch.utils.dlpack, "to_dlpack", _to_dlpack),
     ]
 

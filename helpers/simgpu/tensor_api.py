@@ -5,6 +5,8 @@ with CUDA GPUs. Whatever is not replaced here reaches `placement.Placement` as a
 operation. `replacements()` is this file's part of the table that `start()` applies.
 """
 
+import contextlib
+
 import torch
 from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
@@ -573,7 +575,16 @@ def _run_backward(outputs, gradients, *args, **kwargs):
                     f"returned an invalid gradient at index {i} - expected device "
                     f"{output.device} but got {gradient.device}"
                 )
-    return _raw_run_backward(outputs, gradients, *args, **kwargs)
+    with _function_mode():
+        return _raw_run_backward(outputs, gradients, *args, **kwargs)
+
+
+def _function_mode():
+    """Our mode for the Python code that backward runs: `Tensor.backward` pops it."""
+    if any(type(m) is placement.Functions for m in _get_current_function_mode_stack()):
+        return contextlib.nullcontext()
+    sim = placement.current()
+    return placement.Functions(sim, sim.handlers)
 
 
 def _apply_function(cls, *args, **kwargs):

@@ -1,0 +1,219 @@
+"""torch.autocast("cuda") on simulated GPUs: CUDA's lists, the cache, the scaler."""
+
+import re
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from helpers import simgpu
+from helpers.simgpu import autocast
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def log():
+    simgpu.start(2)
+    yield simgpu.timeline()
+    simgpu.stop()
+
+
+def names_in_header(macro: str) -> set[str]:
+    """The operations that ATen/autocast_mode.h has in one of its lists."""
+    header = Path(torch.__file__).parent / "include/ATen/autocast_mode.h"
+    text = header.read_text(encoding="utf-8")
+    body = re.search(rf"#define AT_FORALL_{macro}\(_\)(.*?)\n\n", text, re.DOTALL)[1]
+    return {entry.replace(", ", ".") for entry in re.findall(r"_\(([^)]*)\)", body)}
+
+
+@pytest.mark.parametrize(
+    "macro, ours",
+    [
+        ("LOWER_PRECISION_FP", autocast.LOWER_PRECISION),
+        ("FP32", autocast.FLOAT32),
+        ("FP32_SET_OPT_DTYPE", autocast.FLOAT32_RESULT),
+        ("PROMOTE", autocast.WIDEST),
+    ],
+)
+def test_the_lists_are_pytorchs(macro, ours):
+    theirs = names_in_header(macro)
+    if torch.__version__.startswith("2.13"):
+        assert set(ours) == theirs
+    assert len(theirs - set(ours)) <= 5  # what another version has besides
+
+
+def test_nothing_else_is_registered_with_pytorch():
+    theirs = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
+    ours = {name for names in autocast._KERNELS.values() for name in names}
+    left = {name.removeprefix("aten::") for name in theirs} - ours
+    assert {n for n in left if "cudnn" not in n and "names" not in n} <= (
+        names_in_header("LOWER_PRECISION_FP") | names_in_header("FP32")
+    )
+
+
+@pytest.mark.parametrize("lower", HALVES)
+def test_which_operation_gives_which_type(lower):
+    x, y = torch.rand(4, 4, device=0), torch.rand(4, 4, device=0)
+    double, host = x.double(), torch.rand(4, 4)
+    image, seq = torch.rand(2, 3, 8, 8, device=0), torch.rand(5, 2, 4, device=0)
+    with torch.autocast("cuda", dtype=lower):
+        h = x @ y
+        assert h.dtype is lower
+        in_lower = [
+            torch.einsum("ij,jk->ik", x, y),
+            F.linear(x, y),
+            nn.Conv2d(3, 2, 3).cuda()(image),
+            F.scaled_dot_product_attention(seq, seq, seq),
+            nn.LSTM(4, 3).cuda()(seq)[0],
+            nn.GRU(4, 3).cuda()(seq)[0],
+            nn.RNN(4, 3, nonlinearity="relu").cuda()(seq)[0],
+            nn.LSTMCell(4, 3).cuda()(x)[0],
+            nn.MultiheadAttention(4, 2).cuda()(seq, seq, seq)[0],
+            F.gelu(h),
+            h + 1,
+            torch.dot(h[0], h[1]),
+        ]
+        in_float32 = [
+            F.softmax(h, 1),
+            F.log_softmax(h, 1),
+            h.exp(),
+            h.sum(),
+            h.cumsum(0),
+            h.norm(),
+            h.norm(2, 0),
+            F.layer_norm(h, (4,)),
+            F.cross_entropy(h, torch.zeros(4, dtype=torch.long, device=0)),
+            F.mse_loss(h, y),
+            h.pow(2),
+            h + x,
+            torch.dot(h[0], x[0]),
+            nn.BatchNorm1d(4).cuda()(x),
+        ]
+        assert {t.dtype for t in in_lower} == {lower}
+        assert {t.dtype for t in in_float32} == {torch.float32}
+        assert h.sum(dtype=lower).dtype is F.softmax(h, 1, dtype=lower).dtype is lower
+        assert (double @ double).dtype is torch.float64
+        assert (host @ host).dtype is torch.float32
+        assert not torch.is_autocast_enabled("cpu")
+        with torch.autocast("cuda", enabled=False):
+            assert (x @ y).dtype is torch.float32
+    assert (x @ y).dtype is torch.float32
+
+
+def test_unsafe_loss_is_refused():
+    p = torch.rand(4, device=0)
+    with torch.autocast("cuda"):
+        with pytest.raises(RuntimeError, match="unsafe to autocast.*_with_logits"):
+            F.binary_cross_entropy(p, p)
+        assert F.binary_cross_entropy(p.cpu(), p.cpu()).item() > 0
+    assert F.binary_cross_entropy(p, p).item() > 0
+
+
+def test_values_are_those_of_rounded_inputs():
+    x, y = torch.rand(8, 8, device=1), torch.rand(8, 8, device=1)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        out = x @ y
+    assert out.device == x.device
+    assert torch.equal(out, x.bfloat16() @ y.bfloat16())
+
+
+def casts(log) -> int:
+    return sum(event.name == "_to_copy" for event in log.events)
+
+
+def test_weights_are_cast_once_a_region(log):
+    layer, x = nn.Linear(8, 8).cuda(), torch.rand(4, 8, device=0)
+    log.clear()
+    with torch.autocast("cuda"):
+        layer(x), layer(x)
+        assert casts(log) == 2 + 2  # weight and bias; x twice
+    with torch.autocast("cuda"):
+        layer(x)
+    assert casts(log) == 4 + 3
+    with torch.autocast("cuda", cache_enabled=False):
+        layer(x), layer(x)
+    assert casts(log) == 7 + 6
+
+
+def test_the_cache_gives_its_memory_back():
+    layer, x = nn.Linear(512, 512).cuda(), torch.rand(4, 512, device=0)
+    before = torch.cuda.memory_allocated(0)
+    with torch.autocast("cuda"), torch.no_grad():
+        layer(x)
+        assert torch.cuda.memory_allocated(0) >= before + 512 * 512 * 2
+    assert torch.cuda.memory_allocated(0) == before
+
+
+def test_a_changed_weight_is_not_taken_for_the_old_one():
+    x = torch.eye(4, device=0)
+    with torch.autocast("cuda"):
+        for value in (1.0, 2.0, 3.0):  # the same address each time
+            w = torch.full((4, 4), value, device=0, requires_grad=True)
+            assert (x @ w)[0, 0].item() == value
+            del w
+
+
+def test_training_with_the_scaler_skips_a_step_that_overflows():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)).to(1)
+    x, y = torch.rand(32, 8, device=1), torch.rand(32, 1, device=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**30)
+    losses, scales = [], []
+    for _ in range(30):
+        optimizer.zero_grad()
+        with torch.autocast("cuda"):
+            loss = F.mse_loss(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+        scales.append(scaler.get_scale())
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    assert scales[0] == 2.0**29 and losses[1] == losses[0]  # the first was skipped
+    assert scales[-1] == scales[-2] and losses[-1] < losses[0] / 2
+
+
+def test_products_in_half_are_as_fast_as_the_card_says(log):
+    x = torch.rand(1024, 1024, device=0)
+    log.clear()
+    x @ x
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        x @ x
+    slow, fast = (e.end - e.start for e in log.events if e.flops)
+    assert fast < slow / 5
+
+
+def test_each_thread_has_its_own_region():
+    x = torch.rand(4, 4, device=0)
+    found = []
+
+    def work():
+        found.append((x @ x).dtype)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            found.append((x @ x).dtype)
+
+    with torch.autocast("cuda"):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join(10)
+        assert (x @ x).dtype is torch.float16
+    assert found == [torch.float32, torch.bfloat16]
+
+
+def test_stop_gives_pytorchs_kernels_back():
+    with torch.autocast("cuda"):
+        torch.ones(2, 2, device=0) @ torch.ones(2, 2, device=0)
+        simgpu.stop()
+        x = torch.ones(2, 2)
+        assert (x @ x).dtype is torch.float32
+        assert F.binary_cross_entropy(x, x).item() == 0
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert (x @ x).dtype is torch.bfloat16
+    simgpu.start(2)
+    with torch.autocast("cuda"):
+        assert (x.cuda() @ x.cuda()).dtype is torch.float16
