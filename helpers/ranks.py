@@ -654,7 +654,7 @@ class _Job:
             return f"the process {self.died[rank]}"
         if rank in stacks:
             where = _lines(stacks[rank])
-            return f"did not finish; it was waiting{where or ' in code of its own'}"
+            return f"did not finish; waiting{where or ' in code of its own'}"
         kind, value = self.answers.get(rank, ("ok", None))
         if kind != "error":
             return ""

@@ -262,7 +262,7 @@ def test_an_error_in_one_rank_names_it_and_where_the_others_wait(four):
     text = str(caught.value)
     assert "rank 1: ValueError: bad batch\n" in text
     assert 'in raise_error: raise ValueError("bad batch")' in text
-    assert "ranks 0, 2, 3: did not finish; it was waiting\n" in text
+    assert "ranks 0, 2, 3: did not finish; waiting\n" in text
     assert "in all_sum: dist.all_reduce(x)" in text
     assert text.endswith(AFRESH)
     assert "site-packages" not in text
