@@ -9,6 +9,7 @@ import importlib
 
 # public name -> the module of this package that defines it
 _HOMES = {
+    "Messages": "messages",
     "RankError": "ranks",
     "Ranks": "ranks",
     "count_copies": "gpus",

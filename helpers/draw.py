@@ -380,6 +380,38 @@ COURSE = (
 )
 
 
+def schedule(stages: list[list[tuple[str, int, float, float]]], title: str) -> Picture:
+    """What each stage of a pipeline does when: forward and backward, micro-batch.
+
+    Args:
+        stages: for each, (kind, micro-batch, start, end); kind is "F" or "B".
+        title: above the picture.
+
+    Taught in 11-split-the-model.
+    """
+    end = max((task[3] for row in stages for task in row), default=0) or 1
+    left, row_height = 76, 34
+    picture = Picture(WIDEST, 60 + row_height * len(stages), title)
+    picture.text(8, 20, title, 14, weight="bold")
+    scale = (WIDEST - left - 12) / end
+    for stage, row in enumerate(stages):
+        y = 34 + row_height * stage
+        picture.text(8, y + 19, f"stage {stage}", 13)
+        for kind, micro_batch, start, stop in row:
+            x, width = left + start * scale, (stop - start) * scale
+            fill = COLOURS[0] if kind == "F" else COLOURS[1]
+            picture.box(x, y, width, row_height - 6, fill)
+            if width >= 9 * len(str(micro_batch)):
+                picture.text(x + width / 2, y + 19, micro_batch, 12, "middle")
+    y = picture.height - 20
+    for i, (words, fill) in enumerate(
+        (("forward", COLOURS[0]), ("backward", COLOURS[1]), ("idle", "white"))
+    ):
+        picture.box(left + 110 * i, y, 14, 14, fill)
+        picture.text(left + 110 * i + 20, y + 12, words, 12)
+    return picture
+
+
 def course_map() -> Picture:
     """The lessons of the course, five a row; those still to be written are dashed.
 

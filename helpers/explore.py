@@ -63,6 +63,16 @@ def _slider(text: str, value: int, least: int, most: int) -> ipywidgets.IntSlide
     )
 
 
+def _choice(text: str, options: tuple, value=None) -> ipywidgets.Dropdown:
+    return ipywidgets.Dropdown(
+        options=options,
+        value=options[0] if value is None else value,
+        description=text,
+        style={"description_width": "160px"},
+        layout={"width": "420px"},
+    )
+
+
 # -- memory ----------------------------------------------------------------------------
 
 CARD = 64 * MIB  # of the allocator explorer
@@ -80,12 +90,9 @@ def allocator() -> Explorer:
         allocator_picture,
         tensors=_slider("tensors", 9, 1, 24),
         size=_slider("MiB of each", 6, 1, 24),
-        free=ipywidgets.Dropdown(
-            options=_FREE, value="every second", description="then free",
-            style={"description_width": "160px"}, layout={"width": "420px"},
-        ),
+        free=_choice("then free", _FREE, "every second"),
         more=_slider("MiB of one more", 12, 1, 48),
-    )  # fmt: skip
+    )
 
 
 def allocator_picture(tensors: int, size: int, free: str, more: int) -> draw.Picture:
@@ -254,4 +261,188 @@ def ring_picture(ranks: int, step: int) -> draw.Picture:
             picture.text(x + (wide - 12) / 2, y + 19, words, 13, "middle")
     for chunk in range(ranks):
         picture.text(8, 71 + tall * chunk, f"chunk {chunk}", 13)
+    return picture
+
+
+# -- pipelines -------------------------------------------------------------------------
+
+
+def pipeline() -> Explorer:
+    """Stages that pass micro-batches on: who idles, and what each must keep.
+
+    Taught in 11-split-the-model.
+    """
+    return Explorer(
+        pipeline_picture,
+        stages=_slider("stages", 4, 1, 6),
+        micro_batches=_slider("micro-batches", 6, 1, 12),
+        schedule=_choice("schedule", ("GPipe", "1F1B")),
+        slowest=_slider("% of time, last stage", 100, 50, 300),
+    )
+
+
+def pipeline_order(
+    schedule: str, stages: int, stage: int, micro_batches: int
+) -> list[tuple[str, int]]:
+    """What a stage does, in order: ("F", micro-batch) and ("B", micro-batch).
+
+    GPipe: all forward, then all backward. 1F1B: as many forward as there are stages
+    from here to the end, then backward and forward in turn.
+    """
+    ahead = min(stages - stage, micro_batches)
+    if schedule == "GPipe":
+        ahead = micro_batches
+    order = [("F", m) for m in range(ahead)]
+    for m in range(micro_batches):
+        order.append(("B", m))
+        if ahead + m < micro_batches:
+            order.append(("F", ahead + m))
+    return order
+
+
+def pipeline_times(
+    orders: list[list[tuple[str, int]]], seconds: list[float]
+) -> list[list[tuple[str, int, float, float]]]:
+    """When each stage does what: (kind, micro-batch, start, end).
+
+    Forward waits for the stage before, backward for the stage after. Copies take no
+    time.
+
+    Args:
+        orders: of each stage, from `pipeline_order`.
+        seconds: of a forward pass of each stage; backward takes twice as long.
+
+    Raises:
+        ValueError: if the stages wait for each other for ever.
+    """
+    last, done = len(orders) - 1, {}
+    rows: list[list] = [[] for _ in orders]
+    while any(len(row) < len(order) for row, order in zip(rows, orders, strict=True)):
+        before = len(done)
+        for stage, (row, order) in enumerate(zip(rows, orders, strict=True)):
+            while len(row) < len(order):
+                kind, m = order[len(row)]
+                needs = {("F", stage, m)} if kind == "B" else set()
+                if stage != (0 if kind == "F" else last):
+                    needs.add((kind, stage + (-1 if kind == "F" else 1), m))
+                if not needs <= done.keys():
+                    break
+                free = row[-1][3] if row else 0.0
+                start = max([free, *(done[need] for need in needs)])
+                end = start + seconds[stage] * (1 if kind == "F" else 2)
+                row.append((kind, m, start, end))
+                done[kind, stage, m] = end
+        if len(done) == before:
+            raise ValueError("the stages wait for each other for ever")
+    return rows
+
+
+def most_held(row: list[tuple[str, int, float, float]]) -> int:
+    """Micro-batches of which a stage keeps the activations, at most."""
+    held = most = 0
+    for kind, *_ in row:
+        held += 1 if kind == "F" else -1
+        most = max(most, held)
+    return most
+
+
+def pipeline_picture(
+    stages: int, micro_batches: int, schedule: str, slowest: int
+) -> draw.Picture:
+    """The schedule, its bubble and the formula's, and what the stages keep."""
+    seconds = [1.0] * (stages - 1) + [slowest / 100]
+    orders = [
+        pipeline_order(schedule, stages, stage, micro_batches)
+        for stage in range(stages)
+    ]
+    rows = pipeline_times(orders, seconds)
+    total = max(row[-1][3] for row in rows)
+    bubble = 1 - 3 * micro_batches * sum(seconds) / (stages * total)
+    formula = (stages - 1) / (micro_batches + stages - 1)
+    title = (
+        f"{schedule}: idle {bubble:.0%}, (K - 1) / (M + K - 1) = {formula:.0%}; "
+        f"stages keep at most {', '.join(str(most_held(row)) for row in rows)}"
+    )
+    return draw.schedule(rows, title)
+
+
+# -- shards ----------------------------------------------------------------------------
+
+_STATES = {"SGD": 0, "SGD with momentum": 1, "Adam": 2}  # numbers a parameter
+CARD_BYTES = 80 * 10**9  # of the shards explorer
+_STAGES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+
+
+def shards() -> Explorer:
+    """Bytes of weights, gradients and optimizer state on each GPU.
+
+    Taught in 15-shard-everything.
+    """
+    return Explorer(
+        shards_picture,
+        billions=_slider("billion parameters", 7, 1, 70),
+        ranks=_slider("ranks", 8, 1, 64),
+        stage=_choice("what is sharded", _STAGES),
+        precision=_choice("precision", ("float32", "bfloat16 mixed")),
+        optimizer=_choice("optimizer", tuple(_STATES), "Adam"),
+    )
+
+
+def shards_bytes(
+    parameters: int, ranks: int, stage: str, precision: str, optimizer: str
+) -> dict[str, int]:
+    """Bytes that each rank holds between two steps: by arithmetic.
+
+    "bfloat16 mixed" has weights and gradients in bfloat16, and a float32 copy of the
+    weights that counts as optimizer state (Rajbhandari and others, ZeRO, 2019).
+    Leaves out activations, buffers, and the weights that are gathered for a while.
+    """
+    mixed = precision != "float32"
+    each = 2 if mixed else 4
+    sizes = {
+        "weights": each * parameters,
+        "gradients": each * parameters,
+        "optimizer state": 4 * parameters * (_STATES[optimizer] + mixed),
+    }
+    sharded = _STAGES.index(stage)
+    for level, part in ((3, "weights"), (2, "gradients"), (1, "optimizer state")):
+        if sharded >= level:
+            sizes[part] = -(-sizes[part] // ranks)  # the last rank may hold less
+    return sizes
+
+
+def shards_picture(
+    billions: int, ranks: int, stage: str, precision: str, optimizer: str
+) -> draw.Picture:
+    """One GPU's bytes beside those of DDP, and the line of an 80 GB card."""
+    setting = (billions * 10**9, ranks)
+    bars = {
+        kind: shards_bytes(*setting, kind, precision, optimizer)
+        for kind in dict.fromkeys(("DDP", stage))
+    }
+    here = sum(bars[stage].values())
+    title = (
+        f"{billions} billion parameters on {ranks} GPUs, {stage}: {here / 1e9:.1f} GB "
+        f"each, {'fits' if here <= CARD_BYTES else 'does not fit'} into 80 GB"
+    )
+    picture = draw.Picture(draw.WIDEST, 84 + 44 * len(bars), title)
+    picture.text(8, 20, title, 14, weight="bold")
+    most = max(CARD_BYTES, *(sum(sizes.values()) for sizes in bars.values()))
+    left, scale = 76, (draw.WIDEST - 88) / most
+    for row, (kind, sizes) in enumerate(bars.items()):
+        x, y = left, 40 + 44 * row
+        picture.text(8, y + 20, kind)
+        for nbytes, fill in zip(sizes.values(), draw.COLOURS, strict=False):
+            if nbytes:
+                picture.box(x, y, nbytes * scale, 32, fill)
+            if nbytes * scale > 60:
+                words = f"{nbytes / 1e9:.1f} GB"
+                picture.text(x + nbytes * scale / 2, y + 21, words, 12, "middle")
+            x += nbytes * scale
+    bottom = 40 + 44 * len(bars)
+    picture.line(left + CARD_BYTES * scale, 32, left + CARD_BYTES * scale, bottom)
+    picture.text(left + CARD_BYTES * scale - 4, bottom + 14, "80 GB", 12, "end")
+    for i, (part, fill) in enumerate(zip(bars[stage], draw.COLOURS, strict=False)):
+        picture.box(left + 130 * i, bottom + 20, 14, 14, fill)
+        picture.text(left + 130 * i + 20, bottom + 32, part, 12)
     return picture

@@ -7,11 +7,14 @@ import pytest
 from helpers import explore
 from helpers.simgpu.clock import COPY_LATENCY
 
+ALL = [
+    explore.allocator, explore.overlap, explore.ring, explore.pipeline, explore.shards,
+]  # fmt: skip
 ALLOCATOR = dict(tensors=9, size=6, free="every second", more=12)
 OVERLAP = dict(chunks=4, megabytes=64, speed=12, compute=6)
 
 
-@pytest.mark.parametrize("make", [explore.allocator, explore.overlap, explore.ring])
+@pytest.mark.parametrize("make", ALL)
 def test_the_picture_follows_the_controls(make):
     explorer = make()
     first = explorer.html.value
@@ -25,7 +28,7 @@ def test_the_picture_follows_the_controls(make):
     assert explorer.html.value == first
 
 
-@pytest.mark.parametrize("make", [explore.allocator, explore.overlap, explore.ring])
+@pytest.mark.parametrize("make", ALL)
 def test_a_reader_without_a_kernel_sees_the_picture(make, monkeypatch):
     shown = []
     monkeypatch.setattr(explore, "display", lambda bundle, raw: shown.append(bundle))
@@ -100,3 +103,66 @@ def test_ring_draws_every_step():
     assert titles[0] == "After step 0 of 6: the start"
     assert titles[3].endswith("all-gather") and titles[6].endswith("all done")
     assert titles[7] == titles[6]
+
+
+# -- pipelines -------------------------------------------------------------------------
+
+
+def rows(schedule, stages, micro_batches, seconds=None):
+    orders = [
+        explore.pipeline_order(schedule, stages, stage, micro_batches)
+        for stage in range(stages)
+    ]
+    return explore.pipeline_times(orders, seconds or [1.0] * stages)
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+@pytest.mark.parametrize(
+    "stages, micro_batches", [(1, 3), (2, 1), (4, 6), (4, 2), (6, 12)]
+)
+def test_bubbles_of_even_stages_are_the_formula(schedule, stages, micro_batches):
+    found = rows(schedule, stages, micro_batches)
+    assert max(row[-1][3] for row in found) == 3 * (micro_batches + stages - 1)
+    for stage, row in enumerate(found):
+        assert sorted(task[:2] for task in row) == sorted(
+            (kind, m) for kind in "FB" for m in range(micro_batches)
+        )
+        for before, after in zip(row, row[1:], strict=False):
+            assert after[2] >= before[3]
+        held = explore.most_held(row)
+        ahead = min(stages - stage, micro_batches)
+        assert held == (micro_batches if schedule == "GPipe" else ahead)
+    for upper, lower in zip(found, found[1:], strict=False):
+        up, low = ({task[:2]: task[2:] for task in row} for row in (upper, lower))
+        for m in range(micro_batches):
+            assert low["F", m][0] >= up["F", m][1] and up["B", m][0] >= low["B", m][1]
+
+
+def test_one_slow_stage_makes_the_others_wait():
+    even, uneven = rows("1F1B", 4, 8), rows("1F1B", 4, 8, [1.0, 1.0, 1.0, 2.0])
+    assert uneven[3][-1][3] >= 2 * 3 * 8 > even[3][-1][3]
+    assert "idle 56%" in explore.pipeline_picture(4, 8, "1F1B", 300).title
+
+
+def test_stages_that_wait_for_each_other_are_refused():
+    with pytest.raises(ValueError, match="for ever"):
+        explore.pipeline_times([[("B", 0), ("F", 0)]], [1.0])
+
+
+# -- shards ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "stage, gigabytes",  # of ZeRO's figure 1: 7.5 billion parameters on 64 GPUs
+    [("DDP", 120), ("ZeRO-1", 31.4), ("ZeRO-2", 16.6), ("ZeRO-3", 1.9)],
+)
+def test_shards_agree_with_the_published_figure(stage, gigabytes):
+    sizes = explore.shards_bytes(7_500_000_000, 64, stage, "bfloat16 mixed", "Adam")
+    assert sum(sizes.values()) / 1e9 == pytest.approx(gigabytes, abs=0.06)
+
+
+def test_shards_of_float32():
+    sizes = explore.shards_bytes(10, 4, "ZeRO-3", "float32", "SGD with momentum")
+    assert sizes == {"weights": 10, "gradients": 10, "optimizer state": 10}
+    sizes = explore.shards_bytes(10, 1, "DDP", "float32", "SGD")
+    assert sizes == {"weights": 40, "gradients": 40, "optimizer state": 0}

@@ -1,0 +1,152 @@
+"""Counts what a rank hands to each collective: the kind, the bytes, the group.
+
+    with Messages() as messages:
+        messages.when = "backward"
+        loss.backward()
+    messages.total()                     # bytes
+    messages.by_name()                   # {"all_reduce": (2, 1204264)}
+
+Sees every call below autograd, whoever makes it: the program, DDP's reducer, FSDP,
+DTensor, pipelines. Leaves out what a thread of C++ sends by itself (the later messages
+of the PowerSGD hook), barriers, and what a rank receives.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# operation of c10d -> the collective, and which argument holds what the rank gives
+_OPERATIONS = {
+    "allreduce_": ("all_reduce", 0),
+    "allreduce_coalesced_": ("all_reduce", 0),
+    "broadcast_": ("broadcast", 0),
+    "reduce_": ("reduce", 0),
+    "send": ("send", 0),
+    "allgather_": ("all_gather", 1),
+    "_allgather_base_": ("all_gather", 1),
+    "allgather_coalesced_": ("all_gather", 1),
+    "allgather_into_tensor_coalesced_": ("all_gather", 1),
+    "reduce_scatter_": ("reduce_scatter", 1),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "gather_": ("gather", 1),
+    "scatter_": ("scatter", 1),
+    "alltoall_": ("all_to_all", 1),
+    "alltoall_base_": ("all_to_all", 1),
+}
+# the same of _c10d_functional, which DTensor uses: the name begins with one of these
+_FUNCTIONAL = {
+    "all_reduce": "all_reduce",
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "all_to_all": "all_to_all",
+    "broadcast": "broadcast",
+    "isend": "send",
+}
+
+
+class Message(NamedTuple):
+    """One call of a collective by this rank."""
+
+    when: str  # what `Messages.when` said then
+    name: str  # "all_reduce", "all_gather", "send", ...
+    nbytes: int  # what the rank gives; in an all-gather, its own part
+    ranks: int  # how many ranks take part (2 for a send)
+
+    @property
+    def sent(self) -> int:
+        """Bytes that a rank sends where the ranks form a ring (lesson 12)."""
+        n, size = self.ranks, self.nbytes
+        return {
+            "all_reduce": 2 * (n - 1) * size // n,
+            "reduce_scatter": (n - 1) * size // n,
+            "all_to_all": (n - 1) * size // n,
+            "all_gather": (n - 1) * size,
+        }.get(self.name, size)
+
+
+class Messages(TorchDispatchMode):
+    """Notes each message of this rank, while it is entered.
+
+    Attributes:
+        when: a note for the messages to come; set it as you like.
+        log: the messages so far, in order.
+
+    Taught in 13-average-gradients.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.when = ""
+        self.log: list[Message] = []
+
+    def __enter__(self):
+        # On GPUs backward() would run in threads of its own, which have no modes.
+        self._threads = torch.autograd.is_multithreading_enabled()
+        torch.autograd.set_multithreading_enabled(False)
+        return super().__enter__()
+
+    def __exit__(self, *exc_info):
+        torch.autograd.set_multithreading_enabled(self._threads)
+        return super().__exit__(*exc_info)
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.namespace == "c10d":
+            name, place = _OPERATIONS.get(_name_of(op), ("", 0))
+            if name:
+                size = 2 if name == "send" else _group_in(args).size()
+                self._note(name, args[place], size)
+        elif op.namespace == "_c10d_functional":
+            for prefix, name in _FUNCTIONAL.items():
+                if _name_of(op).startswith(prefix):
+                    self._note(name, args[0], _size_of_named(name, args, kwargs))
+        return op(*args, **(kwargs or {}))
+
+    def _note(self, name: str, given, ranks: int) -> None:
+        tensors = [x for x in tree_leaves(given) if isinstance(x, torch.Tensor)]
+        nbytes = sum(x.nbytes for x in tensors)
+        self.log.append(Message(self.when, name, nbytes, ranks))
+
+    def total(self) -> int:
+        """Bytes that the rank has handed over in all."""
+        return sum(message.nbytes for message in self.log)
+
+    def sent(self) -> int:
+        """Bytes that the rank has sent, if the ranks of each group form a ring."""
+        return sum(message.sent for message in self.log)
+
+    def by_name(self) -> dict[str, tuple[int, int]]:
+        """Collective -> (how many calls, bytes handed over)."""
+        table: dict[str, tuple[int, int]] = {}
+        for message in self.log:
+            calls, nbytes = table.get(message.name, (0, 0))
+            table[message.name] = (calls + 1, nbytes + message.nbytes)
+        return table
+
+
+def _name_of(op) -> str:
+    return op._schema.name.partition("::")[2]
+
+
+def _group_in(args) -> dist.ProcessGroup:
+    """The process group among an operation's arguments."""
+    for value in args:
+        if isinstance(value, torch.ScriptObject):
+            try:
+                return dist.ProcessGroup.unbox(value)
+            except RuntimeError:  # another object of TorchScript
+                continue
+    raise RuntimeError("a collective without a process group")
+
+
+def _size_of_named(name: str, args, kwargs) -> int:
+    """How many ranks a functional collective joins; its group is a name."""
+    if name == "send":
+        return 2
+    group = (*args, *(kwargs or {}).values())[-1]
+    if isinstance(group, dist.ProcessGroup):
+        return group.size()
+    return torch._C._distributed_c10d._resolve_process_group(group).size()
