@@ -7,7 +7,8 @@ while GPUs are simulated. Leaves out: that `autocast("cpu")` does not cast tenso
 GPUs (here it does), and `cudnn_*` operations, which no program calls.
 `replacements()` is this file's part of the table that `start()` applies.
 
-Source of the lists: ATen/autocast_mode.h, which PyTorch installs (a test compares).
+Source of the lists: ATen/autocast_mode.h of torch 2.13 (a test compares); operations
+that another version does not list are left alone there.
 Taught in 06-mix-precision.
 """
 
@@ -185,14 +186,15 @@ class _Library:
         if self.registered is not None:
             return
         self.registered = torch.library.Library("aten", "IMPL")
+        theirs = torch._C._dispatch_get_registrations_for_dispatch_key(_KEY.name)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that PyTorch's own are replaced
             for policy, names in _KERNELS.items():
-                for name in names:
-                    packet, _, overload = name.partition(".")
-                    func = getattr(torch.ops.aten, packet, None)
-                    func = getattr(func, overload or "default", None)
-                    if func is not None:  # not every version has every one
+                for name in names:  # not every version of PyTorch lists every one
+                    if f"aten::{name}" in theirs or name in RECURRENT:
+                        packet, _, overload = name.partition(".")
+                        func = getattr(torch.ops.aten, packet)
+                        func = getattr(func, overload or "default")
                         self.registered.impl(name, _kernel(policy, func), _KEY.name)
 
     def close(self) -> None:
