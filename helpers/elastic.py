@@ -1,0 +1,298 @@
+"""Jobs of PyTorch's own elastic engine: started, broken on purpose, watched, ended.
+
+A `Job` starts agents (`torchrun` processes), one for each pretended machine, on this
+one. Agents and workers are real; what happens to them is real. `Job.log` is what the
+ranks have noted; `Job.reach` waits for a step. Nothing outlives a job: not when it is
+closed, and not when the notebook is killed (a process of its own watches for that).
+Leaves out: more than one real machine (17-leave-one-machine has network namespaces).
+
+Taught in 16-survive-failures.
+"""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+
+_MARK = "HELPERS_ELASTIC_JOB"  # in the environment of all that a job starts
+# quick; PyTorch's own are 30 s for the last call, and 3 times 5 s until one is missed
+CONF = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 3}
+_GUARD = (
+    "import sys; sys.stdin.read(); from helpers.elastic import end; end(sys.argv[1])"
+)
+
+
+class JobError(RuntimeError):
+    """A job did not do what was waited for; the message has its last words."""
+
+
+class Node:
+    """One agent and its workers: what would be one machine."""
+
+    def __init__(self, job: "Job", number: int, agent: subprocess.Popen):
+        self.job, self.number, self.agent = job, number, agent
+        self.output = job.folder / f"agent-{number}.txt"
+
+    @property
+    def workers(self) -> list[int]:
+        """The processes of its ranks, in order of their number on this node."""
+        with_rank = []
+        for child in _children(self.agent.pid):
+            rank = _environment(child).get("LOCAL_RANK")
+            if rank is not None:
+                with_rank.append((int(rank), child.pid))
+        return [pid for _, pid in sorted(with_rank)]
+
+    @property
+    def words(self) -> str:
+        """What its agent and workers have printed."""
+        return self.output.read_text(errors="replace")
+
+    @property
+    def status(self) -> int | None:
+        """The agent's exit status; None while it runs, negative for a signal."""
+        return self.agent.poll()
+
+    def kill_worker(self, which: int = 0) -> None:
+        """Kill one of its ranks, as the system does that runs out of memory."""
+        self.job.mark("kill worker", self.number)
+        os.kill(self.workers[which], signal.SIGKILL)
+
+    def stop_worker(self, which: int = 0) -> None:
+        """Make one of its ranks hang: it is there, and does nothing."""
+        self.job.mark("stop worker", self.number)
+        os.kill(self.workers[which], signal.SIGSTOP)
+
+    def kill_agent(self) -> None:
+        """Kill the agent alone. Its workers live on."""
+        self.job.mark("kill agent", self.number)
+        self.agent.kill()
+        self.agent.wait(10)
+
+    def kill(self) -> None:
+        """Kill agent and workers: the machine is gone."""
+        self.job.mark("kill node", self.number)
+        workers = self.workers
+        self.agent.kill()
+        for pid in workers:
+            _kill(pid)
+        self.agent.wait(10)
+
+
+class Job:
+    """An elastic job on this machine.
+
+    Args:
+        script: what the ranks run, and its arguments; "{folder}" in them is replaced.
+        nodes: how many agents: "2", or from and to: "1:3".
+        ranks: of each node.
+        restarts: how often the ranks may be started anew (`--max-restarts`; torchrun's
+            own default is 0).
+        conf: of the rendezvous, over those that make it quick here (`CONF`).
+        options: more of torchrun's, such as "--shutdown-timeout=5".
+        folder: of a job before, to go on from its checkpoints; None makes a new one.
+
+    Attributes:
+        folder: temporary, if none was given. Has the log, the checkpoints, and what
+            the agents print.
+        nodes: those that were started, dead ones too.
+
+    Raises:
+        ValueError: for a number of nodes that torchrun cannot read.
+    """
+
+    def __init__(self, *script: str, nodes: str | int = 1, ranks: int = 1,
+                 restarts: int = 3, conf: dict | None = None, options=(),
+                 folder: Path | None = None):  # fmt: skip
+        if not re.fullmatch("[1-9][0-9]*(:[1-9][0-9]*)?", str(nodes)):
+            raise ValueError(f'nodes={nodes!r}; write a number, or "1:3"')
+        self._temporary = None
+        if folder is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="job-")
+            folder = self._temporary.name
+        self.folder = Path(folder)
+        self.name = uuid.uuid4().hex
+        self.port = _free_port()
+        self.nodes: list[Node] = []
+        self.marks: list[dict] = []
+        self.conf = CONF | (conf or {})
+        self.command = [
+            sys.executable, "-m", "torch.distributed.run",
+            f"--nnodes={nodes}", f"--nproc-per-node={ranks}",
+            f"--max-restarts={restarts}", "--rdzv-backend=c10d",
+            f"--rdzv-endpoint=127.0.0.1:{self.port}", f"--rdzv-id={self.name}",
+            "--local-addr=127.0.0.1", "--monitor-interval=0.1", *options,
+            *(word.replace("{folder}", str(self.folder)) for word in script),
+        ]  # fmt: skip
+        self.environ = {
+            **os.environ, _MARK: self.name, "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo",
+            # or a restarted rank may find the address of the one before it
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        }  # fmt: skip
+        self._guard = subprocess.Popen(
+            [sys.executable, "-c", _GUARD, self.name],
+            stdin=subprocess.PIPE, start_new_session=True,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        )  # fmt: skip
+
+    # -- nodes -----------------------------------------------------------------------
+
+    def add(self) -> Node:
+        """Start one more agent; the first hosts the rendezvous."""
+        number = len(self.nodes)
+        # else whoever binds the port first is host, and the job ends with that node
+        conf = self.conf | {"is_host": int(number == 0)}
+        words = ",".join(f"{name}={value}" for name, value in conf.items())
+        command = [*self.command[:3], f"--rdzv-conf={words}", *self.command[3:]]
+        self.mark("add node", number)
+        with (self.folder / f"agent-{number}.txt").open("w") as output:
+            agent = subprocess.Popen(
+                command, env=self.environ, stdin=subprocess.DEVNULL,
+                stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        self.nodes.append(Node(self, number, agent))
+        return self.nodes[-1]
+
+    def go(self, step: int) -> None:
+        """Let the ranks do a step before which they wait (`--hold`)."""
+        (self.folder / f"go-{step}").touch()
+
+    def mark(self, event: str, node: int) -> None:
+        """Note what was done to the job, beside what its ranks note."""
+        self.marks.append({"time": time.time(), "event": event, "node": node})
+
+    # -- what happened -----------------------------------------------------------------
+
+    @property
+    def log(self) -> list[dict]:
+        """What the ranks have noted and what was done to them, by time."""
+        lines = []
+        path = self.folder / "log.jsonl"
+        if path.exists():
+            for line in path.read_text().splitlines():
+                try:
+                    lines.append(json.loads(line))
+                except ValueError:  # it is being written
+                    break
+        return sorted([*lines, *self.marks], key=lambda entry: entry["time"])
+
+    def reach(self, step: int, ranks: int = 1, seconds: float = 60) -> None:
+        """Wait until so many ranks together have done a step.
+
+        Raises:
+            JobError: if the job ends first, or the seconds are over.
+        """
+
+        def done() -> bool:
+            entries = [
+                e for e in self.log if e["event"] == "step" and e["step"] == step
+            ]
+            return any(e["ranks"] == ranks for e in entries)
+
+        self.wait(done, f"step {step} by {ranks} ranks", seconds)
+
+    def wait(self, condition, what: str, seconds: float = 60) -> None:
+        """Wait until `condition()`; `what` is for the error.
+
+        Raises:
+            JobError: if the job ends first, or the seconds are over.
+        """
+        end = time.monotonic() + seconds
+        while True:
+            over = all(node.status is not None for node in self.nodes)
+            if condition():
+                return
+            if over or time.monotonic() > end:
+                why = "the job has ended" if over else f"{seconds:.0f} s are over"
+                raise JobError(
+                    f"{why} before {what}. Last words:\n{self._last_words()}"
+                )
+            time.sleep(0.02)
+
+    def finish(self, seconds: float = 60) -> list[int | None]:
+        """Wait for all agents; their exit statuses, in order of the nodes.
+
+        Raises:
+            JobError: if one still runs when the seconds are over.
+        """
+
+        def over() -> bool:
+            return all(node.status is not None for node in self.nodes)
+
+        self.wait(over, "its end", seconds)
+        return [node.status for node in self.nodes]
+
+    def _last_words(self) -> str:
+        return "\n".join(
+            f"[node {node.number}] {line}"
+            for node in self.nodes
+            for line in node.words.splitlines()[-20:]
+        )
+
+    # -- the end -----------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End every process of the job and remove its folder."""
+        end(self.name)
+        for node in self.nodes:
+            node.agent.wait(10)
+        self._guard.stdin.close()
+        self._guard.wait(20)
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    def __enter__(self) -> "Job":
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self.close()
+
+
+def end(job: str) -> None:
+    """Kill every process that a job has started."""
+    while found := [
+        p for p in psutil.process_iter() if _environment(p).get(_MARK) == job
+    ]:
+        for process in found:
+            _kill(process.pid)
+        psutil.wait_procs(found, 5)
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def _children(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _environment(process: psutil.Process) -> dict[str, str]:
+    """Of a process that may be gone, or somebody else's: then nothing."""
+    try:
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return {}
+        return process.environ()
+    except (psutil.Error, OSError):
+        return {}
+
+
+def _free_port() -> int:
+    with socket.socket() as door:
+        door.bind(("127.0.0.1", 0))
+        return door.getsockname()[1]
