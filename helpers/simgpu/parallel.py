@@ -247,7 +247,7 @@ def _start(thread) -> None:
 @contextlib.contextmanager
 def time_of(thread, sim):
     """What a thread does all its life: its time begins, and is kept for the end."""
-    sim.clock.host = thread._simgpu_host
+    sim.clock.host = getattr(thread, "_simgpu_host", sim.clock.latest)
     try:
         yield
     finally:
