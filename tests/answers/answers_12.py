@@ -134,6 +134,26 @@ def into_x(x):
     return found
 
 
+def with_a_barrier(x):
+    found = gathered(x)
+    dist.barrier()
+    return found
+
+
+def with_a_number_more(x):
+    """As with the lesson's own send and receive."""
+    return [letter[:-1] for letter in gathered(torch.cat([x, x.new_zeros(1)]))]
+
+
+def without_handles(x):
+    rank, size = who()
+    found = [x.clone() for _ in range(size)]
+    for step in range(size - 1):
+        dist.isend(found[(rank - step) % size], (rank + 1) % size)
+        dist.recv(found[(rank - step - 1) % size], (rank - 1) % size)
+    return found
+
+
 # -- rotate ----------------------------------------------------------------------------
 
 
@@ -158,6 +178,30 @@ def one_listens(x):
     ]
     for call in calls if rank > 0 else calls[::-1]:
         call()
+    return box
+
+
+def from_anyone(x):
+    rank, size = who()
+    box = torch.empty_like(x)
+    if rank % 2 == 0:
+        dist.send(x, (rank + 1) % size)
+        dist.recv(box)
+    else:
+        dist.recv(box)
+        dist.send(x, (rank + 1) % size)
+    return box
+
+
+def in_turn(x):
+    rank, size = who()
+    box = torch.empty_like(x)
+    for turn in range(size):
+        if rank == turn:
+            dist.send(x, (rank + 1) % size)
+        elif rank == (turn + 1) % size:
+            dist.recv(box, turn)
+        dist.barrier()
     return box
 
 
@@ -218,7 +262,11 @@ RIGHT = {
         lambda: (gathered_in_turn,),
         lambda: (gathered_in_batches,),
     ],
-    "rotate_without_a_deadlock": [lambda: (even_first,), lambda: (one_listens,)],
+    "rotate_without_a_deadlock": [
+        lambda: (even_first,),
+        lambda: (one_listens,),
+        lambda: (from_anyone,),
+    ],
 }
 WRONG = {
     "sent_round_the_ring": [
@@ -230,7 +278,14 @@ WRONG = {
         (lambda: (6_000_000,), "this one has five"),
         (lambda: (800_000,), "one step"),
         (lambda: (0,), "one chunk"),
-        (lambda: ("much",), "one chunk"),
+        (lambda: (6.4,), "not in MB"),
+        (lambda: (4_000_000,), "the whole tensor once"),
+        (lambda: (16_000_000,), "whole tensors; the ring sends chunks"),
+        (lambda: ("much",), "one number of bytes, not a str"),
+        (lambda: (None,), "one number of bytes, not a NoneType"),
+        (lambda: ("6400000",), "one number of bytes, not a str"),
+        (lambda: (-6_400_000,), "not negative"),
+        (lambda: ([6_400_000],), "one number of bytes, not a list"),
     ],
     "all_gather_in_a_ring": [
         (lambda: (by_arrival,), "item 1 of rank 0 is the x of rank 3"),
@@ -241,7 +296,11 @@ WRONG = {
         (lambda: (with_the_library,), "calls the collective allgather"),
         (lambda: (sends_first,), "it hangs: ranks 0, 1, 2, 3"),
         (lambda: (into_x,), "own x has changed"),
-        (lambda: (lambda x: x,), "returns 5 tensors"),
+        (lambda: (with_a_barrier,), "calls the collective barrier"),
+        (lambda: (with_a_number_more,), "one number too long"),
+        (lambda: (without_handles,), "did you wait for every handle?"),
+        (lambda: (lambda x: [x],), "returns a list of 1"),
+        (lambda: (lambda x: x,), "5 single numbers"),
         (lambda: (lambda x: 3,), "not a list"),
         (lambda: (misspelt,), "no attribute 'sent'"),
     ],
@@ -252,6 +311,7 @@ WRONG = {
         (lambda: (returns_x,), "returns its own x"),
         (lambda: (to_the_left,), "its right neighbour"),
         (lambda: (gathers,), "allgather"),
+        (lambda: (in_turn,), "barrier"),
         (lambda: (misspelt,), "no attribute 'sent'"),
     ],
 }
