@@ -597,12 +597,13 @@ def test_replicas_compute_at_the_same_time(log):
     model = nn.Linear(4096, 4096).to(0)
     x = torch.randn(4, 4096, device=0)
     parallel = nn.DataParallel(model)
-    runs = []
+    runs, pictures = [], set()
     for _ in range(3):
         log.clear()
         parallel(x)
-        runs.append(sorted(e for e in log.events))
-    assert runs[0] == runs[1] == runs[2]
+        runs.append(log.events)
+        pictures.add(log._repr_svg_())
+    assert runs[0] == runs[1] == runs[2] and len(pictures) == 1
     products = [e for e in runs[0] if e.name == "addmm"]
     assert len(products) == 4
     waited = {e.device: e.launched for e in products}

@@ -6,6 +6,7 @@ between launches.
 
 import contextlib
 import json
+import operator
 import os
 from collections import defaultdict
 from collections.abc import Iterator
@@ -34,18 +35,22 @@ class Timeline:
 
     @property
     def events(self) -> list[Event]:
-        """Every kernel and copy, in the order of launch."""
-        return list(self._clock.events)
+        """Every kernel and copy, in the order of launch.
+
+        Those of several threads too: the log itself has them as the threads got there.
+        """
+        order = operator.attrgetter("launched", "device", "stream", "start")
+        return sorted(self._clock.events, key=order)
 
     @property
     def copies(self) -> list[Event]:
         """The copies to, from and between GPUs."""
-        return [event for event in self._clock.events if event.kind == "copy"]
+        return [event for event in self.events if event.kind == "copy"]
 
     @property
     def waits(self) -> list[Wait]:
         """The times in which the host waited, or was busy pinning memory."""
-        return list(self._clock.waits)
+        return sorted(self._clock.waits, key=operator.attrgetter("start", "end"))
 
     @property
     def seconds(self) -> float:
@@ -68,7 +73,7 @@ class Timeline:
         A copy between two GPUs is in a lane of both. Streams without events have none.
         """
         lanes: dict[tuple[str, int], list[Event]] = {(d, 0): [] for d in self.devices}
-        for event in self._clock.events:
+        for event in self.events:
             lanes.setdefault((event.device, event.stream), []).append(event)
             if event.source.startswith("cuda") and event.source != event.device:
                 lane = (event.source, event.source_stream)
@@ -94,7 +99,7 @@ class Timeline:
         """The first `most` events and the totals of each GPU, as text."""
         titles = f"{'what':16}{'bytes':>13}{'flops':>16}"
         lines = [f"{'start':>10}{'end':>10}  {'stream':9} {titles}"]
-        for event in list(self._clock.events)[:most]:
+        for event in self.events[:most]:
             stream = f"{event.device}/{event.stream}"
             lines.append(
                 f"{event.start * 1e6:10.1f}{event.end * 1e6:10.1f}  {stream:9} "
@@ -131,10 +136,10 @@ class Timeline:
         A process for the host and one for each GPU; in it, a thread for each stream.
         """
         rows = [_name(0, "process_name", "host"), _name(0, "thread_name", "launches")]
-        for launch in self._clock.events:
+        for launch in self.events:
             what, when = {"on": launch.device}, launch.launched
             rows.append(_row(launch.name, "launch", 0, 0, when, LAUNCH, what))
-        for wait in self._clock.waits:
+        for wait in self.waits:
             seconds = wait.end - wait.start
             rows.append(_row(wait.name, "wait", 0, 0, wait.start, seconds, {}))
         for device in self.devices:
