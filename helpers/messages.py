@@ -11,6 +11,7 @@ DTensor, pipelines. Leaves out what a thread of C++ sends by itself (the later m
 of the PowerSGD hook), barriers, and what a rank receives.
 """
 
+import sys
 from typing import NamedTuple
 
 import torch
@@ -94,6 +95,10 @@ class Messages(TorchDispatchMode):
         return super().__exit__(*exc_info)
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if any(map(_is_dtensor, types)):
+            return (
+                NotImplemented  # its own code comes first, and makes calls we can see
+            )
         if op.namespace == "c10d":
             name, place = _OPERATIONS.get(_name_of(op), ("", 0))
             if name:
@@ -125,6 +130,11 @@ class Messages(TorchDispatchMode):
             calls, nbytes = table.get(message.name, (0, 0))
             table[message.name] = (calls + 1, nbytes + message.nbytes)
         return table
+
+
+def _is_dtensor(kind: type) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")  # not there: nobody has one
+    return module is not None and issubclass(kind, module.DTensor)
 
 
 def _name_of(op) -> str:

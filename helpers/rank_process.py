@@ -32,7 +32,8 @@ import cloudpickle
 
 PRELOAD = (
     "torch", "torch.distributed", "torch.nn.parallel.distributed", "torch.optim",
-    "torch._dynamo", "numpy",
+    "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint",
+    "torch.distributed.pipelining", "numpy",
 )  # fmt: skip
 _HERE = __file__
 

@@ -135,6 +135,28 @@ def test_ddp_fsdp_and_tensor_parallel(four):
         assert threads
 
 
+def test_what_dtensor_sends_inside_of_an_operation(four):
+    def clip():
+        from torch import nn
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        from helpers import Messages
+
+        model = fully_shard(nn.Linear(8, 8), mesh=init_device_mesh("cpu", (4,)))
+        model(torch.ones(2, 8)).sum().backward()
+        with Messages() as messages:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
+        return messages.by_name(), norm.item()
+
+    plain = torch.nn.Linear(8, 8)
+    plain(torch.ones(2, 8)).sum().backward()
+    expected = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+    for messages, norm in four.run(clip):
+        assert list(messages) == ["all_reduce"] and messages["all_reduce"][1] <= 16
+        assert norm == pytest.approx(expected.item(), rel=1e-5)
+
+
 def test_when_is_kept(four):
     def program():
         from helpers import Messages
