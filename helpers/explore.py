@@ -429,6 +429,8 @@ def shards_picture(
     picture.text(8, 20, title, 14, weight="bold")
     most = max(CARD_BYTES, *(sum(sizes.values()) for sizes in bars.values()))
     left, scale = 76, (draw.WIDEST - 88) / most
+    bottom = 40 + 44 * len(bars)
+    picture.line(left + CARD_BYTES * scale, 32, left + CARD_BYTES * scale, bottom)
     for row, (kind, sizes) in enumerate(bars.items()):
         x, y = left, 40 + 44 * row
         picture.text(8, y + 20, kind)
@@ -439,8 +441,6 @@ def shards_picture(
                 words = f"{nbytes / 1e9:.1f} GB"
                 picture.text(x + nbytes * scale / 2, y + 21, words, 12, "middle")
             x += nbytes * scale
-    bottom = 40 + 44 * len(bars)
-    picture.line(left + CARD_BYTES * scale, 32, left + CARD_BYTES * scale, bottom)
     picture.text(left + CARD_BYTES * scale - 4, bottom + 14, "80 GB", 12, "end")
     for i, (part, fill) in enumerate(zip(bars[stage], draw.COLOURS, strict=False)):
         picture.box(left + 130 * i, bottom + 20, 14, 14, fill)

@@ -1,0 +1,196 @@
+"""Answers to the exercises of lesson 15."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+
+def clipped(parts, most):
+    squares = sum(p.square().sum() for p in parts)
+    dist.all_reduce(squares)
+    norm = squares.sqrt()
+    if norm > most:
+        for p in parts:
+            p *= most / norm
+    return norm
+
+
+def clipped_one_by_one(parts, most):
+    total = 0.0
+    for p in parts:
+        square = p.norm() ** 2
+        dist.all_reduce(square)
+        total += square.item()
+    scale = min(1.0, most / total**0.5)
+    for p in parts:
+        p.mul_(scale)
+    return total**0.5
+
+
+def clips_alone(parts, most):
+    return nn.utils.clip_grad_norm_([as_parameter(p) for p in parts], most)
+
+
+def as_parameter(part):
+    p = nn.Parameter(torch.zeros_like(part))
+    p.grad = part
+    return p
+
+
+def adds_norms(parts, most):
+    norm = torch.cat(parts).norm()
+    dist.all_reduce(norm)
+    [p.mul_(most / norm) for p in parts]
+    return norm
+
+
+def takes_the_largest(parts, most):
+    norm = torch.cat(parts).norm()
+    dist.all_reduce(norm, op=dist.ReduceOp.MAX)
+    [p.mul_(most / norm) for p in parts]
+    return norm
+
+
+def without_root(parts, most):
+    squares = torch.cat(parts).square().sum()
+    dist.all_reduce(squares)
+    return squares
+
+
+def averages(parts, most):
+    squares = torch.cat(parts).square().sum()
+    dist.all_reduce(squares)
+    return (squares / dist.get_world_size()).sqrt()
+
+
+def only_looks(parts, most):
+    squares = torch.cat(parts).square().sum()
+    dist.all_reduce(squares)
+    parts = [p * most / squares.sqrt() for p in parts]
+    return squares.sqrt()
+
+
+def always_scales(parts, most):
+    squares = torch.cat(parts).square().sum()
+    dist.all_reduce(squares)
+    [p.mul_(most / squares.sqrt()) for p in parts]
+    return squares.sqrt()
+
+
+def scales_by_the_square(parts, most):
+    squares = torch.cat(parts).square().sum()
+    dist.all_reduce(squares)
+    [p.mul_(most / squares) for p in parts]
+    return squares.sqrt()
+
+
+def returns_the_new_norm(parts, most):
+    clipped(parts, most)
+    return clipped(parts, most)
+
+
+def rank_0_alone(parts, most):
+    norm = torch.cat(parts).norm()
+    if dist.get_rank() == 0:
+        raise ValueError("rank 0 has given up")
+    return norm
+
+
+def pairs(model, mesh):
+    for i in range(0, 6, 2):
+        fully_shard([model.blocks[i], model.blocks[i + 1]], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def stays_whole(model, mesh):
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def root_alone(model, mesh):
+    return fully_shard(model, mesh=mesh)
+
+
+def blocks_alone(model, mesh):
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return model
+
+
+def each_block(model, mesh):
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def each_linear(model, mesh):
+    for block in model.blocks:
+        fully_shard(block.up, mesh=mesh)
+        fully_shard(block.down, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def threes(model, mesh):
+    fully_shard(list(model.blocks[:3]), mesh=mesh)
+    fully_shard(list(model.blocks[3:]), mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def nothing(model, mesh):
+    return model
+
+
+def in_bfloat16(model, mesh):
+    options = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=False, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def raises(model, mesh):
+    raise KeyError("blocks")
+
+
+RIGHT = {
+    "fewest_gpus": [lambda: (20, 6, 4)],
+    "clip": [lambda: (clipped,), lambda: (clipped_one_by_one,)],
+    "shard_it": [lambda: (pairs,), lambda: (stays_whole,)],
+}
+WRONG = {
+    "fewest_gpus": [
+        (lambda: (19, 6, 4), "round up"),
+        (lambda: (20, 5, 4), "62.4"),
+        (lambda: (20, 6, 3), "69.3"),
+        (lambda: (13, 4, 3), "float32 copy"),
+        (lambda: (6, 4, 3), "not 80"),
+        (lambda: (20, 20, 4), "gradients are divided"),
+        (lambda: (20, 6, 6), "weights are divided"),
+        (lambda: (4, 4, 4), "whole on each GPU"),
+        (lambda: (20, 7, 4), "every GPU holds 2 whole"),
+    ],
+    "clip": [
+        (lambda: (clips_alone,), "the ranks disagree"),
+        (lambda: (adds_norms,), "norms cannot be added"),
+        (lambda: (takes_the_largest,), "larger of"),
+        (lambda: (without_root,), "root is missing"),
+        (lambda: (averages,), "not averaged"),
+        (lambda: (only_looks,), "in place"),
+        (lambda: (always_scales,), "nothing to scale"),
+        (lambda: (scales_by_the_square,), "norm is 0.07"),
+        (lambda: (returns_the_new_norm,), "before the clipping"),
+        (lambda: (rank_0_alone,), "in two ranks: rank 0"),
+    ],
+    "shard_it": [
+        (lambda: (root_alone,), "gathered at once"),
+        (lambda: (threes,), "gathered at once"),
+        (lambda: (blocks_alone,), "embed.weight is not sharded"),
+        (lambda: (each_block,), "13 all-gathers"),
+        (lambda: (each_linear,), "all-gathers in a step"),
+        (lambda: (nothing,), "no parameter is sharded"),
+        (lambda: (in_bfloat16,), "not those of one process"),
+        (lambda: (raises,), "KeyError"),
+    ],
+}
