@@ -9,6 +9,7 @@ Leaves out: more than one real machine (17-leave-one-machine has network namespa
 Taught in 16-survive-failures.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -26,9 +27,18 @@ import psutil
 _MARK = "HELPERS_ELASTIC_JOB"  # in the environment of all that a job starts
 # quick; PyTorch's own are 30 s for the last call, and 3 times 5 s until one is missed
 CONF = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 3}
-_GUARD = (
-    "import sys; sys.stdin.read(); from helpers.elastic import end; end(sys.argv[1])"
-)
+# ends when the notebook closes the pipe, or is gone while another holds it open
+_GUARD = """
+import os, select, shutil, sys
+parent = os.getppid()
+while os.getppid() == parent:
+    if select.select([sys.stdin], [], [], 1)[0]:
+        break
+from helpers.elastic import end
+end(sys.argv[1])
+for folder in sys.argv[2:]:
+    shutil.rmtree(folder, ignore_errors=True)
+"""
 
 
 class JobError(RuntimeError):
@@ -64,13 +74,18 @@ class Node:
 
     def kill_worker(self, which: int = 0) -> None:
         """Kill one of its ranks, as the system does that runs out of memory."""
-        self.job.mark("kill worker", self.number)
-        os.kill(self.workers[which], signal.SIGKILL)
+        self._signal("kill worker", which, signal.SIGKILL)
 
     def stop_worker(self, which: int = 0) -> None:
         """Make one of its ranks hang: it is there, and does nothing."""
-        self.job.mark("stop worker", self.number)
-        os.kill(self.workers[which], signal.SIGSTOP)
+        self._signal("stop worker", which, signal.SIGSTOP)
+
+    def _signal(self, event: str, which: int, number: int) -> None:
+        workers = self.workers
+        if which >= len(workers):
+            raise JobError(f"node {self.number} has {len(workers)} workers now")
+        self.job.mark(event, self.number)
+        os.kill(workers[which], number)
 
     def kill_agent(self) -> None:
         """Kill the agent alone. Its workers live on."""
@@ -113,7 +128,8 @@ class Job:
     def __init__(self, *script: str, nodes: str | int = 1, ranks: int = 1,
                  restarts: int = 3, conf: dict | None = None, options=(),
                  folder: Path | None = None):  # fmt: skip
-        if not re.fullmatch("[1-9][0-9]*(:[1-9][0-9]*)?", str(nodes)):
+        match = re.fullmatch("([1-9][0-9]*)(?::([1-9][0-9]*))?", str(nodes))
+        if not match or int(match[2] or match[1]) < int(match[1]):
             raise ValueError(f'nodes={nodes!r}; write a number, or "1:3"')
         self._temporary = None
         if folder is None:
@@ -139,8 +155,9 @@ class Job:
             # or a restarted rank may find the address of the one before it
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }  # fmt: skip
+        temporary = [] if self._temporary is None else [self._temporary.name]
         self._guard = subprocess.Popen(
-            [sys.executable, "-c", _GUARD, self.name],
+            [sys.executable, "-c", _GUARD, self.name, *temporary],
             stdin=subprocess.PIPE, start_new_session=True,
             env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
         )  # fmt: skip
@@ -180,14 +197,12 @@ class Job:
         path = self.folder / "log.jsonl"
         if path.exists():
             for line in path.read_text().splitlines():
-                try:
+                with contextlib.suppress(ValueError):  # its writer was killed
                     lines.append(json.loads(line))
-                except ValueError:  # it is being written
-                    break
         return sorted([*lines, *self.marks], key=lambda entry: entry["time"])
 
     def reach(self, step: int, ranks: int = 1, seconds: float = 60) -> None:
-        """Wait until so many ranks together have done a step.
+        """Wait until so many ranks together have done a step, and all noted it.
 
         Raises:
             JobError: if the job ends first, or the seconds are over.
@@ -197,7 +212,7 @@ class Job:
             entries = [
                 e for e in self.log if e["event"] == "step" and e["step"] == step
             ]
-            return any(e["ranks"] == ranks for e in entries)
+            return len({e["rank"] for e in entries if e["ranks"] == ranks}) == ranks
 
         self.wait(done, f"step {step} by {ranks} ranks", seconds)
 
@@ -212,6 +227,8 @@ class Job:
             over = all(node.status is not None for node in self.nodes)
             if condition():
                 return
+            if not self.nodes:
+                raise JobError(f"no node was added, so there will be no {what}")
             if over or time.monotonic() > end:
                 why = "the job has ended" if over else f"{seconds:.0f} s are over"
                 raise JobError(
@@ -243,13 +260,17 @@ class Job:
 
     def close(self) -> None:
         """End every process of the job and remove its folder."""
-        end(self.name)
-        for node in self.nodes:
-            node.agent.wait(10)
-        self._guard.stdin.close()
-        self._guard.wait(20)
-        if self._temporary is not None:
-            self._temporary.cleanup()
+        try:
+            for node in self.nodes:
+                node.agent.kill()
+                node.agent.wait(10)
+            end(self.name)
+        finally:
+            self._guard.kill()  # nothing is left to guard
+            self._guard.wait(10)
+            self._guard.stdin.close()
+            if self._temporary is not None:
+                self._temporary.cleanup()
 
     def __enter__(self) -> "Job":
         return self
@@ -259,25 +280,30 @@ class Job:
 
 
 def end(job: str) -> None:
-    """Kill every process that a job has started."""
+    """Kill every process that a job has started.
+
+    Raises:
+        JobError: if some of them are there still after half a minute.
+    """
+    late = time.monotonic() + 30
     while found := [
         p for p in psutil.process_iter() if _environment(p).get(_MARK) == job
     ]:
         for process in found:
             _kill(process.pid)
         psutil.wait_procs(found, 5)
+        if time.monotonic() > late:
+            raise JobError(f"these processes do not die: {[p.pid for p in found]}")
 
 
 def _kill(pid: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def _children(pid: int) -> list[psutil.Process]:
     try:
-        return psutil.Process(pid).children(recursive=True)
+        return psutil.Process(pid).children()
     except psutil.NoSuchProcess:
         return []
 

@@ -83,15 +83,16 @@ class Messages(TorchDispatchMode):
         super().__init__()
         self.when = ""
         self.log: list[Message] = []
+        self._threads: list[bool] = []
 
     def __enter__(self):
         # On GPUs backward() would run in threads of its own, which have no modes.
-        self._threads = torch.autograd.is_multithreading_enabled()
+        self._threads.append(torch.autograd.is_multithreading_enabled())
         torch.autograd.set_multithreading_enabled(False)
         return super().__enter__()
 
     def __exit__(self, *exc_info):
-        torch.autograd.set_multithreading_enabled(self._threads)
+        torch.autograd.set_multithreading_enabled(self._threads.pop())
         return super().__exit__(*exc_info)
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
@@ -112,7 +113,7 @@ class Messages(TorchDispatchMode):
 
     def _note(self, name: str, given, ranks: int) -> None:
         tensors = [x for x in tree_leaves(given) if isinstance(x, torch.Tensor)]
-        nbytes = sum(x.nbytes for x in tensors)
+        nbytes = sum(map(_bytes_in, tensors))
         self.log.append(Message(self.when, name, nbytes, ranks))
 
     def total(self) -> int:
@@ -130,6 +131,12 @@ class Messages(TorchDispatchMode):
             calls, nbytes = table.get(message.name, (0, 0))
             table[message.name] = (calls + 1, nbytes + message.nbytes)
         return table
+
+
+def _bytes_in(tensor: torch.Tensor) -> int:
+    if tensor.is_sparse:
+        return tensor._indices().nbytes + tensor._values().nbytes
+    return tensor.nbytes
 
 
 def _is_dtensor(kind: type) -> bool:
@@ -156,7 +163,8 @@ def _size_of_named(name: str, args, kwargs) -> int:
     """How many ranks a functional collective joins; its group is a name."""
     if name == "send":
         return 2
-    group = (*args, *(kwargs or {}).values())[-1]
+    values = (*args, *(kwargs or {}).values())
+    group = [v for v in values if isinstance(v, (str, dist.ProcessGroup))][-1]
     if isinstance(group, dist.ProcessGroup):
         return group.size()
     return torch._C._distributed_c10d._resolve_process_group(group).size()

@@ -215,6 +215,14 @@ def test_close_ends_agents_and_workers():
         it.reach(0)
         name, folder = it.name, it.folder
         assert len(processes_of(name)) >= 2
+        child = os.fork()  # holds the guard's pipe open
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    assert it.nodes[0].status == -9
+    it.close()  # once more changes nothing
     assert processes_of(name) == [] and not folder.exists()
 
 
@@ -225,13 +233,14 @@ from helpers.elastic import Job
 job = Job({SCRIPT!r}, "--folder={{folder}}", "--hold=1")
 job.add()
 job.reach(0)
-print(job.name, flush=True)
+print(job.name, job.folder, flush=True)
 time.sleep(100)
 """
     notebook = subprocess.Popen(
         [sys.executable, "-c", text], stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
-    name = notebook.stdout.readline().strip()
+    name, folder = notebook.stdout.readline().split()
+    folder = Path(folder)
     assert len(processes_of(name)) >= 2
     notebook.kill()
     notebook.wait(10)
@@ -239,6 +248,9 @@ time.sleep(100)
     while processes_of(name) and time.monotonic() < end:
         time.sleep(0.05)
     assert processes_of(name) == []
+    while folder.exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not folder.exists()
     notebook.stdout.close()
 
 
@@ -247,13 +259,20 @@ def test_waiting_has_an_end_and_tells_why():
         it.add()
         with pytest.raises(JobError, match="0 s are over before step 99 by 3 ranks"):
             it.reach(99, ranks=3, seconds=0)
+        assert it.finish() == [0]
+        (it.folder / "log.jsonl").write_text('{"time": 1, "ev\n{"time": 2}\n{"ti')
+        assert it.log[0] == {"time": 2}
+        with pytest.raises(JobError, match="node 0 has 0 workers now"):
+            it.nodes[0].kill_worker()
+    with job() as it, pytest.raises(JobError, match="no node was added"):
+        it.reach(1)
     with Job("not-there.py") as it:
         it.add()
         with pytest.raises(JobError, match="has ended before step 1(.|\n)*not-there"):
             it.reach(1)
 
 
-@pytest.mark.parametrize("nodes", ["", "0", "two", "1:", "-1", "1:x"])
+@pytest.mark.parametrize("nodes", ["", "0", "two", "1:", "-1", "1:x", "3:1"])
 def test_nodes_that_torchrun_cannot_read(nodes):
     with pytest.raises(ValueError, match='write a number, or "1:3"'):
         Job("script.py", nodes=nodes)

@@ -167,3 +167,19 @@ def test_when_is_kept(four):
         return [m.when for m in messages.log], messages.total()
 
     assert four.run(program) == [(["first", "second"], 8)] * 4
+
+
+def test_sparse_gradients_and_a_counter_in_a_counter(four):
+    def program():
+        from torch import nn
+
+        from helpers import Messages
+
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Embedding(10, 4, sparse=True))
+        with Messages() as messages, messages:
+            model(torch.tensor([1, 2])).sum().backward()
+        threads = torch.autograd.is_multithreading_enabled()
+        return messages.total() > 0, threads
+
+    assert four.run(program) == [(True, True)] * 4

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from helpers import simgpu
 from helpers.simgpu import autocast
@@ -224,3 +225,103 @@ def test_stop_gives_pytorchs_kernels_back():
     simgpu.start(2)
     with torch.autocast("cuda"):
         assert (x.cuda() @ x.cuda()).dtype is torch.float16
+
+
+# what the cache keeps must not depend on how it was first asked for: as on the CPU,
+# where PyTorch's own code does the same
+
+
+def first_without_gradients(net, x, device):
+    with torch.autocast(device, dtype=torch.bfloat16):
+        with torch.no_grad():
+            net(x)
+        net(x).sum().backward()
+
+
+def first_in_inference_mode(net, x, device):
+    with torch.autocast(device, dtype=torch.bfloat16):
+        with torch.inference_mode():
+            net(x.clone())
+        net(x).sum().backward()
+
+
+def checkpointed(net, x, device):
+    with torch.autocast(device, dtype=torch.bfloat16):
+        checkpoint(net, x, use_reentrant=True).sum().backward()
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, w = ctx.saved_tensors
+        return gradient @ w.t(), x.t() @ gradient
+
+
+def through_a_function(net, x, device):
+    with torch.autocast(device, dtype=torch.bfloat16):
+        w = net[0].weight
+        (Product.apply(x, w).sum() + (x @ w).sum()).backward()
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        first_without_gradients,
+        first_in_inference_mode,
+        checkpointed,
+        through_a_function,
+    ],
+)
+def test_gradients_are_those_of_autocast_on_the_cpu(work):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    ours = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(1)
+    ours.load_state_dict(plain.state_dict())
+    x = torch.rand(4, 4, requires_grad=True)
+    work(plain, x, "cpu")
+    work(ours, x.detach().to(1).requires_grad_(), "cuda")
+    for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None)
+        if mine.grad is not None:
+            torch.testing.assert_close(mine.grad.cpu(), theirs.grad, rtol=0.02, atol=0)
+
+
+def test_a_region_that_outlives_the_gpus_holds_for_the_next():
+    x = torch.ones(2, 2)
+    with torch.autocast("cuda"):
+        simgpu.stop()
+        simgpu.start(1)
+        assert (x.cuda() @ x.cuda()).dtype is torch.float16
+
+
+def test_types_that_cannot_be_promoted_and_keywords():
+    x = torch.ones(4, device=0)
+    with torch.autocast("cuda"):
+        with pytest.raises(RuntimeError, match="Unexpected floating ScalarType"):
+            torch.dot(x.bfloat16(), x.bfloat16())
+        assert torch.ops.aten.norm.Scalar(x.half()).item() == 2
+        torch.set_autocast_enabled(device_type="cuda", enabled=False)
+        assert x.view(2, 2).mm(x.view(2, 2)).dtype is torch.float32
+
+
+def test_threads_that_enter_at_once_all_have_it():
+    simgpu.stop()
+    simgpu.start(2)
+    x, together, found = torch.ones(4, 4).cuda(), threading.Barrier(4), []
+
+    def work():
+        together.wait(10)
+        with torch.autocast("cuda"):
+            found.append((x @ x).dtype)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert found == [torch.float16] * 4

@@ -6,6 +6,7 @@ Follows the behaviours that PyTorch's own tests ask of them on real ones.
 import collections
 import copy
 import threading
+import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,6 +16,7 @@ import torch.cuda.comm as comm
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import data_parallel, gather, parallel_apply, replicate, scatter
+from torch.utils.checkpoint import checkpoint
 
 from helpers import simgpu
 
@@ -676,3 +678,85 @@ def test_clear_and_stop_do_not_disturb_a_thread_that_runs(log):
     go.set()
     thread.join(10)
     assert done == [[1.0] * 4]
+
+
+def test_who_asks_a_pool_for_a_result_waits_for_it(log):
+    x = torch.ones(2**22, device=0)
+    log.clear()
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(lambda: x.cpu())
+        future.result(10)
+        assert log.host >= log.copies[-1].end
+        failed = pool.submit(lambda: x.cpu().no_such_thing)
+        assert isinstance(failed.exception(10), AttributeError)
+        assert log.host >= log.copies[-1].end
+        with pytest.raises(AttributeError):
+            failed.result(10)
+
+
+def test_what_ended_before_clear_does_not_bring_its_time_back(log):
+    x = torch.ones(2**22, device=0)
+    thread = threading.Thread(target=x.cpu)
+    thread.start()
+    end = time.monotonic() + 10
+    while thread.is_alive() and time.monotonic() < end:
+        time.sleep(0.001)
+    log.clear()
+    thread.join(10)
+    assert log.host == 0
+
+
+# -- the current GPU in backward -------------------------------------------------------
+
+
+class OnCurrent(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * torch.full((1,), 2.0, device="cuda")
+
+
+class Recomputes(nn.Module):
+    def forward(self, x):
+        def work(x):
+            return OnCurrent.apply(x) + torch.ones(1, device="cuda")
+
+        return checkpoint(work, x, use_reentrant=False)
+
+
+def test_backward_works_on_the_gpu_of_each_node():
+    seen = []
+    x = torch.rand(8, 4, device=0, requires_grad=True)
+    out = nn.DataParallel(Recomputes())(x)
+    with torch.cuda.device(3):
+        y = x.to(2)
+        y.register_hook(lambda g: seen.append(torch.cuda.current_device()))
+        (out.sum() + y.sum().to(0)).backward()
+        assert torch.cuda.current_device() == 3
+    assert seen == [2] and x.grad.unique().tolist() == [3.0]
+
+
+def test_a_device_chosen_in_backward_holds_until_its_end():
+    seen = []
+
+    def hook(gradient):
+        with torch.cuda.device(1):
+            seen.append(torch.cuda.current_device())
+        seen.append(torch.cuda.current_device())
+
+    y = torch.ones(2, device=2, requires_grad=True) * 2
+    y.register_hook(hook)
+    y.sum().backward()
+    assert seen == [1, 2] and torch.cuda.current_device() == 0
+
+
+def test_memory_formats_of_what_is_gathered():
+    model = nn.Conv2d(3, 4, 3).to(0).to(memory_format=torch.channels_last)
+    x = torch.rand(4, 3, 8, 8, device=0).to(memory_format=torch.channels_last)
+    assert nn.DataParallel(model)(x).stride() == model(x).stride()
+    assert comm.broadcast(torch.rand(3, 4, device=0).t(), [0, 1])[1].is_contiguous()
+    with pytest.raises(IndexError):
+        comm.scatter(torch.ones(4, 2), out=[torch.ones(4, 2, device=0)], dim=4)

@@ -10,6 +10,7 @@ memory and time are counted by a model, never measured. What is not supported ra
 `NotSimulated`.
 """
 
+import contextlib
 import functools
 import os
 import threading
@@ -124,7 +125,10 @@ class Simulator:
             raise NotSimulated(f"the device {str(device)!r}")
         if not self.initialized or self.forked:
             self.initialize()
-        index = self.thread.current if device.index is None else device.index
+        index = device.index
+        if index is None:  # in backward, each node makes its own GPU the current one
+            gpu = placement.gpu_of_backward()
+            index = self.thread.current if gpu is None else gpu.index
         if index >= len(self.gpus):
             raise torch.AcceleratorError(_INVALID_ORDINAL)
         return self.gpus[index]
@@ -160,6 +164,7 @@ class Simulator:
             setattr(owner, name, new)
         for mode in self.modes:
             mode.__enter__()
+        autocast.start()
 
     def exit(self) -> None:
         """Undo what `enter` did, whatever was put on top of it since."""
@@ -232,10 +237,11 @@ def _in_every_pool(item, *args) -> None:
     sim = placement.running
     if sim is None:
         return _raw_run_in_pool(item, *args)
-    sim.clock.host = sim.clock.latest
-    if getattr(_modes_of, "this_thread", False):
-        return _raw_run_in_pool(item, *args)
-    with Functions(sim, sim.handlers), Placement(sim):
+    with contextlib.ExitStack() as stack:
+        if not getattr(_modes_of, "this_thread", False):
+            stack.enter_context(Functions(sim, sim.handlers))
+            stack.enter_context(Placement(sim))
+        stack.enter_context(parallel.time_of_item(item, sim))
         return _raw_run_in_pool(item, *args)
 
 

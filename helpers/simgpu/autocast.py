@@ -13,6 +13,7 @@ Taught in 06-mix-precision.
 """
 
 import functools
+import threading
 import warnings
 import weakref
 
@@ -95,9 +96,12 @@ def _cast(value, dtype: torch.dtype):
     lowers = value.dtype is torch.float32 and dtype is _lower()
     if not (is_weight and lowers and torch.is_autocast_cache_enabled()):
         return value.to(dtype)
+    if torch.is_inference_mode_enabled():
+        return value.to(dtype)
     known = _cache.get(id(value))
     if known is None or known[0]() is not value:
-        known = _cache[id(value)] = (weakref.ref(value), value.to(dtype))
+        with torch.enable_grad():  # who uses it next may need its gradient
+            known = _cache[id(value)] = (weakref.ref(value), value.to(dtype))
     return known[1]
 
 
@@ -137,12 +141,19 @@ def _with_float32_result(func, args, kwargs):
 def _norm_in_float32(func, args, kwargs):
     if not _is_eligible(args[0]):
         return func(*args, **kwargs)
-    return torch.ops.aten.norm(*args, **kwargs, dtype=torch.float32)
+    if func is torch.ops.aten.norm.Scalar:
+        power = args[1] if len(args) > 1 else kwargs.get("p", 2)
+        wider = torch.ops.aten.norm.ScalarOpt_dtype
+        return wider(args[0], power, dtype=torch.float32)
+    wider = torch.ops.aten.norm.ScalarOpt_dim_dtype
+    return wider(*args, **kwargs, dtype=torch.float32)
 
 
 def _in_the_widest(func, args, kwargs):
-    wide = any(tensor.dtype is torch.float32 for tensor in _tensors(args))
-    dtype = torch.float32 if wide else _lower()
+    types = {tensor.dtype for tensor in _tensors(args)}
+    if types - {torch.float32, _lower()}:
+        raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")
+    dtype = torch.float32 if torch.float32 in types else _lower()
     kwargs = {name: _cast(value, dtype) for name, value in kwargs.items()}
     return func(*_cast(args, dtype), **kwargs)
 
@@ -180,12 +191,17 @@ def _kernel(policy, func):
 class _Library:
     """Our kernels for AutocastCUDA, from the first use until the simulator stops."""
 
-    registered = None
+    def __init__(self):
+        self.registered = None
+        self.lock = threading.Lock()
 
     def open(self) -> None:
-        if self.registered is not None:
-            return
-        self.registered = torch.library.Library("aten", "IMPL")
+        with self.lock:
+            if self.registered is None:
+                self.registered = self._register()
+
+    def _register(self) -> torch.library.Library:
+        library = torch.library.Library("aten", "IMPL")
         theirs = torch._C._dispatch_get_registrations_for_dispatch_key(_KEY.name)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that PyTorch's own are replaced
@@ -195,7 +211,8 @@ class _Library:
                         packet, _, overload = name.partition(".")
                         func = getattr(torch.ops.aten, packet)
                         func = getattr(func, overload or "default")
-                        self.registered.impl(name, _kernel(policy, func), _KEY.name)
+                        library.impl(name, _kernel(policy, func), _KEY.name)
+        return library
 
     def close(self) -> None:
         if self.registered is not None:
@@ -207,12 +224,17 @@ class _Library:
 library = _Library()
 
 
-def set_enabled(*args) -> None:
+def set_enabled(*args, **kwargs) -> None:
     """`torch.set_autocast_enabled`, also in its old form without a device."""
-    if args[-1] and args[0] in ("cuda", True):
+    _raw_set_enabled(*args, **kwargs)
+    start()
+
+
+def start() -> None:
+    """Our kernels, if this thread has autocast enabled."""
+    if torch.is_autocast_enabled("cuda"):
         library.open()
         torch._C._dispatch_tls_set_dispatch_key_included(_KEY, True)
-    return _raw_set_enabled(*args)
 
 
 def clear_cache() -> None:

@@ -121,11 +121,11 @@ class Engine:
         return i + 1
 
     def forget(self, before: float) -> None:
-        """Nothing will be booked before this time."""
-        if len(self.times) < 128:
+        """Nothing will be booked before this time (threads may lag behind a little)."""
+        if len(self.times) < 4096:
             return
-        first = bisect_right(self.times, before) - 1
-        if first > 64:
+        first = bisect_right(self.times, before) - 1024
+        if first > 0:
             del self.times[:first], self.used[:first]
 
 
@@ -174,6 +174,15 @@ class Clock:
     def host(self, seconds: float) -> None:
         self._time.seconds = seconds
         self.latest = max(self.latest, seconds)
+
+    def now(self) -> tuple:
+        """How late it is for this thread, for `go_on_from` in another one."""
+        return self._time, self.host
+
+    def go_on_from(self, moment: tuple | None, at_least: bool = False) -> None:
+        """Be as late as another thread was, unless `clear` has come in between."""
+        if moment is not None and moment[0] is self._time:
+            self.host = max(moment[1], self.host) if at_least else moment[1]
 
     # -- work --------------------------------------------------------------------------
 

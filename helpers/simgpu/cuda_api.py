@@ -68,7 +68,9 @@ def _exchange_device(index: int) -> int:
     if index < 0:
         return -1
     before = current_device()
-    placement.current().thread.current = _gpu(index).index
+    thread = placement.current().thread
+    thread.current = _gpu(index).index
+    thread.chosen_in = torch._C._current_autograd_node()
     return before
 
 

@@ -5,8 +5,9 @@ and `torch.cuda.comm` are PyTorch's own Python code here. This file answers what
 call below: copies between GPUs, made as PyTorch makes them without NCCL.
 Models: each copy, through the same flat buffers as PyTorch's; one host time for each
 Python thread. Leaves out: NCCL, which a real machine with Linux uses to broadcast and
-to sum (as many bytes, less memory for the sum); and the lock of the interpreter, for
-which the threads of a real `nn.DataParallel` wait: N replicas launch at once here.
+to sum (as many bytes, less memory for the sum); the lock of the interpreter, for which
+the threads of a real `nn.DataParallel` wait (N replicas launch at once here); and that
+backward has a host thread for each GPU (here one launches for all).
 `replacements()` is this file's part of the table that `start()` applies.
 
 Taught in 10-split-the-batch.
@@ -14,6 +15,8 @@ Taught in 10-split-the-batch.
 
 import contextlib
 import threading
+from concurrent.futures import Future
+from concurrent.futures.thread import _WorkItem
 
 import torch
 import torch.cuda.nccl
@@ -30,6 +33,9 @@ from helpers.simgpu.placement import NotSimulated
 
 _raw_start = threading.Thread.start
 _raw_join = threading.Thread.join
+_raw_new_item = _WorkItem.__init__
+_raw_set_result, _raw_set_exception = Future.set_result, Future.set_exception
+_raw_result, _raw_exception = Future.result, Future.exception
 
 
 def _check(condition, *message) -> None:
@@ -46,14 +52,15 @@ def _check_index(device: int) -> None:
 
 def broadcast(tensor: torch.Tensor, devices: list[int]) -> list[torch.Tensor]:
     """A copy of `tensor` on each device; on its own device, `tensor` itself."""
+    copies = []
     for device in devices:
         _check_index(device)
-    return [
-        tensor
-        if device == tensor.get_device()
-        else tensor.to(torch.device("cuda", device), non_blocking=True)
-        for device in devices
-    ]
+        copy = tensor
+        if device != tensor.get_device():
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            copy.copy_(tensor, non_blocking=True)
+        copies.append(copy)
+    return copies
 
 
 def broadcast_out(tensor: torch.Tensor, out: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -130,7 +137,7 @@ def scatter_out(
 ) -> list[torch.Tensor]:
     """Cut `tensor` along `dim` into parts as large as those in `out`, and copy them."""
     _check(out, "Expected at least one output tensor to scatter to")
-    dim = dim % tensor.dim()
+    dim = range(tensor.dim())[dim]  # an IndexError where there is no such dimension
     for i, target in enumerate(out):
         _check(
             target.is_cuda,
@@ -165,8 +172,19 @@ def gather(
     device = placement.current().find(torch.device("cuda")).device
     if destination is not None:
         device = torch.device("cuda", destination) if destination >= 0 else "cpu"
-    out = torch.empty(shape, dtype=tensors[0].dtype, device=device)
+    lies = torch.contiguous_format
+    if all(map(_is_channels_last, tensors)):
+        lies = torch.channels_last
+    out = torch.empty(shape, dtype=tensors[0].dtype, device=device, memory_format=lies)
     return _fill(out, tensors, dim)
+
+
+def _is_channels_last(tensor) -> bool:
+    return (
+        tensor.dim() == 4
+        and tensor.is_contiguous(memory_format=torch.channels_last)
+        and not tensor.is_contiguous()
+    )
 
 
 def gather_out(
@@ -240,26 +258,77 @@ def _on(streams, i: int, device: int):
 def _start(thread) -> None:
     """A new thread's time begins where that of its parent is."""
     if placement.running is not None:
-        thread._simgpu_host = placement.running.clock.host
+        thread._simgpu_begin = placement.running.clock.now()
     _raw_start(thread)
 
 
 @contextlib.contextmanager
 def time_of(thread, sim):
     """What a thread does all its life: its time begins, and is kept for the end."""
-    sim.clock.host = getattr(thread, "_simgpu_host", sim.clock.latest)
+    sim.clock.host = sim.clock.latest
+    sim.clock.go_on_from(getattr(thread, "_simgpu_begin", None))
     try:
         yield
     finally:
-        thread._simgpu_end = (sim, sim.clock.host)
+        thread._simgpu_end = sim.clock.now()
 
 
 def _join(thread, timeout=None) -> None:
     """Whoever waits for a thread is as late as it was at its end."""
     _raw_join(thread, timeout)
-    sim, end = getattr(thread, "_simgpu_end", (None, 0.0))
-    if sim is not None and placement.running is sim:
-        sim.clock.host = max(sim.clock.host, end)
+    _wait_for(getattr(thread, "_simgpu_end", None))
+
+
+def _wait_for(end) -> None:
+    """Be at least as late as another thread was at `end`."""
+    if placement.running is not None and end is not None:
+        placement.running.clock.go_on_from(end, at_least=True)
+
+
+# What a pool is given begins where who submits it is; who asks for the result waits.
+
+
+def _new_item(item, *args, **kwargs) -> None:
+    _raw_new_item(item, *args, **kwargs)
+    if placement.running is not None:
+        item._simgpu_begin = placement.running.clock.now()
+
+
+@contextlib.contextmanager
+def time_of_item(item, sim):
+    """What a thread of a pool does for one item."""
+    sim.clock.go_on_from(getattr(item, "_simgpu_begin", None), at_least=True)
+    item.future._simgpu_end = None  # it is one of ours: its end is to be noted
+    yield
+
+
+def _set_result(future, result) -> None:
+    _note_end(future)
+    _raw_set_result(future, result)
+
+
+def _set_exception(future, exception) -> None:
+    _note_end(future)
+    _raw_set_exception(future, exception)
+
+
+def _note_end(future) -> None:
+    if placement.running is not None and hasattr(future, "_simgpu_end"):
+        future._simgpu_end = placement.running.clock.now()
+
+
+def _result(future, timeout=None):
+    try:
+        return _raw_result(future, timeout)
+    finally:
+        _wait_for(getattr(future, "_simgpu_end", None))
+
+
+def _exception(future, timeout=None):
+    try:
+        return _raw_exception(future, timeout)
+    finally:
+        _wait_for(getattr(future, "_simgpu_end", None))
 
 
 def replacements() -> list[tuple[object, str, object]]:
@@ -272,4 +341,9 @@ def replacements() -> list[tuple[object, str, object]]:
         (torch.nn.parallel._functions, "_streams", [None] * 64),  # one for each GPU
         (threading.Thread, "start", _start),
         (threading.Thread, "join", _join),
+        (_WorkItem, "__init__", _new_item),
+        (Future, "set_result", _set_result),
+        (Future, "set_exception", _set_exception),
+        (Future, "result", _result),
+        (Future, "exception", _exception),
     ]

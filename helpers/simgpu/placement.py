@@ -329,6 +329,7 @@ class _PerThread(threading.local):
     """State of one thread."""
 
     current = 0  # index of the current GPU
+    chosen_in = None  # the backward node in whose code it was chosen
     calls = 0  # torch functions called so far: tells two calls apart
     moving = False  # this very copy was asked for by the program
     quiet = 0  # greater than 0: nothing is logged (a tensor is being printed)
@@ -819,6 +820,16 @@ def _gpu_of_node(node) -> tuple[bool, Gpu | None]:
             else:
                 scalar = True
     return scalar, None
+
+
+def gpu_of_backward() -> Gpu | None:
+    """The GPU on which the backward node that runs in this thread works."""
+    node = torch._C._current_autograd_node()
+    if node is None or node is running.thread.chosen_in:
+        return None
+    if isinstance(node, BackwardCFunction):
+        return next(filter(None, getattr(node, "_simgpu_outputs", ())), None)
+    return _gpu_of_node(node)[1]
 
 
 class _Foreach:

@@ -575,8 +575,13 @@ def _run_backward(outputs, gradients, *args, **kwargs):
                     f"returned an invalid gradient at index {i} - expected device "
                     f"{output.device} but got {gradient.device}"
                 )
-    with _function_mode():
-        return _raw_run_backward(outputs, gradients, *args, **kwargs)
+    thread = placement.current().thread
+    chosen = thread.current, thread.chosen_in
+    try:
+        with _function_mode():
+            return _raw_run_backward(outputs, gradients, *args, **kwargs)
+    finally:
+        thread.current, thread.chosen_in = chosen
 
 
 def _function_mode():
