@@ -56,6 +56,7 @@ class Message(NamedTuple):
     name: str  # "all_reduce", "all_gather", "send", ...
     nbytes: int  # what the rank gives; in an all-gather, its own part
     ranks: int  # how many ranks take part (2 for a send)
+    dtype: str = ""  # of the first tensor: "float32"
 
     @property
     def sent(self) -> int:
@@ -114,7 +115,8 @@ class Messages(TorchDispatchMode):
     def _note(self, name: str, given, ranks: int) -> None:
         tensors = [x for x in tree_leaves(given) if isinstance(x, torch.Tensor)]
         nbytes = sum(map(_bytes_in, tensors))
-        self.log.append(Message(self.when, name, nbytes, ranks))
+        dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
+        self.log.append(Message(self.when, name, nbytes, ranks, dtype))
 
     def total(self) -> int:
         """Bytes that the rank has handed over in all."""

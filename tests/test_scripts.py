@@ -135,3 +135,13 @@ def test_failures_end_with_a_status():
     done = launch(2, "--batch=7")
     assert done.returncode != 0
     assert "--batch 7 cannot be split over 2 ranks" in done.stderr
+
+
+def test_lesson_09_hears_of_a_worker_that_fails():
+    path = NOTEBOOKS / "scripts" / "share_launch.py"
+    spec = importlib.util.spec_from_file_location("share_launch", path)
+    share_launch = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(share_launch)
+    share_launch.run_all(os._exit, [(0,), (0,)])
+    with pytest.raises(RuntimeError, match=r"workers ended with \[0, 3\]"):
+        share_launch.run_all(os._exit, [(0,), (3,)])

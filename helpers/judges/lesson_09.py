@@ -19,7 +19,7 @@ from helpers.check import NotYet, Wrong, call, exercise
 
 @exercise("09.1")
 def who_sees(*answers) -> None:
-    """Whether the notebook sees the writes of six programs."""
+    """Whether the notebook sees the writes of seven programs."""
     programs = (
         ("no", "the fork moves its own copy into shared memory, after the fork"),
         ("no", "an argument of a forked process is not sent but copied with the rest"),
@@ -30,13 +30,16 @@ def who_sees(*answers) -> None:
         ("yes", "sending shares the storage, and a slice has no storage of its own"),
         ("no", "the clone is sent and shared; `x` has other memory"),
         ("no", "`x + 1` is a new tensor, and the child gives it the name `x`"),
+        ("no", "a global travels with the function's code, as a copy; pass it instead"),
     )
     if len(answers) != len(programs):
-        raise Wrong(f"six answers are asked for, not {len(answers)}")
+        raise Wrong(f"seven answers are asked for, not {len(answers)}")
     for number, (answer, (right, why)) in enumerate(
         zip(answers, programs, strict=True), 1
     ):
-        said = {True: "yes", False: "no"}.get(answer, str(answer).strip().lower())
+        said = str(answer).strip().lower()
+        if isinstance(answer, bool):
+            said = "yes" if answer else "no"
         if said not in ("yes", "no"):
             raise Wrong(f'number {number}: answer "yes" or "no"')
         if said != right:
@@ -65,6 +68,8 @@ def _within(seconds: int, why: str):
 @exercise("09.2")
 def delivers_all(produce) -> None:
     """A producer (queue, received) of four tensors that stays until they are there."""
+    if not callable(produce):
+        raise Wrong(f"give a function, not {produce!r}")
     fork = mp.get_context("fork")
     queue, received, errors = fork.Queue(), fork.Event(), fork.SimpleQueue()
 
@@ -82,9 +87,13 @@ def delivers_all(produce) -> None:
         ended = not producer.is_alive()
         if not errors.empty():
             raise Wrong(f"your code raised {errors.get()}")
+        if producer.exitcode:
+            raise Wrong(f"the producer was ended by signal {-producer.exitcode}")
         if ended and queue.empty():
             raise NotYet("your function puts nothing so far")
-        values = [_take(queue, number, ended) for number in range(4)]
+        tensors = [_take(queue, number, ended) for number in range(4)]
+        time.sleep(0.3)  # what the producer writes now must not change them
+        values = [tensor[0].item() for tensor in tensors]
         if len(set(values)) == 1:
             raise Wrong(
                 f"all four tensors are full of {values[0]:g}: `put` sends a handle "
@@ -97,6 +106,12 @@ def delivers_all(produce) -> None:
         with contextlib.suppress(queues.Empty):
             queue.get(timeout=0.2)
             raise Wrong("more than four tensors arrive")
+        producer.join(2)
+        if not producer.is_alive():
+            raise Wrong(
+                "the producer ended before `received` was set; with the default "
+                "sharing strategy it must wait, and a sleep only guesses"
+            )
         received.set()
         producer.join(3)
         if producer.is_alive():
@@ -107,8 +122,8 @@ def delivers_all(produce) -> None:
         producer.join()
 
 
-def _take(queue, number: int, ended: bool) -> float:
-    """The value of which the next tensor is full."""
+def _take(queue, number: int, ended: bool) -> torch.Tensor:
+    """The next tensor."""
     try:
         tensor = queue.get(timeout=3)
     except queues.Empty:
@@ -123,8 +138,11 @@ def _take(queue, number: int, ended: bool) -> float:
     if tensor.shape != (3,) or len(set(tensor.tolist())) != 1:
         raise Wrong(f"a tensor arrives that holds {tensor.tolist()}")
     if ended:
-        raise Wrong("the producer ends before its tensors are fetched; let it wait")
-    return tensor[0].item()
+        raise Wrong(
+            "the producer ends before its tensors are fetched; with the default "
+            "sharing strategy it must wait"
+        )
+    return tensor
 
 
 class _Scores(nn.Module):
@@ -158,7 +176,9 @@ def _own_bytes(tensor: torch.Tensor) -> int:
 
 @exercise("09.3")
 def parallel_accuracy(function) -> None:
-    """A function (model, x, y) -> accuracy, by four processes with one model."""
+    """A function (model, x, y) -> accuracy, by several processes, one model."""
+    if not callable(function):
+        raise Wrong(f"give a function, not {function!r}")
     with tempfile.TemporaryDirectory() as folder:
         notes = Path(folder) / "notes"
         torch.manual_seed(0)
@@ -171,18 +191,39 @@ def parallel_accuracy(function) -> None:
         y[right_rows] = best[right_rows]
         notes.write_text("")
         with _within(60, "no answer within 60 s; do your processes wait?"):
-            result = call(function, model, x, y)
-        _judge_accuracy(float(result), notes.read_text(), model)
+            result = _number(function, model, x, y)
+        _judge_accuracy(result, notes.read_text())
 
 
-def _judge_accuracy(result: float, notes: str, model: nn.Module) -> None:
+def _number(function, *args) -> float:
+    """What the learner's function returns."""
+    try:
+        result = call(function, *args)
+    except Wrong as wrong:
+        gone = EOFError, FileNotFoundError, ConnectionError
+        if isinstance(wrong.__cause__, gone):
+            raise Wrong(
+                f"{wrong}; perhaps a worker had ended before its tensor was fetched: "
+                "send a number (.item())"
+            ) from None
+        raise
+    try:
+        if isinstance(result, str):
+            raise TypeError
+        return float(result)
+    except (TypeError, ValueError, RuntimeError):
+        what = type(result).__name__
+        raise Wrong(f"return one number, not a {what}") from None
+
+
+def _judge_accuracy(result: float, notes: str) -> None:
     calls = [tuple(map(int, line.split())) for line in notes.splitlines()]
     workers = {pid for pid, _, _ in calls}
     rows = sum(count for _, _, count in calls)
     if os.getpid() in workers:
         raise Wrong("the notebook's own process computes; leave that to workers")
     if len(workers) < 2:
-        raise Wrong(f"processes that compute: {len(workers)}; start four")
+        raise Wrong(f"processes that compute: {len(workers)}; start several")
     if rows != 10:
         raise Wrong(f"the workers compute {rows} rows of 10")
     own = sum({pid: nbytes for pid, nbytes, _ in calls}.values())
@@ -190,6 +231,11 @@ def _judge_accuracy(result: float, notes: str, model: nn.Module) -> None:
         raise Wrong(
             f"the workers hold {own / 1e6:.0f} MB of weights of their own; share the "
             "model before they start, and send no copy of it"
+        )
+    if result == 0:
+        raise Wrong(
+            "0: the workers wrote into memory of their own; share what they write "
+            "into, or send it back"
         )
     if abs(result - 3) < 1e-4:
         raise Wrong("that is the number of right rows; divide by all rows")

@@ -1,23 +1,26 @@
 """Judges of the exercises of lesson 13.
 
-Two of them run the learner's function in two real ranks, which end the ranks that were
-open before.
+Two of them run the learner's function in real ranks, which end the ranks that were open
+before.
 """
 
 import contextlib
+import functools
+import inspect
 import io
+from numbers import Real
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Dataset
 
+from helpers import Messages
 from helpers.check import NotYet, Wrong, exercise
 
-TWO = 2  # ranks
+TWO, THREE = 2, 3  # ranks
 
 
 @exercise("13.1")
@@ -25,6 +28,9 @@ def messages_and_bytes(messages, nbytes) -> None:
     """DDP, the fifth step, two small batches a step, no `no_sync`."""
     first, second, third = 256 * 1024 + 1024, 1024 * 1024 + 1024, 1024 * 100 + 100
     parameters = first + second + third
+    for answer in (messages, nbytes):
+        if isinstance(answer, bool) or not isinstance(answer, Real):
+            raise Wrong(f"two numbers are wanted, not {answer!r}")
     if messages == 12:
         raise Wrong("DDP does not send each of the six tensors; it sends buckets")
     if messages in (6, 3):
@@ -49,11 +55,11 @@ def messages_and_bytes(messages, nbytes) -> None:
         raise Wrong("4 bytes for each parameter, biases included, each `backward()`")
 
 
-# -- two real ranks --------------------------------------------------------------------
+# -- real ranks ------------------------------------------------------------------------
 
 
-def _in_two_ranks(function, *args) -> list:
-    """What each of two ranks returns; silently, in ranks of their own.
+def _in_ranks(size: int, function, *args) -> list:
+    """What each rank returns; silently, in ranks of their own.
 
     Raises:
         Wrong: for an error in the learner's code, or if the ranks do not finish.
@@ -61,11 +67,12 @@ def _in_two_ranks(function, *args) -> list:
     from helpers.ranks import RankError, Ranks
 
     with contextlib.redirect_stdout(io.StringIO()):
-        ranks = Ranks(TWO)
+        ranks = Ranks(size)
     try:
         return ranks.run(function, *args, timeout=30)
     except RankError as error:
-        raise Wrong(f"in two ranks: {str(error).splitlines()[0]}") from error
+        lines = str(error).splitlines()
+        raise Wrong(f"in {size} ranks: {lines[0]}") from error
     finally:
         ranks.close()
 
@@ -86,7 +93,7 @@ class _Rows(Dataset):
 
 def _train(function, count: int, epochs: int) -> tuple[list[int], list]:
     """The rows that this rank took, in order, and its weights."""
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    device = "cuda" if "nccl" in dist.get_backend() else "cpu"
     generator = torch.Generator().manual_seed(13)
     x = torch.randn(count, 8, generator=generator).to(device)
     y = torch.randint(0, 4, (count,), generator=generator).to(device)
@@ -122,10 +129,13 @@ def _near(weights: list, reference: list) -> bool:
 def train_right(function) -> None:
     """A loop with `set_epoch` and a loss that is divided by nothing."""
     count, epochs = 64, 3
-    results = _in_two_ranks(_train, function, count, epochs)
+    results = _in_ranks(TWO, _train, function, count, epochs)
     asked = [rows for rows, _ in results]
     if not asked[0]:
-        raise NotYet("your function takes no rows so far")
+        torch.manual_seed(0)
+        if _near(results[0][1], [p.detach() for p in nn.Linear(8, 4).parameters()]):
+            raise NotYet("your function takes no rows so far")
+        raise Wrong("no rows were taken in the rank itself; leave `num_workers` at 0")
     each = count // TWO
     if any(len(rows) != each * epochs for rows in asked):
         raise Wrong(
@@ -155,26 +165,37 @@ def train_right(function) -> None:
         )
 
 
-class _Sizes(TorchDispatchMode):
-    """Notes dtype and bytes of what is handed to an all-reduce."""
+def _checked(hook):
+    """The hook, with a reason where DDP would end the process or report a bug.
 
-    def __init__(self):
-        super().__init__()
-        self.log: list[tuple[str, str, int]] = []
-        torch.autograd.set_multithreading_enabled(False)
+    It waits for the result, which is harmless with the one bucket of `_step_with`.
+    """
 
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if op.namespace == "c10d":
-            name = str(op).split(".")[1].strip("_")
-            for x in args[0]:
-                if isinstance(x, torch.Tensor):
-                    self.log.append((name, str(x.dtype), x.nbytes))
-        return op(*args, **(kwargs or {}))
+    @functools.wraps(hook)
+    def checked(state, bucket):
+        future = hook(state, bucket)
+        if not isinstance(future, torch._C.Future):  # the base class: as a Work's is
+            what = type(future).__name__
+            raise TypeError(f"the hook returned {what}; DDP wants a future")
+        value = future.wait()
+        if isinstance(value, list):
+            raise TypeError(
+                "the future of an all-reduce holds a list; take [0] with .then"
+            )
+        if not isinstance(value, torch.Tensor):
+            what = type(value).__name__
+            raise TypeError(f"the future holds {what}; DDP wants a tensor")
+        numbers, wanted = value.numel(), bucket.buffer().numel()
+        if numbers != wanted:
+            raise ValueError(f"the future holds {numbers} numbers instead of {wanted}")
+        return future
+
+    return checked
 
 
 def _step_with(hook) -> tuple[list, list, list]:
     """Messages of a step, gradients with the hook, gradients without."""
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    device = "cuda" if "nccl" in dist.get_backend() else "cpu"
     generator = torch.Generator().manual_seed(dist.get_rank())
     x = torch.randn(32, 24, generator=generator).to(device)
     found = []
@@ -183,49 +204,75 @@ def _step_with(hook) -> tuple[list, list, list]:
         layers = nn.Linear(24, 64), nn.ReLU(), nn.Linear(64, 3)
         model = DistributedDataParallel(nn.Sequential(*layers).to(device))
         if use is not None:
-            model.register_comm_hook(None, use)
-        with _Sizes() as sizes:
+            model.register_comm_hook(None, _checked(use))
+        with Messages() as messages:
             model(x).square().mean().backward()
-        found += [sizes.log, [p.grad.cpu() for p in model.parameters()]]
+        log = [(m.name, m.dtype, m.nbytes) for m in messages.log]
+        found += [log, [p.grad.cpu() for p in model.parameters()]]
     return found[0], found[1], found[3]
+
+
+class _Bucket:
+    """Stands for a bucket, to see whether a hook looks at it."""
+
+    def __getattr__(self, name: str):
+        raise LookupError(name)
+
+
+def _is_unwritten(hook) -> bool:
+    try:
+        return hook(None, _Bucket()) is None
+    except Exception:  # it does something
+        return False
 
 
 @exercise("13.3")
 def send_bfloat16(hook) -> None:
     """A communication hook that averages in bfloat16."""
-    try:
-        unwritten = hook(None, None) is None
-    except Exception:  # it does something with the bucket
-        unwritten = False
-    if unwritten:
+    if not callable(hook):
+        raise Wrong(f"a function is wanted, not {hook!r}")
+    if "bucket" not in inspect.signature(hook).parameters:
+        raise Wrong("call the second parameter `bucket`; DDP looks for that name")
+    if _is_unwritten(hook):
         raise NotYet("your hook returns nothing so far")
-    results = _in_two_ranks(_step_with, hook)
+    results = _in_ranks(THREE, _step_with, hook)  # so that 2 is a wrong divisor
     numbers = sum(g.numel() for g in results[0][1])
     log = results[0][0]
     sent = sum(nbytes for _, _, nbytes in log)
-    if any(name != "allreduce" for name, _, _ in log):
-        raise Wrong(f"it uses {log[0][0]}; an all-reduce is enough")
+    for name, _, _ in log:
+        if name != "all_reduce":
+            raise Wrong(f"it uses {name}; an all-reduce is enough")
     if not log:
         raise Wrong("nothing was sent, so each rank keeps its own gradients")
     if sent == 4 * numbers:
         raise Wrong(f"it sends {sent} bytes, as many as without a hook")
-    if {dtype for _, dtype, _ in log} != {"torch.bfloat16"}:
-        raise Wrong(f"it sends {log[0][1]}, not torch.bfloat16")
+    if {dtype for _, dtype, _ in log} != {"bfloat16"}:
+        raise Wrong(f"it sends {log[0][1]}, not bfloat16")
     if sent != 2 * numbers:
         raise Wrong(f"it sends {sent} bytes; 2 for each of {numbers} would be enough")
     for rank, (_, gradients, exact) in enumerate(results):
-        if any(g.dtype != torch.float32 for g in gradients):
-            raise Wrong("the gradients come back in bfloat16; DDP wants float32")
-        gradient, wanted = (
-            torch.cat([g.flatten() for g in gs]) for gs in (gradients, exact)
-        )
-        error = ((gradient - wanted).norm() / wanted.norm()).item()
-        if ((gradient / TWO - wanted).norm() / wanted.norm()).item() < 0.02:
+        _judge_gradients(rank, gradients, exact)
+
+
+def _judge_gradients(rank: int, gradients: list, exact: list) -> None:
+    """Raises `Wrong` unless they are the mean, as near as bfloat16 comes."""
+    gradient, wanted = (
+        torch.cat([g.flatten() for g in gs]) for gs in (gradients, exact)
+    )
+    factor = (gradient @ wanted / wanted.square().sum()).item()
+    if ((gradient - factor * wanted).norm() / wanted.norm()).item() < 0.02 * factor:
+        if abs(factor / THREE - 1) < 0.02:
             raise Wrong("the gradients are the sum over the ranks; a mean is wanted")
-        if ((gradient * TWO - wanted).norm() / wanted.norm()).item() < 0.02:
+        if abs(factor * THREE - 1) < 0.02:
             raise Wrong("the gradients were divided twice by the number of ranks")
-        if not error < 0.02:
+        if abs(factor - 1) > 0.02:
             raise Wrong(
-                f"rank {rank}: the gradients are {error:.0%} off; does the future hold "
-                "the result of the all-reduce, and has it arrived?"
+                f"the gradients are {factor:.2f} times the mean over {THREE} ranks; "
+                "ask `dist.get_world_size()`"
             )
+    error = ((gradient - wanted).norm() / wanted.norm()).item()
+    if not error < 0.02:
+        raise Wrong(
+            f"rank {rank}: the gradients are {error:.0%} off; does the future hold "
+            "the result of the all-reduce, and has it arrived?"
+        )

@@ -16,31 +16,16 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-
-class Messages(TorchDispatchMode):
-    """Notes the bytes that this rank hands to each collective, and when."""
-
-    def __init__(self):
-        super().__init__()
-        self.when, self.log = "", []
-        torch.autograd.set_multithreading_enabled(False)  # GPUs: backward seen, too
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if op.namespace == "c10d":
-            name = str(op).split(".")[1].strip("_")
-            sizes = [x.nbytes for x in args[0] if isinstance(x, torch.Tensor)]
-            self.log += [(self.when, name, nbytes) for nbytes in sizes]
-        return op(*args, **(kwargs or {}))
+from helpers import Messages, digits
 
 
-def make_model() -> nn.Module:
+def make_model(width: int = 512) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(),
-        nn.Linear(512, 10),
+        nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(),
+        nn.Linear(width, 10),
     )  # fmt: skip
 
 
@@ -60,7 +45,7 @@ def wrap(model: nn.Module, compress: str = "none") -> DDP:
 
 
 def train(data, epochs=5, batch=128, rate=0.1, compress="none") -> DDP:
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    device = "cuda" if "nccl" in dist.get_backend() else "cpu"
     rows = TensorDataset(data.x.to(device), data.y.to(device))
     sampler = DistributedSampler(rows, drop_last=True)
     each = batch // dist.get_world_size()
@@ -71,7 +56,7 @@ def train(data, epochs=5, batch=128, rate=0.1, compress="none") -> DDP:
         sampler.set_epoch(epoch)  # a new order
         for x, y in loader:
             optimizer.zero_grad()
-            cross_entropy(model(x), y).backward()  # and the gradients are averaged
+            cross_entropy(model(x), y).backward()  # and averages
             optimizer.step()
     return model
 
@@ -98,7 +83,7 @@ def bytes_of_a_step(model: DDP) -> int:
         model(x).sum().backward()
     if power:  # it sends from a thread that Messages does not see, and counts itself
         return 4 * (power.total_numel_after_compression - before)
-    return sum(nbytes for _, _, nbytes in messages.log)
+    return messages.total()
 
 
 def train_and_test(data, **options) -> tuple[float, int, dict[str, torch.Tensor]]:
@@ -112,8 +97,6 @@ def load_digits():
     """Rank 0 reads the data and sends them to the others."""
     box = [None]
     if dist.get_rank() == 0:
-        from helpers import digits
-
         box = [digits()]
     dist.broadcast_object_list(box)
     return box[0]

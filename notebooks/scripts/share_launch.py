@@ -1,15 +1,21 @@
 """Start processes, hear how they end, and leave nothing running.
 
-A job is a function of the rank. Used in 09-share-tensors-between-processes. Needs fork.
+A job is a function of a rank and of a folder that all ranks see. Used in
+09-share-tensors-between-processes. Needs fork.
 """
 
 import contextlib
+import gc
+import io
 import logging
 import os
+import signal
 import sys
 import tempfile
+import threading
 import time
 from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
 
 import psutil
 import torch.multiprocessing as mp
@@ -47,13 +53,21 @@ def in_child(function, *args, seconds=20):
 
 
 def run_all(function, jobs) -> None:
-    """Call the function for each job, each in a forked process."""
+    """Call the function for each job, each in a forked process.
+
+    Raises:
+        RuntimeError: if one of them fails, or takes longer than 30 s.
+    """
     processes = [fork.Process(target=function, args=job) for job in jobs]
     for process in processes:
         process.start()
     for process in processes:
         process.join(30)
-        process.kill()
+        process.kill()  # if it has not ended by itself
+        process.join()
+    codes = [process.exitcode for process in processes]
+    if any(codes):
+        raise RuntimeError(f"workers ended with {codes}")
 
 
 def echo(connection):
@@ -100,9 +114,11 @@ def last_words(process) -> str:
     return lines[-1].partition(" on <module")[0]
 
 
-def by_process(method: str, job) -> str:
-    context = mp.get_context(method)
-    ranks = [context.Process(target=job, args=(rank,)) for rank in range(2)]
+# -- two ranks, and how they end ------------------------------------------------------
+
+
+def watch(ranks) -> str:
+    """Start two processes, and say how they end."""
     for process in ranks:
         process.start()
     end = time.monotonic() + 30
@@ -110,35 +126,89 @@ def by_process(method: str, job) -> str:
         time.sleep(0.01)
         if any(p.exitcode for p in ranks):  # one has failed: the other gets two seconds
             end = min(end, time.monotonic() + 2)
-    codes = ["hangs" if p.exitcode is None else f"exit {p.exitcode}" for p in ranks]
-    for process in ranks:
-        process.kill()
-        process.join()
-    return "fine" if codes == ["exit 0"] * 2 else ", ".join(codes)
+    codes = [p.exitcode for p in ranks]
+    if codes == [0, 0]:
+        return "fine"
+    if None in codes:
+        return ", ".join("hangs" if code is None else f"exit {code}" for code in codes)
+    return f"exit {codes[0]}, {codes[1]}"
 
 
-def by_mp_spawn(job) -> str:
+def tell(way, job, folder: str) -> str:
+    """Start two ranks in some way, say how they end, and leave none of them running."""
+    before = set(mp.active_children())
     try:
-        mp.spawn(job, nprocs=2)
+        silent = contextlib.redirect_stdout(io.StringIO())
+        with child_errors(), silent, stop_button(folder):
+            answer = way(job, folder)
     except mp.ProcessRaisedException as error:
         return str(error).strip().splitlines()[-1]
     except mp.ProcessExitedException as error:
         return f"exit {error.exit_code}"
-    return "fine"
-
-
-def by_ranks(ranks, job) -> str:
-    def with_rank():
-        import torch.distributed as dist
-
-        job(dist.get_rank())
-
-    try:
-        ranks.run(with_rank)
     except RankError as error:
         lines = str(error).splitlines()
         return next((line for line in lines if "Error" in line), lines[0])
-    return "fine"
+    except KeyboardInterrupt:
+        alive = still_running(folder)
+        return f"{alive} run on" if alive else "all ended"
+    finally:
+        for process in set(mp.active_children()) - before:
+            process.kill()
+            process.join()
+    return answer if isinstance(answer, str) else "fine"
+
+
+@contextlib.contextmanager
+def stop_button(folder: str):
+    """Press Jupyter's stop button half a second after both ranks are at work.
+
+    They are when each has written its process number into the folder; a job that writes
+    none is not interrupted.
+    """
+    done = threading.Event()
+
+    def press():
+        while len(process_numbers(folder)) < 2:
+            if done.wait(0.02):
+                return
+        if done.wait(0.5):
+            return
+        if os.getpgrp() == os.getpid():  # a kernel: all processes of its group
+            os.killpg(os.getpgrp(), signal.SIGINT)
+        else:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    finger = threading.Thread(target=press)
+    finger.start()
+    try:
+        yield
+    finally:
+        done.set()
+        finger.join()
+
+
+def process_numbers(folder: str) -> list[int]:
+    texts = [path.read_text() for path in Path(folder).glob("rank*")]
+    return [int(text) for text in texts if text.strip()]
+
+
+def still_running(folder: str) -> int:
+    """How many of the ranks have not ended after a second."""
+    numbers = process_numbers(folder)
+    for _ in range(10):
+        mp.active_children()  # takes note of those that have ended
+        alive = sum(map(is_alive, numbers))
+        if not alive:
+            break
+        time.sleep(0.1)
+    return alive
+
+
+def is_alive(number: int) -> bool:
+    try:
+        return psutil.Process(number).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def end_helpers() -> None:
@@ -146,6 +216,7 @@ def end_helpers() -> None:
 
     One of them ignores polite requests to end, and Jupyter would wait for it.
     """
+    gc.collect()  # a pool that is still there would miss them when it goes
     for helper in (forkserver._forkserver, resource_tracker._resource_tracker):
         stop = getattr(helper, "_stop", None)  # from Python 3.9 on
         if stop is not None:

@@ -89,7 +89,7 @@ def loss_of(scores, y):
 
 def device() -> str:
     """Where this rank computes."""
-    return "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
+    return "cuda" if dist.is_initialized() and "nccl" in dist.get_backend() else "cpu"
 
 
 def batch(step: int = 0) -> list[torch.Tensor]:

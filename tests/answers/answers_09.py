@@ -1,7 +1,10 @@
 """Answers to the exercises of lesson 09: right ones, and wrong ones with the reason."""
 
 import copy
+import os
 import pickle
+import signal
+import time
 
 import torch
 import torch.multiprocessing as mp
@@ -52,6 +55,41 @@ def sends_five(queue, received):
     for i in range(5):
         queue.put(torch.full((3,), float(i)))
     received.wait()
+
+
+def waits_between(queue, received):
+    for i in range(4):
+        queue.put(torch.full((3,), float(i)))
+        received.wait(0.1)
+    received.wait()
+
+
+def one_memory_slowly(queue, received):
+    tensor = torch.zeros(3)
+    for i in range(4):
+        tensor.fill_(i)
+        queue.put(tensor)
+        received.wait(0.8)
+    received.wait()
+
+
+def sleeps(queue, received):
+    makes_new_ones_for(queue)
+    time.sleep(2)
+
+
+def makes_new_ones_for(queue):
+    for i in range(4):
+        queue.put(torch.full((3,), float(i)))
+
+
+def ends_with_names(queue, received):
+    mp.set_sharing_strategy("file_system")
+    makes_new_ones_for(queue)
+
+
+def dies(queue, received):
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def never_ends(queue, received):
@@ -142,12 +180,43 @@ def not_divided(model, x, y):
     return shared(model, x, y) * len(x)
 
 
+def into_private(model, x, y):
+    hits = torch.zeros(4)
+
+    def work(i):
+        hits[i] = right_rows(model, x[i::4], y[i::4])
+
+    workers = [fork.Process(target=work, args=(i,)) for i in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return hits.sum() / len(x)
+
+
+def from_ended_workers(model, x, y):
+    def work(i, queue):
+        queue.put(torch.tensor(right_rows(model, x[i::4], y[i::4])))
+
+    queue = fork.Queue()
+    workers = [fork.Process(target=work, args=(i, queue)) for i in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return sum(queue.get() for _ in workers) / len(x)
+
+
 RIGHT = {
     "who_sees": [
-        lambda: ("no", "no", "yes", "yes", "no", "no"),
-        lambda: (False, False, True, True, False, False),
+        lambda: ("no", "no", "yes", "yes", "no", "no", "no"),
+        lambda: (False, False, True, True, False, False, False),
     ],
-    "delivers_all": [lambda: (sends_clones,), lambda: (makes_new_ones,)],
+    "delivers_all": [
+        lambda: (sends_clones,),
+        lambda: (makes_new_ones,),
+        lambda: (waits_between,),
+    ],
     "parallel_accuracy": [
         lambda: (shared,),
         lambda: (inherited,),
@@ -157,14 +226,29 @@ RIGHT = {
 
 WRONG = {
     "who_sees": [
-        (lambda: ("yes", "no", "yes", "yes", "no", "no"), "number 1: the fork moves"),
-        (lambda: ("no", "yes", "yes", "yes", "no", "no"), "number 2: an argument of a"),
-        (lambda: ("no", "no", "no", "yes", "no", "no"), "number 3: an argument of a"),
-        (lambda: ("no", "no", "yes", "no", "no", "no"), "number 4: sending shares"),
-        (lambda: ("no", "no", "yes", "yes", "yes", "no"), "number 5: the clone"),
-        (lambda: ("no", "no", "yes", "yes", "no", "yes"), "number 6: `x + 1`"),
-        (lambda: ("no", "no", "yes", "yes", "no", 1.5), 'answer "yes" or "no"'),
-        (lambda: ("no", "no"), "six answers"),
+        (
+            lambda: ("yes", "no", "yes", "yes", "no", "no", "no"),
+            "number 1: the fork moves",
+        ),
+        (
+            lambda: ("no", "yes", "yes", "yes", "no", "no", "no"),
+            "number 2: an argument of a",
+        ),
+        (
+            lambda: ("no", "no", "no", "yes", "no", "no", "no"),
+            "number 3: an argument of a",
+        ),
+        (
+            lambda: ("no", "no", "yes", "no", "no", "no", "no"),
+            "number 4: sending shares",
+        ),
+        (lambda: ("no", "no", "yes", "yes", "yes", "no", "no"), "number 5: the clone"),
+        (lambda: ("no", "no", "yes", "yes", "no", "yes", "no"), "number 6: `x + 1`"),
+        (lambda: ("no", "no", "yes", "yes", "no", 1.5, "no"), 'answer "yes" or "no"'),
+        (lambda: ("no", "no", "yes", "yes", "no", "no", True), "number 7: a global"),
+        (lambda: (["no"],) * 7, 'number 1: answer "yes" or "no"'),
+        (lambda: (0, 0, 1, 1, 0, 0, 0), 'number 1: answer "yes" or "no"'),
+        (lambda: ("no", "no"), "seven answers"),
     ],
     "delivers_all": [
         (lambda: (sends_one_memory,), "full of 3: `put` sends a handle"),
@@ -174,6 +258,11 @@ WRONG = {
         (lambda: (sends_five,), "more than four"),
         (lambda: (never_ends,), "goes on after"),
         (lambda: (raises,), "your code raised AttributeError"),
+        (lambda: (one_memory_slowly,), "full of 3: `put` sends a handle"),
+        (lambda: (sleeps,), "before `received` was set"),
+        (lambda: (ends_with_names,), "with the default sharing strategy"),
+        (lambda: (dies,), "ended by signal 9"),
+        (lambda: (None,), "give a function"),
     ],
     "parallel_accuracy": [
         (lambda: (sent_by_value,), "MB of weights of their own"),
@@ -183,5 +272,10 @@ WRONG = {
         (lambda: (each_does_all,), "40 rows of 10"),
         (lambda: (mean_of_means,), "add up right rows"),
         (lambda: (not_divided,), "divide by all rows"),
+        (lambda: (into_private,), "memory of their own; share what they write"),
+        (lambda: (from_ended_workers,), "send a number"),
+        (lambda: (lambda *_: "0.3",), "return one number, not a str"),
+        (lambda: (lambda *_: [0.3],), "return one number, not a list"),
+        (lambda: (None,), "give a function"),
     ],
 }

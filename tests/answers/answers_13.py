@@ -8,8 +8,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 NUMBERS = 256 * 1024 + 1024 + 1024 * 1024 + 1024 + 1024 * 100 + 100
 
 
-def loop(model, rows, epochs, sampler, told=True, scale=1.0, lr=0.5, batch=16):
-    loader = DataLoader(rows, batch_size=batch, sampler=sampler)
+def loop(model, rows, epochs, sampler, told=True, scale=1.0, lr=0.5, workers=0):
+    loader = DataLoader(rows, batch_size=16, sampler=sampler, num_workers=workers)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     for epoch in range(epochs):
         if told:
@@ -64,6 +64,10 @@ def another_rate(model, data, epochs):
     loop(model, data, epochs, DistributedSampler(data), lr=0.1)
 
 
+def with_workers(model, data, epochs):
+    loop(model, data, epochs, DistributedSampler(data), workers=1)
+
+
 def raises(model, data, epochs):
     raise KeyError("sampler")
 
@@ -88,6 +92,18 @@ def waits(state, bucket):
     future = torch.futures.Future()
     future.set_result(small.float() / dist.get_world_size())
     return future
+
+
+def stays_bfloat16(state, bucket):
+    small = bucket.buffer().bfloat16() / dist.get_world_size()
+    future = dist.all_reduce(small, async_op=True).get_future()
+    return future.then(lambda f: f.value()[0])
+
+
+def guarded(state, bucket):
+    if bucket is None:
+        return None
+    return hook(state, bucket)
 
 
 def sends_float32(state, bucket):
@@ -130,10 +146,54 @@ def no_future(state, bucket):
     return bucket.buffer()
 
 
+def forgets_to_return(state, bucket):
+    small = bucket.buffer().bfloat16() / dist.get_world_size()
+    dist.all_reduce(small, async_op=True).get_future().then(lambda f: f.value()[0])
+
+
+def without_then(state, bucket):
+    small = bucket.buffer().bfloat16() / dist.get_world_size()
+    return dist.all_reduce(small, async_op=True).get_future()
+
+
+def other_name(state, b):
+    return hook(state, b)
+
+
+def divides_by(count):
+    def fixed(state, bucket):
+        small = bucket.buffer().bfloat16() / count
+        future = dist.all_reduce(small, async_op=True).get_future()
+        return future.then(lambda f: f.value()[0].float())
+
+    return fixed
+
+
+def gathers(state, bucket):
+    small = bucket.buffer().bfloat16()
+    all_of_them = [torch.empty_like(small) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_of_them, small)
+    future = torch.futures.Future()
+    future.set_result(torch.stack(all_of_them).float().mean(0))
+    return future
+
+
+def one_number(state, bucket):
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer()[:1])
+    return future
+
+
 RIGHT = {
     "messages_and_bytes": [lambda: (4, 8 * NUMBERS)],
     "train_right": [lambda: (repaired,), lambda: (another_seed,)],
-    "send_bfloat16": [lambda: (hook,), lambda: (divides_later,), lambda: (waits,)],
+    "send_bfloat16": [
+        lambda: (hook,),
+        lambda: (divides_later,),
+        lambda: (waits,),
+        lambda: (stays_bfloat16,),
+        lambda: (guarded,),
+    ],
 }
 WRONG = {
     "messages_and_bytes": [
@@ -147,6 +207,9 @@ WRONG = {
         (lambda: (4, 8 * (NUMBERS - 2148)), "biases"),
         (lambda: (4, 16 * NUMBERS), "not those of all"),
         (lambda: (4, 17), "4 bytes for each parameter"),
+        (lambda: (None, None), "two numbers are wanted"),
+        (lambda: ("4", 8 * NUMBERS), "two numbers are wanted"),
+        (lambda: (4, [8 * NUMBERS]), "two numbers are wanted"),
     ],
     "train_right": [
         (lambda: (as_found,), "epochs 0 and 1 have the same order"),
@@ -157,6 +220,7 @@ WRONG = {
         (lambda: (without_ddp,), "different weights"),
         (lambda: (everyone_all,), "each has half of 64"),
         (lambda: (another_rate,), "keep SGD"),
+        (lambda: (with_workers,), "leave `num_workers` at 0"),
         (lambda: (raises,), "KeyError: 'sampler'"),
     ],
     "send_bfloat16": [
@@ -166,6 +230,14 @@ WRONG = {
         (lambda: (divides_twice,), "divided twice"),
         (lambda: (sends_nothing,), "nothing was sent"),
         (lambda: (throws_the_result_away,), "has it arrived"),
-        (lambda: (no_future,), "in two ranks"),
+        (lambda: (no_future,), "the hook returned Tensor; DDP wants a future"),
+        (lambda: (forgets_to_return,), "the hook returned NoneType"),
+        (lambda: (without_then,), "holds a list; take [0] with .then"),
+        (lambda: (other_name,), "call the second parameter `bucket`"),
+        (lambda: (divides_by(2),), "1.50 times the mean over 3 ranks"),
+        (lambda: (divides_by(4),), "0.75 times the mean over 3 ranks"),
+        (lambda: (gathers,), "it uses allgather"),
+        (lambda: (one_number,), "holds 1 numbers instead of"),
+        (lambda: (None,), "a function is wanted"),
     ],
 }
