@@ -70,7 +70,9 @@ RIGHT = {
     "fair_loss": [lambda: (Summed,), lambda: (Weighted,), lambda: (Each,)],
     "sizes_of_parts": [
         lambda: ([362, 562, 562, 562],),
-        lambda: ((380, 556, 556, 556),),
+        lambda: ((369, 560, 560, 559),),
+        lambda: ([355, 565, 564, 564],),
+        lambda: ([373, 559, 558, 558],),
     ],
 }
 WRONG = {
@@ -85,6 +87,14 @@ WRONG = {
         (lambda: (700, 1400), "all ranks send together"),
         (lambda: (700, 200), "receive last"),
         (lambda: (700, 1), "in a ring of N ranks"),
+        (lambda: (175, 700), "right numbers in the wrong order"),
+        (lambda: (700e6, 175e6), "give MB, not bytes"),
+        (lambda: (700, 175_000_000), "give MB, not bytes"),
+        (lambda: (667.6, 166.9), "millions of bytes"),
+        (lambda: (None, None), "give two numbers"),
+        (lambda: ("700", "175"), "give two numbers"),
+        (lambda: ([700], [175]), "give two numbers"),
+        (lambda: ({}, 175), "give two numbers"),
     ],
     "fair_loss": [
         (lambda: (Mean,), "divided by the rows of the whole batch"),
@@ -100,6 +110,11 @@ WRONG = {
         (lambda: ([512] * 4,), "equal parts"),
         (lambda: ([2, 682, 682, 682],), "too few rows"),
         (lambda: ([600, 482, 483, 483],), "too many rows"),
+        (lambda: ([300, 583, 583, 582],), "too few rows"),
+        (lambda: ([320, 576, 576, 576],), "too few rows"),
+        (lambda: ([341, 569, 569, 569],), "too few rows"),
+        (lambda: ([386, 554, 554, 554],), "too many rows"),
+        (lambda: ([369, 570, 560, 549],), "share alike"),
         (lambda: ([363, 885, 400, 400],), "share alike"),
         (lambda: ([256] * 4,), "not 2048"),
         (lambda: ([2048, 0, 0, 0],), "at least 1"),
