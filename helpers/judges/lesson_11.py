@@ -1,7 +1,9 @@
 """Judges of the exercises of lesson 11."""
 
 import copy
+import operator
 from functools import cache
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -12,9 +14,19 @@ from helpers.gpus import count_copies
 SCORE = 0.98  # the slowest stage of the best cut, over that of the answer
 
 
+def _is_count(value) -> bool:
+    try:
+        return int(value) == value and value >= 0
+    except (TypeError, ValueError, OverflowError):
+        return False
+
+
 @exercise("11.1")
 def eight_stages(micro_batches, gpipe, one_f_one_b) -> None:
     """How many micro-batches keep the bubble of 8 stages at 10 %, and what is kept."""
+    for value in (micro_batches, gpipe, one_f_one_b):
+        if not _is_count(value):
+            raise Wrong(f"{value!r} is not a number of micro-batches")
     stages = 8
     least = 9 * (stages - 1)
     if micro_batches == 70:
@@ -59,6 +71,16 @@ def best_slowest(ms: list[float], stages: int) -> float:
     return best(0, stages)
 
 
+def _are_positions(counts: list[int], layers: int, stages: int) -> bool:
+    """Whether it looks like where the stages begin, or end, or both."""
+    if len(counts) == stages - 1:
+        counts = [*counts, layers]
+    if not stages <= len(counts) <= stages + 1:
+        return False
+    rising = all(a < b for a, b in pairwise(counts)) and counts[-1] <= layers
+    return rising and (counts[0] == 0 or 0 < counts[0] and counts[-1] == layers)
+
+
 MODELS = (  # what it is, ms of each layer, stages
     ("four equal layers", [2] * 4, 2),
     ("a large first layer", [3, 1, 1, 1], 2),
@@ -79,9 +101,15 @@ def balanced_cut(function) -> None:
         where = f"{what} on {stages} stages"
         counts = call(function, list(ms), stages, when=f"{where}:")
         try:
-            counts = [int(count) for count in counts]
+            counts = [operator.index(count) for count in counts]
         except TypeError:
-            raise Wrong(f"it returns {counts!r}, not a list of whole numbers") from None
+            raise Wrong(
+                f"it returns {counts!r}, not a list of whole numbers; return how many "
+                "layers each stage gets"
+            ) from None
+        given_out = len(counts) == stages and sum(counts) == len(ms)
+        if not given_out and _are_positions(counts, len(ms), stages):
+            raise Wrong("return how many layers each stage gets, not where they end")
         if len(counts) != stages:
             raise Wrong(f"{where}: it gives layers to {len(counts)} stages")
         if sum(counts) != len(ms):
@@ -123,12 +151,23 @@ def skip_on_two(module) -> None:
             part.bias.copy_(_whole(1, len(part.bias), generator)[0])
     x = _whole(5, 6, generator).to("cuda:0")
     serial = _Skip(*copy.deepcopy(parts)).to("cuda:0")
+    if not isinstance(module, type):
+        raise Wrong("hand over the class itself, Skip")
     split = module(*parts)
+    if not isinstance(split, nn.Module):
+        raise Wrong("it is no nn.Module")
     if not vars(split).get("_modules"):
         raise NotYet("your module has no parts so far")
-    for part, name, wanted in zip(
-        parts, ("down", "middle", "up"), (0, 1, 1), strict=True
+    names = ("down", "middle", "up")
+    theirs = {id(p) for p in split.parameters()}
+    if len(theirs) >= 6 and theirs.isdisjoint(
+        id(p) for part in parts for p in part.parameters()
     ):
+        raise Wrong(
+            "the check follows the parts it gave you: move them with .to, do not copy "
+            "them"
+        )
+    for part, name, wanted in zip(parts, names, (0, 1, 1), strict=True):
         if part.weight.get_device() != wanted:
             raise Wrong(f"`{name}` is on {part.weight.device}, not on cuda:{wanted}")
     if len(list(split.parameters())) != 6:
@@ -137,6 +176,8 @@ def skip_on_two(module) -> None:
         )
     with count_copies() as forward:
         out = call(split, x)
+    if not isinstance(out, torch.Tensor):
+        raise Wrong(f"forward returns {type(out).__name__}, not a tensor")
     if out.get_device() != 1:
         raise Wrong(f"the result is on {out.device}, not on cuda:1")
     wanted = serial(x)
@@ -147,14 +188,20 @@ def skip_on_two(module) -> None:
     with count_copies() as backward:
         out.square().sum().backward()
     wanted.square().sum().backward()
-    for (name, p), other in zip(
-        serial.named_parameters(), split.parameters(), strict=True
-    ):
-        if other.grad is None or not torch.equal(other.grad.cpu(), p.grad.cpu()):
-            raise Wrong(
-                f"the gradient of {name} is not that of one GPU; was it cut off?"
-            )
+    for name, part in zip(names, parts, strict=True):
+        for (kind, p), q in zip(
+            part.named_parameters(),
+            getattr(serial, name).parameters(),
+            strict=True,
+        ):
+            if p.grad is None or not torch.equal(p.grad.cpu(), q.grad.cpu()):
+                raise Wrong(
+                    f"the gradient of {name}.{kind} is not that of one GPU; was it cut "
+                    "off?"
+                )
     for when, copies in (("forward", forward), ("backward", backward)):
+        if any("cpu" in (c.source, c.target) for c in copies):
+            raise Wrong(f"in {when} it goes through the CPU")
         if len(copies) != 1:
             raise Wrong(
                 f"{len(copies)} tensors cross in {when}; send `h` once, and use it "

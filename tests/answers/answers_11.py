@@ -1,6 +1,7 @@
 """Answers to the exercises of lesson 11: right ones, and wrong ones with the reason."""
 
-from itertools import combinations, pairwise
+import copy
+from itertools import accumulate, combinations, pairwise
 
 from torch import nn
 
@@ -27,6 +28,18 @@ def fill_up_to(ms, stages):
             room -= time
         if len(counts) == stages and room > -1e-9 and max(ms) <= limit:
             return counts
+
+
+def ends(ms, stages):
+    return list(accumulate(try_all(ms, stages)))
+
+
+def starts(ms, stages):
+    return [0, *ends(ms, stages)[:-1]]
+
+
+def cuts_between(ms, stages):
+    return ends(ms, stages)[:-1]
 
 
 def equal_counts(ms, stages):
@@ -63,6 +76,29 @@ class OnceFromAnywhere(Once):
         h = self.down(x.to("cuda:0"))
         h = h.to(self.up.weight.device)
         return self.up(self.middle(h) + h)
+
+
+class OtherOrder(Once):
+    def __init__(self, down, middle, up):
+        nn.Module.__init__(self)
+        self.up, self.middle = up.to("cuda:1"), middle.to("cuda:1")
+        self.down = down.to("cuda:0")
+
+
+class Copied(Once):
+    def __init__(self, down, middle, up):
+        super().__init__(*copy.deepcopy((down, middle, up)))
+
+
+class ATuple(Once):
+    def forward(self, x):
+        return super().forward(x), x
+
+
+class ThroughTheCPU(Once):
+    def forward(self, x):
+        h = self.down(x).cpu().to("cuda:1")
+        return self.up(h + self.middle(h))
 
 
 class Twice(Once):
@@ -113,7 +149,11 @@ class InATuple(Once):
 RIGHT = {
     "eight_stages": [lambda: (63, 63, 8)],
     "balanced_cut": [lambda: (try_all,), lambda: (fill_up_to,)],
-    "skip_on_two": [lambda: (Once,), lambda: (OnceFromAnywhere,)],
+    "skip_on_two": [
+        lambda: (Once,),
+        lambda: (OnceFromAnywhere,),
+        lambda: (OtherOrder,),
+    ],
 }
 WRONG = {
     "eight_stages": [
@@ -125,6 +165,10 @@ WRONG = {
         (lambda: (63, 63, 1), "what the last stage keeps"),
         (lambda: (63, 63, 7), "is a stage too"),
         (lambda: (63, 63, 63), "as stages are left"),
+        (lambda: ("63", 63, 8), "'63' is not a number of micro-batches"),
+        (lambda: (63, None, 8), "None is not a number"),
+        (lambda: (-7, 63, 8), "-7 is not a number"),
+        (lambda: (62.5, 63, 8), "62.5 is not a number"),
     ],
     "balanced_cut": [
         (lambda: (equal_counts,), "a large first layer on 2 stages: score 0.75"),
@@ -133,6 +177,11 @@ WRONG = {
         (lambda: (lambda ms, stages: [1] * stages,), "2 of 4 layers"),
         (lambda: (lambda ms, stages: [len(ms)] + [0] * (stages - 1),), "no layer"),
         (lambda: (lambda ms, stages: len(ms) // stages,), "not a list"),
+        (lambda: (lambda ms, stages: [len(ms) / stages] * stages,), "whole numbers"),
+        (lambda: (lambda ms, stages: "ab",), "return how many layers"),
+        (lambda: (ends,), "not where they end"),
+        (lambda: (starts,), "not where they end"),
+        (lambda: (cuts_between,), "not where they end"),
     ],
     "skip_on_two": [
         (lambda: (Twice,), "2 tensors cross in forward"),
@@ -142,5 +191,9 @@ WRONG = {
         (lambda: (SentBack,), "not on cuda:1"),
         (lambda: (OnOne,), "`down` is on cuda:1"),
         (lambda: (InATuple,), "keep the parts as attributes"),
+        (lambda: (Copied,), "move them with .to, do not copy them"),
+        (lambda: (ATuple,), "forward returns tuple, not a tensor"),
+        (lambda: (ThroughTheCPU,), "it goes through the CPU"),
+        (lambda: (Once(*[nn.Linear(2, 2)] * 3),), "the class itself, Skip"),
     ],
 }
