@@ -23,7 +23,7 @@ _FEWEST = {"ZeRO-1": 20, "ZeRO-2": 6, "ZeRO-3": 4}
 _MISTAKES = {
     ("ZeRO-1", 19): "19 GPUs need 60.2 GB each: round up",
     ("ZeRO-2", 5): "5 GPUs need 62.4 GB each: round up",
-    ("ZeRO-3", 3): "3 GPUs need 69.3 GB each: round up",
+    ("ZeRO-3", 3): "3 GPUs need 69.3 GB each: 16 bytes a parameter, 60 GB, rounded up",
     ("ZeRO-1", 13): "the float32 copy of the weights belongs to the optimizer's bytes",
     ("ZeRO-2", 4): "the float32 copy of the weights counts, and of 80 GB 60 are left",
     ("ZeRO-1", 6): "60 GB are left for this, not 80",
@@ -39,6 +39,10 @@ def fewest_gpus(zero_1, zero_2, zero_3) -> None:
     for (stage, right), answer in zip(
         _FEWEST.items(), (zero_1, zero_2, zero_3), strict=True
     ):
+        if not isinstance(answer, (int, float)):
+            raise Wrong(
+                f"{stage}: give a number of GPUs, not a {type(answer).__name__}"
+            )
         if answer == right:
             continue
         if why := _MISTAKES.get((stage, answer)):
@@ -123,6 +127,12 @@ def clip(function) -> None:
     if (after - _gradient() / 13).abs().max() > 1e-4:
         raise Wrong(
             f"with most=1 the whole gradient's norm is {after.norm():g} afterwards"
+        )
+    (_, low), (_, high) = _in_two_ranks(_clip, function, 6.5)
+    if (torch.cat([low, high]) - _gradient() / 2).abs().max() > 1e-4:
+        raise Wrong(
+            "with most=6.5 one rank scaled and the other did not: decide by the whole "
+            "norm, not by the rank's own"
         )
     (norm, low), (_, high) = _in_two_ranks(_clip, function, 20.0)
     if not torch.equal(torch.cat([low, high]), _gradient()):

@@ -225,7 +225,7 @@ WRONG = {
     ],
     "send_bfloat16": [
         (lambda: (sends_float32,), "as many as without a hook"),
-        (lambda: (sends_fp16,), "not torch.bfloat16"),
+        (lambda: (sends_fp16,), "not bfloat16"),
         (lambda: (sums,), "a mean is wanted"),
         (lambda: (divides_twice,), "divided twice"),
         (lambda: (sends_nothing,), "nothing was sent"),
@@ -236,7 +236,7 @@ WRONG = {
         (lambda: (other_name,), "call the second parameter `bucket`"),
         (lambda: (divides_by(2),), "1.50 times the mean over 3 ranks"),
         (lambda: (divides_by(4),), "0.75 times the mean over 3 ranks"),
-        (lambda: (gathers,), "it uses allgather"),
+        (lambda: (gathers,), "it uses all_gather"),
         (lambda: (one_number,), "holds 1 numbers instead of"),
         (lambda: (None,), "a function is wanted"),
     ],

@@ -45,6 +45,15 @@ def adds_norms(parts, most):
     return norm
 
 
+def decides_alone(parts, most):
+    own = torch.cat(parts).norm()
+    square = own**2
+    dist.all_reduce(square)
+    if own > most:
+        [p.mul_(most / square.sqrt()) for p in parts]
+    return square.sqrt()
+
+
 def takes_the_largest(parts, most):
     norm = torch.cat(parts).norm()
     dist.all_reduce(norm, op=dist.ReduceOp.MAX)
@@ -170,8 +179,11 @@ WRONG = {
         (lambda: (20, 6, 6), "weights are divided"),
         (lambda: (4, 4, 4), "whole on each GPU"),
         (lambda: (20, 7, 4), "every GPU holds 2 whole"),
+        (lambda: ([20], 6, 4), "not a list"),
+        (lambda: ("20", 6, 4), "not a str"),
     ],
     "clip": [
+        (lambda: (decides_alone,), "decide by the whole norm"),
         (lambda: (clips_alone,), "the ranks disagree"),
         (lambda: (adds_norms,), "norms cannot be added"),
         (lambda: (takes_the_largest,), "larger of"),
