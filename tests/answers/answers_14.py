@@ -39,6 +39,14 @@ def own_maximum(scores, y, first):
     return (total.log() + most - right).mean()
 
 
+def one_maximum_for_all(scores, y, first):
+    most = add(scores.max().expand(len(y)).clone(), dist.ReduceOp.MAX)
+    total = add((scores - most[:, None]).exp().sum(1))
+    words = torch.arange(scores.shape[1], device=y.device) + first
+    right = add((scores * (words == y[:, None])).sum(1))
+    return (total.log() + most - right).mean()
+
+
 def gathered(scores, y, first):
     parts = [torch.empty_like(scores) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, scores)
@@ -103,6 +111,7 @@ WRONG = {
     "sliced_loss": [
         (lambda: (without_maximum,), "overflows"),
         (lambda: (own_maximum,), "one process"),
+        (lambda: (one_maximum_for_all,), "is 0 in every column"),
         (lambda: (gathered,), "the loss is right, but"),
         (lambda: (summed,), "not the mean"),
         (lambda: (by_row,), "one number"),
