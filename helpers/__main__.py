@@ -48,6 +48,7 @@ VENV_PYTHON = VENV_BIN / ("python.exe" if WINDOWS else "python")
 BUILT_FROM = VENV / ".built-from"
 LOCK = VENV / ".lock"
 
+WORKERS = 2  # of a test run; a lesson's processes need up to 1.2 GB in each
 SECONDS_TO_STOP = 10  # that a child gets to end by itself after Ctrl-C
 LITTLE_SPACE = 50_000_000  # bytes; below that a failed step is blamed on the disk
 
@@ -327,12 +328,15 @@ def test(arguments: list[str]) -> int:
     """Set up, then run pytest in the course's folder.
 
     Args:
-        arguments: Options for pytest.
+        arguments: Options for pytest. Without any, the tests are shared out to
+            `WORKERS` processes, where there is more than one core.
 
     Returns:
         pytest's exit status, where pytest does not take this process over.
     """
     set_up()
+    if not arguments and (os.cpu_count() or 1) > 1:
+        arguments = ["-n", str(WORKERS)]
     command = [str(VENV_PYTHON), "-m", "pytest", *arguments]
     if WINDOWS:
         with child(command) as tests:
