@@ -9,6 +9,7 @@ import importlib
 
 # public name -> the module of this package that defines it
 _HOMES = {
+    "Job": "elastic",
     "Messages": "messages",
     "RankError": "ranks",
     "Ranks": "ranks",
@@ -21,7 +22,7 @@ _HOMES = {
     "show_machine": "gpus",
     "timeline": "gpus",
 }
-_MODULES = ("check", "draw", "explore", "gpus", "ranks", "simgpu")
+_MODULES = ("check", "draw", "explore", "gpus", "plan", "ranks", "simgpu")
 
 
 def __getattr__(name: str):
