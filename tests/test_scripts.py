@@ -1,41 +1,20 @@
 """Scripts that readers launch with torchrun: `ddp_digits.py`."""
 
-import ast
-import importlib.util
 import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
-import nbformat
 import pytest
 import torch
 import torch.distributed as dist
 
-NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
-SCRIPT = NOTEBOOKS / "scripts" / "ddp_digits.py"
+from tests.launching import last_calls, launch, load, prose_of, shown, text_of
+
+SCRIPT = "ddp_digits.py"
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("ddp_digits", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def launch(ranks: int, *arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={ranks}", str(SCRIPT), *arguments]
-    settings = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, **settings},
-    )
+    return load(SCRIPT)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +23,7 @@ def saved(tmp_path_factory):
     folder, found = tmp_path_factory.mktemp("weights"), {}
     for ranks in (1, 2, 4):
         file = folder / f"{ranks}.pt"
-        done = launch(ranks, "--epochs=2", "--save", str(file))
+        done = launch(SCRIPT, ranks, "--epochs=2", "--save", str(file))
         assert done.returncode == 0, done.stderr
         found[ranks] = (done.stdout, torch.load(file))
     return found
@@ -113,35 +92,28 @@ def test_bytes_of_a_step(script, one_rank, compress, numbers, width, monkeypatch
         assert sum(handed) == numbers * width
 
 
-def test_the_end_of_the_script_leaves_at_once():
+@pytest.mark.parametrize("name", [SCRIPT, "shard_digits.py", "split_gpt.py"])
+def test_the_end_of_a_script_leaves_at_once(name):
     """`destroy_process_group` in main, then a flush and `os._exit(0)`; why is said."""
-    text = SCRIPT.read_text(encoding="utf-8")
-    guard = ast.parse(text).body[-1]
-    calls = [ast.unparse(line) for line in guard.body]
-    assert calls == ["main()", "sys.stdout.flush()", "os._exit(0)"]
-    assert "aborts" in text.partition("__main__")[2]
-    assert "dist.destroy_process_group()" in text
+    assert last_calls(name) == ["main()", "sys.stdout.flush()", "os._exit(0)"]
+    assert "aborts" in text_of(name).partition("__main__")[2]
+    assert "dist.destroy_process_group()" in text_of(name)
 
 
-def test_the_lesson_shows_the_loop_as_it_is(script):
-    text = SCRIPT.read_text(encoding="utf-8")
-    loop = text[text.index("def train(") : text.index("@torch.no_grad()")].strip()
-    lesson = nbformat.read(NOTEBOOKS / "13-average-gradients.ipynb", as_version=4)
-    prose = [cell.source for cell in lesson.cells if cell.cell_type == "markdown"]
-    assert any(f"```python\n{loop}\n```" in text for text in prose)
+def test_the_lesson_shows_the_loop_as_it_is():
+    text = text_of(SCRIPT)
+    loop = text[text.index("def train(") : text.index("@torch.no_grad()")]
+    assert shown(prose_of("13-average-gradients.ipynb"), loop)
 
 
 def test_failures_end_with_a_status():
-    done = launch(2, "--batch=7")
+    done = launch(SCRIPT, 2, "--batch=7")
     assert done.returncode != 0
     assert "--batch 7 cannot be split over 2 ranks" in done.stderr
 
 
 def test_lesson_09_hears_of_a_worker_that_fails():
-    path = NOTEBOOKS / "scripts" / "share_launch.py"
-    spec = importlib.util.spec_from_file_location("share_launch", path)
-    share_launch = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(share_launch)
+    share_launch = load("share_launch.py")
     share_launch.run_all(os._exit, [(0,), (0,)])
     with pytest.raises(RuntimeError, match=r"workers ended with \[0, 3\]"):
         share_launch.run_all(os._exit, [(0,), (3,)])

@@ -4,10 +4,8 @@ Two of them run the learner's function in real ranks, which end the ranks that w
 before.
 """
 
-import contextlib
 import functools
 import inspect
-import io
 from numbers import Real
 
 import torch
@@ -19,6 +17,7 @@ from torch.utils.data import Dataset
 
 from helpers import Messages
 from helpers.check import NotYet, Wrong, exercise
+from helpers.judges.real_ranks import in_ranks
 
 TWO, THREE = 2, 3  # ranks
 
@@ -56,25 +55,6 @@ def messages_and_bytes(messages, nbytes) -> None:
 
 
 # -- real ranks ------------------------------------------------------------------------
-
-
-def _in_ranks(size: int, function, *args) -> list:
-    """What each rank returns; silently, in ranks of their own.
-
-    Raises:
-        Wrong: for an error in the learner's code, or if the ranks do not finish.
-    """
-    from helpers.ranks import RankError, Ranks
-
-    with contextlib.redirect_stdout(io.StringIO()):
-        ranks = Ranks(size)
-    try:
-        return ranks.run(function, *args, timeout=30)
-    except RankError as error:
-        lines = str(error).splitlines()
-        raise Wrong(f"in {size} ranks: {lines[0]}") from error
-    finally:
-        ranks.close()
 
 
 class _Rows(Dataset):
@@ -129,7 +109,7 @@ def _near(weights: list, reference: list) -> bool:
 def train_right(function) -> None:
     """A loop with `set_epoch` and a loss that is divided by nothing."""
     count, epochs = 64, 3
-    results = _in_ranks(TWO, _train, function, count, epochs)
+    results = in_ranks(TWO, _train, function, count, epochs)
     asked = [rows for rows, _ in results]
     if not asked[0]:
         torch.manual_seed(0)
@@ -235,7 +215,7 @@ def send_bfloat16(hook) -> None:
         raise Wrong("call the second parameter `bucket`; DDP looks for that name")
     if _is_unwritten(hook):
         raise NotYet("your hook returns nothing so far")
-    results = _in_ranks(THREE, _step_with, hook)  # so that 2 is a wrong divisor
+    results = in_ranks(THREE, _step_with, hook)  # so that 2 is a wrong divisor
     numbers = sum(g.numel() for g in results[0][1])
     log = results[0][0]
     sent = sum(nbytes for _, _, nbytes in log)

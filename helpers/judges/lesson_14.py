@@ -4,8 +4,7 @@ Two of them run the learner's answer in two real ranks, which end the ranks that
 open before.
 """
 
-import contextlib
-import io
+import logging
 from fnmatch import fnmatch
 
 import torch
@@ -14,6 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, silu
 
 from helpers.check import NotYet, Wrong, exercise
+from helpers.judges.real_ranks import in_ranks
 
 TWO = 2  # ranks
 
@@ -59,24 +59,6 @@ def handed_over(slices_bytes, rows_bytes, tokens_equal) -> None:
 # -- two real ranks --------------------------------------------------------------------
 
 
-def _in_two_ranks(function, *args) -> list:
-    """What each of two ranks returns; silently, in ranks of their own.
-
-    Raises:
-        Wrong: for an error in the learner's code, or if the ranks do not finish.
-    """
-    from helpers.ranks import RankError, Ranks
-
-    with contextlib.redirect_stdout(io.StringIO()):
-        ranks = Ranks(TWO)
-    try:
-        return ranks.run(function, *args, timeout=30)
-    except RankError as error:
-        raise Wrong(f"in two ranks: {str(error).splitlines()[0][:200]}") from error
-    finally:
-        ranks.close()
-
-
 class _Gated(nn.Module):
     def __init__(self):
         super().__init__()
@@ -103,6 +85,8 @@ def _run_plan(plan) -> tuple:
 
     from helpers import Messages
 
+    # An impossible product is logged with its traceback before it is raised.
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     device = "cuda" if "nccl" in dist.get_backend() else "cpu"
     torch.manual_seed(0)
     model = _Gated().to(device)
@@ -118,6 +102,14 @@ def _run_plan(plan) -> tuple:
     return out, [g.cpu() for g in gradients], sizes, messages.by_name()
 
 
+_MEANINGS = {
+    "same reduction dim": (
+        "a layer gets the wrong part of its input: a column-wise layer takes the whole "
+        "input, a row-wise one takes the slice that a column-wise one has made"
+    )
+}
+
+
 @exercise("14.2")
 def gated_plan(plan) -> None:
     """gate and up column-wise, down row-wise."""
@@ -131,7 +123,7 @@ def gated_plan(plan) -> None:
         )
     if any(isinstance(style, type) for style in plan.values()):
         raise Wrong("a style is an object: ColwiseParallel(), with brackets")
-    results = _in_two_ranks(_run_plan, plan)
+    results = in_ranks(TWO, _run_plan, plan, meanings=_MEANINGS)
     torch.manual_seed(0)
     model = _Gated()
     out, gradients = _gated_step(model)
@@ -176,7 +168,7 @@ def sliced_loss(function) -> None:
         (" with scores of 200 and more in every other row", scores + every_other_row),
     ):
         want = cross_entropy(these, y)
-        results = _in_two_ranks(_run_loss, function, these, y)
+        results = in_ranks(TWO, _run_loss, function, these, y)
         losses = [loss for loss, _ in results]
         if any(loss is None for loss in losses):
             raise NotYet("your function returns nothing so far")

@@ -5,7 +5,6 @@ open before.
 """
 
 import contextlib
-import io
 
 import torch
 import torch.distributed as dist
@@ -13,6 +12,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from helpers.check import NotYet, Wrong, exercise
+from helpers.judges.real_ranks import in_ranks
 
 TWO = 2  # ranks
 
@@ -57,24 +57,6 @@ def fewest_gpus(zero_1, zero_2, zero_3) -> None:
 # -- two real ranks --------------------------------------------------------------------
 
 
-def _in_two_ranks(function, *args) -> list:
-    """What each of two ranks returns; silently, in ranks of their own.
-
-    Raises:
-        Wrong: for an error in the learner's code, or if the ranks do not finish.
-    """
-    from helpers.ranks import RankError, Ranks
-
-    with contextlib.redirect_stdout(io.StringIO()):
-        ranks = Ranks(TWO)
-    try:
-        return ranks.run(function, *args, timeout=30)
-    except RankError as error:
-        raise Wrong(f"in two ranks: {str(error).splitlines()[0]}") from error
-    finally:
-        ranks.close()
-
-
 def _device() -> str:
     return "cuda" if "nccl" in dist.get_backend() else "cpu"
 
@@ -100,7 +82,7 @@ def _clip(function, most: float):
 @exercise("15.2")
 def clip(function) -> None:
     """The norm of a gradient of which each rank has parts."""
-    (norm, low), (other, high) = _in_two_ranks(_clip, function, 1.0)
+    (norm, low), (other, high) = in_ranks(TWO, _clip, function, 1.0)
     if norm is None or other is None:
         raise NotYet("your function returns nothing so far")
     if abs(norm - other) > 1e-4:
@@ -128,13 +110,13 @@ def clip(function) -> None:
         raise Wrong(
             f"with most=1 the whole gradient's norm is {after.norm():g} afterwards"
         )
-    (_, low), (_, high) = _in_two_ranks(_clip, function, 6.5)
+    (_, low), (_, high) = in_ranks(TWO, _clip, function, 6.5)
     if (torch.cat([low, high]) - _gradient() / 2).abs().max() > 1e-4:
         raise Wrong(
             "with most=6.5 one rank scaled and the other did not: decide by the whole "
             "norm, not by the rank's own"
         )
-    (norm, low), (_, high) = _in_two_ranks(_clip, function, 20.0)
+    (norm, low), (_, high) = in_ranks(TWO, _clip, function, 20.0)
     if not torch.equal(torch.cat([low, high]), _gradient()):
         raise Wrong("with most=20 there is nothing to scale: 13 is less")
 
@@ -204,10 +186,17 @@ def _train(function):
     return plain, log, weights
 
 
+_MEANINGS = {
+    "Invariant encountered": (
+        "call fully_shard for the inner modules first and for the whole model last"
+    )
+}
+
+
 @exercise("15.3")
 def shard_it(function) -> None:
     """Which modules are gathered together, counted; and trained as one process does."""
-    result = _in_two_ranks(_train, function)[0]
+    result = in_ranks(TWO, _train, function, meanings=_MEANINGS)[0]
     if result is None:
         raise NotYet("your function returns no model so far")
     plain, log, weights = result
@@ -228,8 +217,9 @@ def shard_it(function) -> None:
         )
     if gathers > MOST_GATHERS:
         raise Wrong(
-            f"{gathers} all-gathers in a step: two blocks may be gathered at once, or "
-            "stay whole until backward() is through with them"
+            f"{gathers} all-gathers in a step, at most {MOST_GATHERS}: each module "
+            "with a fully_shard of its own that is not kept whole costs two, one "
+            "forward and one backward; the root costs one"
         )
     torch.manual_seed(0)
     model = _Model()

@@ -98,6 +98,22 @@ def three_steps(model, optimizer, data, by_hand=()) -> Report:
     return Report(*sizes, messages.log)
 
 
+def most_gradients(Zero, data) -> int:
+    """Bytes of whole gradients in memory at a time, at most, in one `backward()`."""
+    model, seen = script.make_model().to(script.device()), []
+    parameters = list(model.parameters())
+
+    def note(_):
+        there = [p.grad for p in parameters if p.grad is not None]
+        seen.append(in_memory(there))
+
+    for p in parameters:
+        p.register_post_accumulate_grad_hook(note)  # comes before the hooks of Zero
+    layers = nn.Sequential(*map(Zero, model))
+    script.loss_of(layers, data, script.rows_of(0)).backward()
+    return max(seen)
+
+
 # -- who is whole when -----------------------------------------------------------------
 
 

@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    PrepareModuleOutput,
     RowwiseParallel,
     parallelize_module,
 )
@@ -138,9 +139,17 @@ class _Sleep(torch.autograd.Function):
 
 
 def slice_blocks(model: nn.Sequential, mesh) -> None:
+    """Cut each block in slices, with four all-reduces in a step.
+
+    The norms give DTensors, so that autograd adds the gradients of q, k and v before
+    it sends their sum.
+    """
+    whole = {"output_layouts": Replicate(), "desired_output_layouts": Replicate()}
+    once = PrepareModuleOutput(**whole, use_local_output=False)
     for block in model[1:-1]:
         plan = {name: ColwiseParallel() for name in ("q", "k", "v", "up")}
         plan |= {name: RowwiseParallel() for name in ("o", "down")}
+        plan |= {"norm1": once, "norm2": once}
         parallelize_module(block, mesh, plan)
 
 

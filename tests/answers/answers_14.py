@@ -91,7 +91,12 @@ WRONG = {
     "gated_plan": [
         (lambda: ({"up": ColwiseParallel(), "down": RowwiseParallel()},), "gate"),
         (lambda: ({"gate": 1, "up": 1, "down": ColwiseParallel},), "brackets"),
-        (lambda: (plan(down=ColwiseParallel),), "in two ranks"),
+        (lambda: (plan(down=ColwiseParallel),), "wrong part of its input"),
+        (
+            lambda: (plan(RowwiseParallel, RowwiseParallel, ColwiseParallel),),
+            "wrong part of its input",
+        ),
+        (lambda: (plan(up=RowwiseParallel),), "wrong part of its input"),
         (
             lambda: (
                 plan(

@@ -142,6 +142,21 @@ def each_linear(model, mesh):
     return fully_shard(model, mesh=mesh)
 
 
+def pairs_and_ends(model, mesh):
+    for i in range(0, 6, 2):
+        fully_shard([model.blocks[i], model.blocks[i + 1]], mesh=mesh)
+    fully_shard(model.embed, mesh=mesh)
+    fully_shard(model.head, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def root_first(model, mesh):
+    fully_shard(model, mesh=mesh)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=False)
+    return model
+
+
 def threes(model, mesh):
     fully_shard(list(model.blocks[:3]), mesh=mesh)
     fully_shard(list(model.blocks[3:]), mesh=mesh)
@@ -193,7 +208,7 @@ WRONG = {
         (lambda: (always_scales,), "nothing to scale"),
         (lambda: (scales_by_the_square,), "norm is 0.07"),
         (lambda: (returns_the_new_norm,), "before the clipping"),
-        (lambda: (rank_0_alone,), "in two ranks: rank 0"),
+        (lambda: (rank_0_alone,), "in 2 ranks: rank 0"),
     ],
     "shard_it": [
         (lambda: (root_alone,), "gathered at once"),
@@ -201,6 +216,8 @@ WRONG = {
         (lambda: (blocks_alone,), "embed.weight is not sharded"),
         (lambda: (each_block,), "13 all-gathers"),
         (lambda: (each_linear,), "all-gathers in a step"),
+        (lambda: (pairs_and_ends,), "10 all-gathers in a step, at most 8: each module"),
+        (lambda: (root_first,), "the inner modules first"),
         (lambda: (nothing,), "no parameter is sharded"),
         (lambda: (in_bfloat16,), "not those of one process"),
         (lambda: (raises,), "KeyError"),
