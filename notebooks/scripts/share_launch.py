@@ -25,6 +25,7 @@ from helpers import RankError
 fork = mp.get_context("fork")
 loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform, "lo")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # ranks talk on this machine
+PATIENCE = 100  # seconds: on a busy machine a new process imports PyTorch for long
 
 
 def own_megabytes() -> float:
@@ -32,7 +33,7 @@ def own_megabytes() -> float:
     return psutil.Process().memory_full_info().uss / 1e6
 
 
-def in_child(function, *args, seconds=20):
+def in_child(function, *args, seconds=PATIENCE):
     here, there = fork.Pipe()
 
     def work():
@@ -56,13 +57,13 @@ def run_all(function, jobs) -> None:
     """Call the function for each job, each in a forked process.
 
     Raises:
-        RuntimeError: if one of them fails, or takes longer than 30 s.
+        RuntimeError: if one of them fails, or takes longer than `PATIENCE`.
     """
     processes = [fork.Process(target=function, args=job) for job in jobs]
     for process in processes:
         process.start()
     for process in processes:
-        process.join(30)
+        process.join(PATIENCE)
         process.kill()  # if it has not ended by itself
         process.join()
     codes = [process.exitcode for process in processes]
@@ -107,7 +108,7 @@ def last_words(process) -> str:
     """Run a process, and return the last line that it writes to stderr."""
     with child_errors() as errors:
         process.start()
-        process.join(20)
+        process.join(PATIENCE)
         process.kill()
         errors.seek(0)
         lines = errors.read().splitlines() or [""]
@@ -121,7 +122,7 @@ def watch(ranks) -> str:
     """Start two processes, and say how they end."""
     for process in ranks:
         process.start()
-    end = time.monotonic() + 30
+    end = time.monotonic() + PATIENCE
     while any(p.exitcode is None for p in ranks) and time.monotonic() < end:
         time.sleep(0.01)
         if any(p.exitcode for p in ranks):  # one has failed: the other gets two seconds
