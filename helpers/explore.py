@@ -9,7 +9,8 @@ import torch
 from IPython.display import display
 
 from helpers import draw
-from helpers.simgpu.cards import MIB
+from helpers import plan as planning
+from helpers.simgpu.cards import CARDS, GIB, MIB, find_card
 from helpers.simgpu.clock import COPY_LATENCY
 from helpers.simgpu.memory import Memory
 
@@ -446,3 +447,194 @@ def shards_picture(
         picture.box(left + 130 * i, bottom + 20, 14, 14, fill)
         picture.text(left + 130 * i + 20, bottom + 32, part, 12)
     return picture
+
+
+# -- a budget of memory ----------------------------------------------------------------
+
+_PRECISIONS = ("float32", "bfloat16 autocast")
+_CHECKPOINTING = ("none", "square root", "keep down", "every block")
+_BUDGETS = {"256 MiB": 256 * MIB} | {
+    name: card.total_memory for name, card in CARDS.items()
+}
+
+
+def budget() -> Explorer:
+    """Bytes of a training step of transformer-like blocks, against a card's memory.
+
+    Taught in 07-fit-a-bigger-model.
+    """
+    return Explorer(
+        budget_picture,
+        blocks=_slider("blocks", 12, 1, 96),
+        width=_choice("width", (64, 128, 256, 512, 1024, 2048, 4096, 8192), 128),
+        rows=_slider("rows of a batch", 1024, 256, 32768),
+        precision=_choice("precision", _PRECISIONS),
+        optimizer=_choice("optimizer", tuple(_STATES), "Adam"),
+        checkpointing=_choice("checkpointing", _CHECKPOINTING),
+        card=_choice("card", tuple(_BUDGETS)),
+    )
+
+
+def budget_bytes(
+    width: int,
+    blocks: int,
+    rows: int,
+    precision: str,
+    optimizer: str,
+    checkpointing: str,
+) -> dict[str, int]:
+    """Bytes of each part at the worst moment of a step: by arithmetic.
+
+    A block is lesson 07's: `norm(x + down(gelu(up(x))))`, four times as wide inside.
+    Gradients count in full, as from the second micro-batch on. Autocast keeps a
+    bfloat16 copy of each weight, and what `norm` reads and returns in float32. Leaves
+    out the first and the last layer, attention, and one weight's gradient.
+    """
+    parameters = blocks * (8 * width + 7) * width
+    unit = 4 * rows * width  # a block's input in float32
+    mixed = precision != "float32"
+    each = (unit * 11 // 2 if mixed else 10 * unit) + 8 * rows  # norm: mean, deviation
+    down = unit // 2 if mixed else unit
+    segments = round(blocks**0.5)
+    kept = {
+        "none": blocks * each + unit,
+        "square root": segments * unit + -(-blocks // segments) * each,
+        "keep down": blocks * unit + (blocks - 1) * down + each,
+        "every block": blocks * unit + each,
+    }[checkpointing]
+    return {
+        "weights": parameters * (6 if mixed else 4),
+        "gradients": parameters * 4,
+        "optimizer state": parameters * 4 * _STATES[optimizer],
+        "activations": kept + 3 * unit,  # with three gradients of activations
+    }
+
+
+def budget_picture(
+    width: int,
+    blocks: int,
+    rows: int,
+    precision: str,
+    optimizer: str,
+    checkpointing: str,
+    card: str,
+) -> draw.Picture:
+    """The step's parts in one bar above the plain step's, and the line of the card."""
+    setting = (width, blocks, rows)
+    bars = {
+        "this": budget_bytes(*setting, precision, optimizer, checkpointing),
+        "plain": budget_bytes(*setting, "float32", "Adam", "none"),
+    }
+    limit, here = _BUDGETS[card], sum(bars["this"].values())
+    title = (
+        f"{bars['plain']['gradients'] / 4e6:,.1f} million weights: {_bytes(here)}, "
+        f"{'fits' if here <= limit else 'does not fit'} into {card}"
+        f"{f' ({_bytes(limit)})' if card in CARDS else ''}"
+    )
+    picture = draw.Picture(draw.WIDEST, 172, title)
+    picture.text(8, 20, title, 14, weight="bold")
+    most = max(limit, *(sum(sizes.values()) for sizes in bars.values()))
+    left, scale = 76, (draw.WIDEST - 88) / most
+    picture.line(left + limit * scale, 32, left + limit * scale, 128)
+    for row, (kind, sizes) in enumerate(bars.items()):
+        x, y = left, 40 + 44 * row
+        picture.text(8, y + 20, kind)
+        for nbytes, fill in zip(sizes.values(), draw.COLOURS, strict=False):
+            if nbytes:
+                picture.box(x, y, nbytes * scale, 32, fill)
+            if nbytes * scale > 66:
+                middle = x + nbytes * scale / 2
+                picture.text(middle, y + 21, _bytes(nbytes), 12, "middle")
+            x += nbytes * scale
+    end = "end" if limit * scale > 60 else "start"
+    picture.text(left + limit * scale - 4, 142, card, 12, end)
+    for i, (part, fill) in enumerate(zip(bars["this"], draw.COLOURS, strict=False)):
+        picture.box(left + 130 * i, 150, 14, 14, fill)
+        picture.text(left + 130 * i + 20, 162, part, 12)
+    return picture
+
+
+def _bytes(nbytes: int) -> str:
+    """A number of bytes as a budget names it: "62.3 MiB", "1.5 GiB"."""
+    if nbytes >= GIB:
+        return f"{nbytes / GIB:,.1f} GiB"
+    return f"{nbytes / MIB:.1f} MiB"
+
+
+# -- plans -----------------------------------------------------------------------------
+
+_PLANNED = 4096  # tokens of a sequence
+_AGAIN = {"all blocks": True, "every second block": 0.5, "no block": False}
+
+
+def plan() -> Explorer:
+    """A training run on many GPUs: does it fit, and how fast is it?
+
+    Taught in 17-leave-one-machine.
+    """
+    return Explorer(
+        plan_picture,
+        machines=_slider("machines of 8 GPUs", 8, 1, 128),
+        model=_choice("model", tuple(planning.MODELS), "8B"),
+        strategy=_choice("strategy", planning.STRATEGIES, "fsdp"),
+        card=_choice("card", tuple(planning.KERNELS), "H100"),
+        batch=_slider("sequences on each GPU", 1, 1, 16),
+        twice=_choice("computed twice", tuple(_AGAIN)),
+    )
+
+
+def plan_picture(
+    machines: int, model: str, strategy: str, card: str, batch: int, twice: str
+) -> draw.Picture:
+    """The bytes of a GPU beside its memory, and the seconds of a step: by arithmetic.
+
+    Where 8 GPUs share each matrix, they share 8 times as many sequences as well.
+    """
+    gpus = machines * planning.MACHINE
+    together = planning.MACHINE if strategy.endswith("tensor 8") else 1
+    run = dict(
+        model=model, gpus=gpus, strategy=strategy, batch=batch * together,
+        tokens=_PLANNED, checkpointing=_AGAIN[twice],
+    )  # fmt: skip
+    sizes, step = planning.bytes_per_gpu(**run), planning.step_seconds(card=card, **run)
+    memory = find_card(card).total_memory
+    fits = sizes.total <= memory
+    title = (
+        f"{model} on {gpus} {card}, {strategy}: {sizes.total / 1e9:.1f} GB each, "
+        f"{'fits' if fits else 'does not fit'} into {memory / 1e9:.0f} GB"
+    )
+    pace = (
+        f"{'' if fits else 'if it did: '}{step.seconds:.2f} s a step, "
+        f"{step.tokens_per_second:,.0f} tokens/s on each GPU, "
+        f"{step.mfu:.0%} of its peak (planned)"
+    )
+    picture = draw.Picture(draw.WIDEST, 222, f"{title}; {pace}")
+    picture.text(8, 20, title, 14, weight="bold")
+    most = max(memory, sizes.total)
+    gigabytes = {part: f"{part} {size / 1e9:.1f}" for part, size in sizes.items()}
+    _cut(picture, 32, sizes.values(), gigabytes.values(), draw.COLOURS, most)
+    edge = 8 + (draw.WIDEST - 16) * memory / most
+    picture.line(edge, 28, edge, 72)
+    side = ("end", -4) if edge > draw.WIDEST / 2 else ("start", 4)
+    picture.text(edge + side[1], 82, f"memory of the {card}", 12, side[0])
+    picture.text(8, 136, pace, 14, weight="bold")
+    spent = {
+        "computing": step.compute,
+        "update": step.update,
+        "waiting for others": step.exposed,
+    }
+    seconds = [f"{part} {time:.3f} s" for part, time in spent.items()]
+    fills = (draw.COLOURS[0], draw.COLOURS[2], draw.COLOURS[5])
+    _cut(picture, 148, spent.values(), seconds, fills, step.seconds)
+    return picture
+
+
+def _cut(picture: draw.Picture, y: int, sizes, words, fills, whole: float) -> None:
+    """A bar of one box for each size, and what they are below it."""
+    x, scale = 8.0, (draw.WIDEST - 16) / whole
+    apart = (draw.WIDEST - 16) / len(words)
+    for i, (size, text, fill) in enumerate(zip(sizes, words, fills, strict=False)):
+        picture.box(x, y, size * scale, 34, fill)
+        x += size * scale
+        picture.box(8 + apart * i, y + 56, 14, 14, fill)
+        picture.text(28 + apart * i, y + 68, text, 12)

@@ -3,12 +3,15 @@
 from xml.etree import ElementTree
 
 import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
 
-from helpers import explore
+from helpers import explore, plan, simgpu
 from helpers.simgpu.clock import COPY_LATENCY
 
 ALL = [
     explore.allocator, explore.overlap, explore.ring, explore.pipeline, explore.shards,
+    explore.budget, explore.plan,
 ]  # fmt: skip
 ALLOCATOR = dict(tensors=9, size=6, free="every second", more=12)
 OVERLAP = dict(chunks=4, megabytes=64, speed=12, compute=6)
@@ -166,3 +169,102 @@ def test_shards_of_float32():
     assert sizes == {"weights": 10, "gradients": 10, "optimizer state": 10}
     sizes = explore.shards_bytes(10, 1, "DDP", "float32", "SGD")
     assert sizes == {"weights": 40, "gradients": 40, "optimizer state": 0}
+
+
+# -- a budget of memory ----------------------------------------------------------------
+
+STEP = dict(width=64, blocks=4, rows=2048, precision="float32", optimizer="Adam")
+
+
+@pytest.mark.parametrize(
+    "precision, checkpointing",
+    [(p, c) for p in explore._PRECISIONS for c in ("none", "every block")],
+)
+def test_budget_is_what_a_step_of_such_blocks_takes(precision, checkpointing):
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = torch.nn.Linear(64, 256), torch.nn.Linear(256, 64)
+            self.norm = torch.nn.LayerNorm(64)
+
+        def forward(self, x):
+            return self.norm(x + self.down(torch.nn.functional.gelu(self.up(x))))
+
+    simgpu.start(1)
+    try:
+        blocks = [Block().cuda() for _ in range(4)]
+        h = torch.ones(2048, 64, device="cuda")
+        before = torch.cuda.memory_allocated() - h.nbytes
+        h.requires_grad_()
+        mixed = precision != "float32"
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=mixed):
+            for block in blocks:
+                again = checkpointing != "none"
+                h = checkpoint(block, h, use_reentrant=False) if again else block(h)
+        loss = h.sum()
+        del h
+        loss.backward()
+        counted = torch.cuda.max_memory_allocated() - before
+    finally:
+        simgpu.stop()
+    sizes = explore.budget_bytes(**STEP | dict(precision=precision),
+                                 checkpointing=checkpointing)  # fmt: skip
+    weights = 4 * (8 * 64 + 7) * 64 * 4
+    assert sizes["gradients"] == weights and sizes["optimizer state"] == 2 * weights
+    copies = sizes["weights"] - weights
+    assert counted == pytest.approx(sizes["activations"] + copies, rel=0.08)
+
+
+def test_budget_of_checkpointing():
+    def activations(checkpointing, blocks=16):
+        setting = STEP | dict(blocks=blocks, checkpointing=checkpointing)
+        return explore.budget_bytes(**setting)["activations"]
+
+    unit, each = 4 * 2048 * 64, 10 * 4 * 2048 * 64 + 8 * 2048
+    assert activations("none") == 16 * each + 4 * unit
+    assert activations("square root") == 4 * unit + 4 * each + 3 * unit
+    assert activations("every block") == 16 * unit + each + 3 * unit
+    assert activations("keep down") == activations("every block") + 15 * unit
+
+
+def test_budget_says_what_fits():
+    setting = STEP | dict(checkpointing="none")
+    assert (
+        "fits into 256 MiB" in explore.budget_picture(**setting, card="256 MiB").title
+    )
+    large = setting | dict(width=8192, blocks=96)
+    title = explore.budget_picture(**large, card="A100").title
+    assert title.startswith("51,545.1 million weights")
+    assert "does not fit into A100 (79.2 GiB)" in title
+
+
+# -- plans -----------------------------------------------------------------------------
+
+PLAN = dict(machines=8, model="70B", strategy="fsdp", card="H100", batch=1,
+            twice="all blocks")  # fmt: skip
+
+
+def test_plan_says_what_fits_and_how_fast_it_is():
+    title = explore.plan_picture(**PLAN).title
+    sizes, step = plan.bytes_per_gpu("70B", 64), plan.step_seconds("70B", 64)
+    assert title.startswith(
+        f"70B on 64 H100, fsdp: {sizes.total / 1e9:.1f} GB each, fits into 85 GB; "
+        f"{step.seconds:.2f} s a step"
+    )
+    title = explore.plan_picture(**PLAN | dict(strategy="ddp")).title
+    assert "does not fit into 85 GB; if it did: " in title
+
+
+def test_plan_draws_every_choice():
+    explorer = explore.plan()
+    for name in ("model", "strategy", "card", "twice"):
+        for value in explorer.controls[name].options:
+            for ends in (dict(machines=1, batch=16), dict(machines=128, batch=1)):
+                picture = explore.plan_picture(**PLAN | ends | {name: value})
+                ElementTree.fromstring(picture._repr_svg_())
+
+
+def test_plan_of_split_matrices_has_the_same_tokens():
+    picture = explore.plan_picture(**PLAN | dict(strategy="fsdp + tensor 8"))
+    step = plan.step_seconds("70B", 64, strategy="fsdp + tensor 8", batch=8)
+    assert f"{step.tokens_per_second:,.0f} tokens/s" in picture.title
