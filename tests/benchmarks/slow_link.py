@@ -3,11 +3,11 @@
 
     sudo python tests/benchmarks/slow_link.py [--rounds 7] [--output FILE]
 
-Each rank is a process in a network namespace of its own. A pair of virtual network
-cards (veth) joins the two, and `tc` lets no more than a given rate through in each
-direction. So the link is slow for real: nothing is simulated, and gloo's own TCP runs
-over it. Needs root, Linux, and the commands `ip` and `tc`. The namespaces go when the
-program ends, also when it fails. A round takes about 70 seconds.
+Each rank is a process on a host of its own (notebooks/scripts/two_hosts.py: a network
+namespace with a virtual card, and `tc` lets no more than a given rate through, each
+way). So the link is slow for real: nothing is simulated, and gloo's own TCP runs over
+it. Needs root, Linux, and the commands `ip` and `tc`. The hosts go when the program
+ends, also when it fails. A round takes about 70 seconds.
 
 What it measures, for networks of several widths and the same batch: a step of one
 process alone with the whole batch; a step of each rank with half of it and no
@@ -22,7 +22,6 @@ made in one run while the machine had little else to do.
 """
 
 import argparse
-import contextlib
 import datetime
 import json
 import os
@@ -42,12 +41,15 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+sys.path.insert(0, str(NOTEBOOKS))
+from scripts.two_hosts import TwoHosts, why_not  # noqa: E402
+
 WIDTHS = (16, 64, 256, 1024, 2048)
 BATCH = 1024  # rows of both ranks together
 RATES = (100, 300, 1000, None)  # Mbit/s in each direction; None: as it is
-OUTPUT = Path(__file__).parents[2] / "notebooks" / "scripts" / "slow_link.json"
+OUTPUT = NOTEBOOKS / "scripts" / "slow_link.json"
 SECONDS = 1.0  # to spend on each figure
-STORE = Path("store")
 
 
 # -- a rank ----------------------------------------------------------------------------
@@ -136,95 +138,47 @@ def link() -> dict[str, float]:
 TASKS = {"steps": steps_with_ddp, "link": link, "compute": steps_without_messages}
 
 
-def be_rank(rank: int, card: str, folder: str) -> None:
-    """Do the tasks named on stdin and answer each with a line of JSON."""
-    os.environ["GLOO_SOCKET_IFNAME"] = card
+def be_rank(tasks: dict, rank: int, each: int, folder: str) -> None:
+    """Do the tasks named on stdin, with arguments; answer each with a line of JSON."""
     torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / STORE), 2)
+    size = 2 * each
+    store = dist.FileStore(f"{folder}/store-{size}", size)
     limit = datetime.timedelta(seconds=60)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=size, timeout=limit
+    )
     for line in sys.stdin:
-        print(json.dumps(TASKS[line.strip()]()), flush=True)
+        name, *arguments = line.split()
+        print(json.dumps(tasks[name](*arguments)), flush=True)
     dist.destroy_process_group()
     sys.stdout.flush()
     os._exit(0)  # a thread of gloo may abort the process while Python shuts down
 
 
-# -- the two namespaces ----------------------------------------------------------------
+# -- both ranks ------------------------------------------------------------------------
 
 
-class TwoPlaces:
-    """Two network namespaces, joined by a pair of virtual cards.
+class Ranks:
+    """A rank, or more, on each of two hosts; they do tasks that they are asked to.
 
-    Everything has this process's id in its name; leaving the context removes it.
+    Args:
+        hosts: where they live, and die.
+        program: what they are, with `--rank` and `--folder`; it calls `be_rank`.
+        folder: to meet in.
+        each: how many on a host.
     """
 
-    def __init__(self):
-        self.spaces = [f"slow{os.getpid()}-{r}" for r in range(2)]
-        self.cards = [f"v{os.getpid()}-{r}" for r in range(2)]
-        self.ranks: list[subprocess.Popen] = []
-
-    def __enter__(self) -> "TwoPlaces":
-        try:
-            for space in self.spaces:
-                _do("ip", "netns", "add", space)
-            one, other = self.cards
-            _do("ip", "link", "add", one, "type", "veth", "peer", "name", other)
-            for r, (space, card) in enumerate(
-                zip(self.spaces, self.cards, strict=True)
-            ):
-                _do("ip", "link", "set", card, "netns", space)
-                inside = ("ip", "-n", space)
-                _do(*inside, "addr", "add", f"10.99.7.{r + 1}/24", "dev", card)
-                _do(*inside, "link", "set", card, "up")
-                _do(*inside, "link", "set", "lo", "up")
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *exc_info) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)  # a second one must not stop this
-        for rank in self.ranks:
-            rank.kill()
-            rank.wait(10)
-        for space in self.spaces:  # its cards go with it
-            with contextlib.suppress(subprocess.CalledProcessError):
-                _do("ip", "netns", "del", space)
-        with contextlib.suppress(subprocess.CalledProcessError):
-            _do("ip", "link", "del", self.cards[0])  # if it never got into its space
-
-    def start(self, folder: str) -> None:
-        """Start a rank in each namespace."""
-        for r, (space, card) in enumerate(zip(self.spaces, self.cards, strict=True)):
-            command = ["ip", "netns", "exec", space, sys.executable, __file__]
-            command += ["--rank", str(r), "--card", card, "--folder", folder]
-            pipe = subprocess.PIPE
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            self.ranks.append(
-                subprocess.Popen(
-                    command, stdin=pipe, stdout=pipe, text=True, env=environment
-                )
-            )
-
-    def limit(self, rate: int | None) -> None:
-        """Let no more than `rate` Mbit/s through, in each direction."""
-        for space, card in zip(self.spaces, self.cards, strict=True):
-            at = ("qdisc", "dev", card, "root")
-            tc = ("tc", "-n", space, at[0])
-            with contextlib.suppress(subprocess.CalledProcessError):
-                _do(*tc, "del", *at[1:])
-            if rate is not None:
-                # Bytes that pass at full speed after a pause: less than the messages
-                # that are measured. Above 1 Gbit/s so few would slow the link further.
-                burst = max(2_000, rate * 8)  # what passes in 64 us
-                shape = ("tbf", "rate", f"{rate}mbit", "burst", str(burst))
-                # room for 2 s in the queue, so that nothing is dropped
-                _do(*tc, "add", *at[1:], *shape, "latency", "2s")
+    def __init__(self, hosts: TwoHosts, program: str, folder: str, each: int = 1):
+        pipe = subprocess.PIPE
+        options = {"stdin": pipe, "stdout": pipe, "stderr": None, "text": True}
+        self.ranks = []
+        for rank in range(2 * each):
+            command = [sys.executable, program, "--folder", folder]
+            command += ["--rank", str(rank), "--each", str(each)]
+            self.ranks.append(hosts[rank // each].start(*command, **options))
 
     def ask(self, task: str):
-        """What rank 0 answers when both ranks do a task."""
+        """What rank 0 answers when all ranks do a task."""
         for rank in self.ranks:
             rank.stdin.write(f"{task}\n")
             rank.stdin.flush()
@@ -232,10 +186,6 @@ class TwoPlaces:
         if not all(answers):
             raise SystemExit(f"a rank ended during {task!r}")
         return json.loads(answers[0])
-
-
-def _do(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, timeout=20)
 
 
 def hardware() -> str:
@@ -259,13 +209,13 @@ def best(rounds: list):
 def measure(count: int) -> list[dict]:
     """The figures of every round."""
     rounds = []
-    with tempfile.TemporaryDirectory() as folder, TwoPlaces() as places:
-        places.start(folder)
+    with tempfile.TemporaryDirectory() as folder, TwoHosts() as hosts:
+        ranks = Ranks(hosts, __file__, folder)
         for _ in range(count):
-            found = {"compute": places.ask("compute")}
+            found = {"compute": ranks.ask("compute")}
             for rate in RATES:
-                places.limit(rate)
-                found[str(rate)] = {**places.ask("link"), "ddp": places.ask("steps")}
+                hosts.limit(rate)
+                found[str(rate)] = {**ranks.ask("link"), "ddp": ranks.ask("steps")}
             rounds.append(found)
             print(found, flush=True)
     return rounds
@@ -293,21 +243,32 @@ def summary(rounds: list[dict]) -> dict:
     }  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="DDP over a slow link.")
-    parser.add_argument("--output", type=Path, default=OUTPUT)
-    parser.add_argument("--rounds", type=int, default=5)
-    for name, kind in (("rank", int), ("card", str), ("folder", Path)):
+def write(path: Path, content: dict) -> None:
+    """As JSON; a list of figures on one line."""
+    text = json.dumps(content, indent=1)
+    text = re.sub(r"\[[^\[\]{}]*\]", lambda row: " ".join(row[0].split()), text)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def options(description: str, output: Path, rounds: int, tasks: dict):
+    """What was asked for on the command line; a rank does not come back from here."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--output", type=Path, default=output)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    for name, kind in (("rank", int), ("each", int), ("folder", str)):
         parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank is not None:
-        be_rank(args.rank, args.card, args.folder)
-    if sys.platform != "linux" or os.geteuid() != 0:
-        parser.error("this needs Linux and root")
+        be_rank(tasks, args.rank, args.each, args.folder)
+    if reason := why_not():
+        parser.exit(2, f"{reason}\n")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # and clean up
-    text = json.dumps(summary(measure(args.rounds)), indent=1)
-    text = re.sub(r"\[[^\[\]{}]*\]", lambda row: " ".join(row[0].split()), text)
-    args.output.write_text(text + "\n", encoding="utf-8")
+    return args
+
+
+def main() -> None:
+    args = options("DDP over a slow link.", OUTPUT, 5, TASKS)
+    write(args.output, summary(measure(args.rounds)))
 
 
 if __name__ == "__main__":
