@@ -1,7 +1,6 @@
 """Plans of training runs: exact where they can be, else within the bounds named."""
 
 import json
-import os
 import subprocess
 import sys
 import time
