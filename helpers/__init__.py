@@ -16,10 +16,12 @@ _HOMES = {
     "count_copies": "gpus",
     "digits": "data",
     "gpu_seconds": "gpus",
+    "host_busy": "gpus",
     "host_seconds": "gpus",
     "kind_of_time": "gpus",
     "need_gpus": "gpus",
     "show_machine": "gpus",
+    "text": "data",
     "timeline": "gpus",
 }
 _MODULES = ("check", "draw", "explore", "gpus", "plan", "ranks", "simgpu")

@@ -4,8 +4,17 @@
 their labels: the test set of "Optical Recognition of Handwritten Digits" by E. Alpaydin
 and C. Kaynak (1998), UCI Machine Learning Repository, https://doi.org/10.24432/C50P49,
 licence CC BY 4.0, in the form in which scikit-learn ships it.
+
+`language_reference.txt.gz` holds 201,480 characters of English: five chapters of "The
+Python Language Reference", copyright (c) 2001-2023 Python Software Foundation, all
+rights reserved, used under the Python Software Foundation License Version 2,
+https://docs.python.org/3.11/license.html, in the form in which CPython 3.11 ships it as
+the module `pydoc_data.topics` (specialnames, compound, types, formatstrings,
+string-methods; it differs between versions, hence the copy). Changed: typographic
+quotes, dashes and dots became ASCII.
 """
 
+import gzip
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,3 +42,30 @@ def digits() -> Digits:
     x, y = table[:, :-1].float() / 16, table[:, -1].long()
     test = len(table) // 5 + 1
     return Digits(x[test:], y[test:], x[:test], y[:test])
+
+
+class Text(NamedTuple):
+    """A text as numbers, one for each character: its place in `letters`."""
+
+    train: torch.Tensor  # (191406,) int64, the beginning
+    test: torch.Tensor  # (10074,), the end
+    letters: str  # the 94 characters that occur, sorted
+
+    def words(self, tokens: torch.Tensor) -> str:
+        """The characters of some numbers."""
+        return "".join(self.letters[i] for i in tokens)
+
+
+def text() -> Text:
+    """A part of Python's language reference, the last twentieth kept for testing.
+
+    Taught in 18-train-it-all.
+    """
+    packed = (Path(__file__).parent / "language_reference.txt.gz").read_bytes()
+    characters = gzip.decompress(packed)
+    letters = bytes(sorted(set(characters)))
+    place = torch.zeros(256, dtype=torch.int64)
+    place[list(letters)] = torch.arange(len(letters))
+    tokens = place[torch.frombuffer(bytearray(characters), dtype=torch.uint8).long()]
+    test = len(tokens) // 20
+    return Text(tokens[:-test], tokens[-test:], letters.decode("ascii"))

@@ -5,7 +5,17 @@ import types
 import pytest
 import torch
 
-from helpers import count_copies, draw, gpu_seconds, gpus, need_gpus, simgpu, timeline
+from helpers import (
+    count_copies,
+    draw,
+    gpu_seconds,
+    gpus,
+    host_busy,
+    host_seconds,
+    need_gpus,
+    simgpu,
+    timeline,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +43,30 @@ def test_asking_again_changes_the_gpus_and_keeps_the_tensors():
     need_gpus(2)
     assert torch.cuda.device_count() == 2
     assert x.device.type == "cpu" and x.tolist() == [0.0, 1.0, 2.0]
+
+
+def test_a_busy_host_lets_its_gpu_work_on(monkeypatch):
+    need_gpus(1)
+    x = torch.ones(1024, 1024, device="cuda")
+    alone = gpu_seconds(lambda: x @ x)
+
+    def both():
+        x @ x
+        begin = host_seconds()
+        host_busy(2 * alone, "load")
+        assert host_seconds() == pytest.approx(begin + 2 * alone)
+
+    assert gpu_seconds(both) == pytest.approx(2 * alone, rel=0.05)
+    assert "load" in [wait.name for wait in timeline().waits]
+    host_busy(0)
+    for seconds in (-1, float("nan")):
+        with pytest.raises(ValueError, match=f"cannot be busy for {seconds} seconds"):
+            host_busy(seconds)
+    simgpu.stop()
+    slept = []
+    monkeypatch.setattr(gpus.time, "sleep", slept.append)
+    host_busy(0.25)
+    assert slept == [0.25]
 
 
 def test_real_gpus_are_demanded_in_vain(monkeypatch):

@@ -35,7 +35,7 @@ from helpers.simgpu.placement import Functions, Gpu, NotSimulated, Placement
 from helpers.simgpu.races import WAYS, Races
 from helpers.simgpu.timeline import Timeline
 
-__all__ = ["NotSimulated", "count", "start", "stop", "timeline"]
+__all__ = ["NotSimulated", "count", "host_busy", "start", "stop", "timeline"]
 
 MOST_GPUS = 64
 _INVALID_ORDINAL = (
@@ -351,6 +351,21 @@ def _check_thread(action: str) -> None:
 def count() -> int:
     """How many simulated GPUs are running; 0 for none."""
     return 0 if placement.running is None else placement.running.number
+
+
+def host_busy(seconds: float, what: str = "busy") -> None:
+    """Let the simulated host do something else for so long, such as loading a batch.
+
+    Its clock counts launches and waits, and no Python; this moves it on. Work that was
+    launched before goes on meanwhile. The timeline shows `what` in the host's lane.
+
+    Raises:
+        RuntimeError: if the simulator is not running.
+        ValueError: for negative seconds.
+    """
+    if not seconds >= 0:
+        raise ValueError(f"the host cannot be busy for {seconds} seconds")
+    placement.current().clock.busy(seconds, what)
 
 
 def timeline() -> Timeline:

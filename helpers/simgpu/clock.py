@@ -59,9 +59,9 @@ class Event(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """A time in which the host waited, or was busy pinning memory."""
+    """A time in which the host waited, or was busy with something else."""
 
-    name: str  # "wait for cuda:0", "pin"
+    name: str  # "wait for cuda:0", "pin", or what `host_busy` was told
     start: float
     end: float
 
@@ -350,6 +350,11 @@ class Clock:
     def event_call(self) -> None:
         """The host records, queries or waits for an event."""
         self.host += EVENT
+
+    @one_at_a_time
+    def busy(self, seconds: float, what: str) -> None:
+        """The host does something else."""
+        self._wait_until(self.host + seconds, what)
 
     @one_at_a_time
     def pin(self, nbytes: int) -> None:
