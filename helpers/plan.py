@@ -808,8 +808,9 @@ def flops(model: "str | Model", tokens: int, checkpointing: float = 0.0) -> int:
 # "HFU" of the four rows of LLM Foundry's table that both cards have with one or two
 # sequences of 2048 to 8192 tokens at once (FSDP, 13B to 70B, 8 or 32 GPUs),
 # https://github.com/mosaicml/llm-foundry/tree/main/scripts/train/benchmarking
-# None of `PUBLISHED` is in it. A first choice, 7B with 16 sequences at once (0.73 and
-# 0.54), made every row of `PUBLISHED` too fast, by 4 to 48 %. H200: assumed as H100.
+# None of `PUBLISHED` is in it, but it was chosen with those figures in sight: a first
+# choice, 7B with 16 sequences at once (0.73 and 0.54), had made every speed of
+# `PUBLISHED` too high, by 11 to 48 %. So `compare` is no blind test. H200: as H100.
 KERNELS = {"A100": 0.6133, "H100": 0.4393, "H200": 0.4393}
 # Gbit/s of network for each GPU: what NVIDIA's DGX of that card has (datasheets)
 NETWORK = {"A100": 200, "H100": 400, "H200": 400}
