@@ -12,6 +12,7 @@ Taught in 16-survive-failures.
 import contextlib
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -24,19 +25,19 @@ from pathlib import Path
 
 import psutil
 
-_MARK = "HELPERS_ELASTIC_JOB"  # in the environment of all that a job starts
+MARK = "HELPERS_ELASTIC_JOB"  # in the environment of all that a job starts
 # quick; PyTorch's own are 30 s for the last call, and 3 times 5 s until one is missed
 CONF = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 3}
 # ends when the notebook closes the pipe, or is gone while another holds it open
 _GUARD = """
 import os, select, shutil, sys
-parent = os.getppid()
-while os.getppid() == parent:
+parent, job, *folders = sys.argv[1:]
+while os.getppid() == int(parent):
     if select.select([sys.stdin], [], [], 1)[0]:
         break
 from helpers.elastic import end
-end(sys.argv[1])
-for folder in sys.argv[2:]:
+end(job)
+for folder in folders:
     shutil.rmtree(folder, ignore_errors=True)
 """
 
@@ -91,7 +92,7 @@ class Node:
         """Kill the agent alone. Its workers live on."""
         self.job.mark("kill agent", self.number)
         self.agent.kill()
-        self.agent.wait(10)
+        self.agent.wait(30)
 
     def kill(self) -> None:
         """Kill agent and workers: the machine is gone."""
@@ -100,7 +101,7 @@ class Node:
         self.agent.kill()
         for pid in workers:
             _kill(pid)
-        self.agent.wait(10)
+        self.agent.wait(30)
 
 
 class Job:
@@ -117,8 +118,8 @@ class Job:
         folder: of a job before, to go on from its checkpoints; None makes a new one.
 
     Attributes:
-        folder: temporary, if none was given. Has the log, the checkpoints, and what
-            the agents print.
+        folder: temporary, if none was given. Has the log, the checkpoints, what the
+            agents print, and the temporary files of all.
         nodes: those that were started, dead ones too.
 
     Raises:
@@ -137,7 +138,7 @@ class Job:
             folder = self._temporary.name
         self.folder = Path(folder)
         self.name = uuid.uuid4().hex
-        self.port = _free_port()
+        self.port = free_port()
         self.nodes: list[Node] = []
         self.marks: list[dict] = []
         self.conf = CONF | (conf or {})
@@ -150,16 +151,25 @@ class Job:
             *(word.replace("{folder}", str(self.folder)) for word in script),
         ]  # fmt: skip
         self.environ = {
-            **os.environ, _MARK: self.name, "OMP_NUM_THREADS": "1",
+            **os.environ, MARK: self.name, "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(self.folder),  # torchrun leaves a folder there
             "GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo",
             # or a restarted rank may find the address of the one before it
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }  # fmt: skip
-        temporary = [] if self._temporary is None else [self._temporary.name]
-        self._guard = subprocess.Popen(
-            [sys.executable, "-c", _GUARD, self.name, *temporary],
-            stdin=subprocess.PIPE, start_new_session=True,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        self._guard = self._start_guard()
+
+    def _start_guard(self) -> subprocess.Popen:
+        """A process that ends the job when this one is gone."""
+        path = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+        environ.pop(MARK, None)  # it must outlive a job that has started this one
+        words = [str(os.getpid()), self.name]
+        if self._temporary is not None:
+            words.append(self._temporary.name)
+        return subprocess.Popen(
+            [sys.executable, "-c", _GUARD, *words],
+            stdin=subprocess.PIPE, start_new_session=True, env=environ,
         )  # fmt: skip
 
     # -- nodes -----------------------------------------------------------------------
@@ -193,15 +203,10 @@ class Job:
     @property
     def log(self) -> list[dict]:
         """What the ranks have noted and what was done to them, by time."""
-        lines = []
-        path = self.folder / "log.jsonl"
-        if path.exists():
-            for line in path.read_text().splitlines():
-                with contextlib.suppress(ValueError):  # its writer was killed
-                    lines.append(json.loads(line))
-        return sorted([*lines, *self.marks], key=lambda entry: entry["time"])
+        entries = [*noted(self.folder), *self.marks]
+        return sorted(entries, key=lambda entry: entry["time"])
 
-    def reach(self, step: int, ranks: int = 1, seconds: float = 60) -> None:
+    def reach(self, step: int, ranks: int = 1, seconds: float = 150) -> None:
         """Wait until so many ranks together have done a step, and all noted it.
 
         Raises:
@@ -216,7 +221,7 @@ class Job:
 
         self.wait(done, f"step {step} by {ranks} ranks", seconds)
 
-    def wait(self, condition, what: str, seconds: float = 60) -> None:
+    def wait(self, condition, what: str, seconds: float = 150) -> None:
         """Wait until `condition()`; `what` is for the error.
 
         Raises:
@@ -236,7 +241,7 @@ class Job:
                 )
             time.sleep(0.02)
 
-    def finish(self, seconds: float = 60) -> list[int | None]:
+    def finish(self, seconds: float = 150) -> list[int | None]:
         """Wait for all agents; their exit statuses, in order of the nodes.
 
         Raises:
@@ -263,20 +268,38 @@ class Job:
         try:
             for node in self.nodes:
                 node.agent.kill()
-                node.agent.wait(10)
-            end(self.name)
+            for node in self.nodes:
+                node.agent.wait(30)
         finally:
-            self._guard.kill()  # nothing is left to guard
-            self._guard.wait(10)
-            self._guard.stdin.close()
-            if self._temporary is not None:
-                self._temporary.cleanup()
+            try:
+                end(self.name)
+                self._guard.kill()  # nothing is left to guard
+                self._guard.wait(30)
+                self._guard.stdin.close()
+            finally:
+                if self._temporary is not None:
+                    self._temporary.cleanup()
 
     def __enter__(self) -> "Job":
         return self
 
     def __exit__(self, *exc_info) -> None:
         self.close()
+
+
+def noted(folder: Path) -> list[dict]:
+    """What ranks have noted in a folder, but for lines whose writer was killed."""
+    path, entries = folder / "log.jsonl", []
+    if path.exists():
+        for line in path.read_text().splitlines():
+            with contextlib.suppress(ValueError):
+                entries.append(json.loads(line))
+    return entries
+
+
+def processes(job: str) -> list[psutil.Process]:
+    """Every process that a job has started: it has `MARK=job` in its environment."""
+    return [p for p in psutil.process_iter() if _environment(p).get(MARK) == job]
 
 
 def end(job: str) -> None:
@@ -286,14 +309,28 @@ def end(job: str) -> None:
         JobError: if some of them are there still after half a minute.
     """
     late = time.monotonic() + 30
-    while found := [
-        p for p in psutil.process_iter() if _environment(p).get(_MARK) == job
-    ]:
+    while found := processes(job):
         for process in found:
             _kill(process.pid)
         psutil.wait_procs(found, 5)
         if time.monotonic() > late:
             raise JobError(f"these processes do not die: {[p.pid for p in found]}")
+
+
+def free_port() -> int:
+    """A port that nobody uses now.
+
+    From 20000 to 29999: the system gives ports above these to whoever asks for any.
+
+    Raises:
+        JobError: if none of 100 is free.
+    """
+    for _ in range(100):
+        port = random.SystemRandom().randrange(20_000, 30_000)
+        with socket.socket() as door, contextlib.suppress(OSError):
+            door.bind(("", port))
+            return port
+    raise JobError("no port is free between 20000 and 30000")
 
 
 def _kill(pid: int) -> None:
@@ -316,9 +353,3 @@ def _environment(process: psutil.Process) -> dict[str, str]:
         return process.environ()
     except (psutil.Error, OSError):
         return {}
-
-
-def _free_port() -> int:
-    with socket.socket() as door:
-        door.bind(("127.0.0.1", 0))
-        return door.getsockname()[1]

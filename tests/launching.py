@@ -1,31 +1,140 @@
 """What the tests of the scripts share: they launch one, import it, and read it."""
 
 import ast
+import contextlib
+import copy
+import functools
 import importlib.util
 import os
 import subprocess
 import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 import nbformat
+import torch
+from torch.nn.functional import cross_entropy
 
-NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
+from helpers import digits
+from helpers.elastic import MARK, end
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOKS = ROOT / "notebooks"
 SCRIPTS = NOTEBOOKS / "scripts"
+
+sys.path.insert(0, str(NOTEBOOKS))
+from scripts import train_elastic  # noqa: E402
+
+# -- launched --------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def environment(**more: str) -> Iterator[dict[str, str]]:
+    """An environment for what a test starts.
+
+    Whatever has it is ended afterwards, also if the test fails. Temporary files are in
+    a folder that goes, too.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        environ = {**os.environ, MARK: uuid.uuid4().hex, "TMPDIR": folder, **more}
+        try:
+            yield environ
+        finally:
+            end(environ[MARK])
+
+
+@contextlib.contextmanager
+def temporary_folder(folder: Path) -> Iterator[None]:
+    """Let a folder be the one for temporary files; nothing may stay in it."""
+    with (
+        mock.patch.dict(os.environ, TMPDIR=str(folder)),
+        mock.patch.object(tempfile, "tempdir", None),
+    ):
+        yield
+    assert os.listdir(folder) == []
 
 
 def launch(name: str, ranks: int, *arguments: str) -> subprocess.CompletedProcess:
     """Run a script in ranks on the CPU, as torchrun does."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={ranks}", str(SCRIPTS / name), *arguments]
-    settings = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, **settings},
-    )
+    with environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="") as environ:
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=300, env=environ
+        )
+
+
+def wait(
+    condition: Callable, what: str, seconds: float = 300, words: Callable = str
+) -> object:
+    """Wait until `condition()`, and return it; `words()` are for the error."""
+    late = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < late, f"{what} has not come. {words()}"
+        time.sleep(0.02)
+    return found
+
+
+# -- train_elastic.py ------------------------------------------------------------------
+
+ROWS, BATCH = 1437, 120
+
+
+@functools.cache
+def undisturbed(steps: int) -> list[dict]:
+    """What its checkpoints have before each step and after the last, of two ranks.
+
+    Computed here, without ranks: the gradients of both are added up, and that gives
+    the same weights to the bit.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    data, model = digits(), train_elastic.make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    states = []
+    for step in range(steps + 1):
+        both = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        states.append({**copy.deepcopy(both), "step": step})
+        rows = train_elastic.rows_of_step(step, BATCH, ROWS)
+        optimizer.zero_grad()
+        for mine in (rows[0::2], rows[1::2]):
+            losses = cross_entropy(model(data.x[mine]), data.y[mine], reduction="none")
+            (losses.sum() / BATCH).backward()
+        optimizer.step()
+    torch.set_num_threads(threads)
+    return states
+
+
+def check_weights(found: dict, steps: int, exact: bool = True) -> None:
+    """They are those of `undisturbed` after so many steps, or nearly so."""
+    expected = undisturbed(steps)[steps]["model"]
+    assert list(found) == list(expected)
+    for name, mine in found.items():
+        tolerance = 0 if exact else 1e-5
+        torch.testing.assert_close(mine, expected[name], rtol=0, atol=tolerance)
+
+
+def check_rows(log: list[dict], steps: int) -> None:
+    """Every row of every step, once."""
+    rows = train_elastic.rows_that_count(log)
+    assert sorted(rows) == list(range(steps))
+    for step, used in rows.items():
+        expected = train_elastic.rows_of_step(step, BATCH, ROWS)
+        assert used == sorted(expected.tolist()), step
+
+
+def starts(log: list[dict]) -> list[tuple[int, int]]:
+    """(ranks, first step) of each time that training began."""
+    begun = [e for e in log if e["event"] == "loaded" and e["rank"] == 0]
+    return [(entry["ranks"], entry["step"]) for entry in begun]
+
+
+# -- read ------------------------------------------------------------------------------
 
 
 def load(name: str) -> ModuleType:

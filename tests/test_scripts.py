@@ -7,7 +7,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.launching import last_calls, launch, load, prose_of, shown, text_of
+from tests.launching import (
+    last_calls,
+    launch,
+    load,
+    prose_of,
+    shown,
+    temporary_folder,
+    text_of,
+)
 
 SCRIPT = "ddp_digits.py"
 
@@ -106,8 +114,9 @@ def test_the_lesson_shows_the_loop_as_it_is():
     assert shown(prose_of("13-average-gradients.ipynb"), loop)
 
 
-def test_failures_end_with_a_status():
-    done = launch(SCRIPT, 2, "--batch=7")
+def test_failures_end_with_a_status(tmp_path):
+    with temporary_folder(tmp_path):  # where torchrun would leave its folder
+        done = launch(SCRIPT, 2, "--batch=7")
     assert done.returncode != 0
     assert "--batch 7 cannot be split over 2 ranks" in done.stderr
 

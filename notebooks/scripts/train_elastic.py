@@ -33,6 +33,7 @@ from helpers import digits  # noqa: E402
 
 IMPORTED = time.time()
 KEEP = 2  # checkpoints: should the newest be spoilt, there is one before it
+TO_JOIN = datetime.timedelta(seconds=120)  # some ranks start much later than others
 
 
 # -- what must not depend on who computes it -------------------------------------------
@@ -98,7 +99,7 @@ class Log:
         self.who = {
             "rank": int(os.environ["RANK"]), "ranks": int(os.environ["WORLD_SIZE"]),
             "restart": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
-            "pid": os.getpid(),
+            "pid": os.getpid(), "agent": os.getppid(),
         }  # fmt: skip
 
     def __call__(self, event: str, at: float | None = None, **more) -> None:
@@ -111,7 +112,8 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
-def train(args, log: Log) -> None:
+def train(args, log: Log, group: dist.ProcessGroup | None = None) -> None:
+    """Train from the newest checkpoint on; the ranks of `group` do the steps."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     data = digits()
     model = make_model()
@@ -129,7 +131,8 @@ def train(args, log: Log) -> None:
         model.load_state_dict(box[0]["model"])
         optimizer.load_state_dict(box[0]["optimizer"])
     log("loaded", step=step)
-    parallel = DDP(model)
+    dist.barrier()  # the first one has waited for the last: now patience holds
+    parallel = DDP(model, process_group=group)
     while step < args.steps:
         while step in args.hold and not (args.folder / f"go-{step}").exists():
             time.sleep(0.01)
@@ -191,7 +194,10 @@ def main(arguments: list[str] | None = None) -> None:
         "--hold", type=int, nargs="*", default=(), metavar="STEP",
         help="wait before these steps until there is a file FOLDER/go-STEP",
     )  # fmt: skip
-    parser.add_argument("--patience", type=float, default=20, help="for other ranks")
+    parser.add_argument(
+        "--patience", type=float, default=20,
+        help="seconds that a rank waits for others in a step",
+    )  # fmt: skip
     parser.add_argument("--trouble", choices=("raise", "hang"), help="to be broken")
     parser.add_argument("--at", type=int, default=0, help="in this step")
     parser.add_argument("--of", type=int, default=0, help="by this rank")
@@ -201,9 +207,10 @@ def main(arguments: list[str] | None = None) -> None:
     log("begin", BEGIN)
     log("imported", IMPORTED)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=args.patience))
+    dist.init_process_group("gloo", timeout=TO_JOIN)
+    group = dist.new_group(timeout=datetime.timedelta(seconds=args.patience))
     log("joined")
-    train(args, log)
+    train(args, log, group)
     dist.destroy_process_group()
 
 

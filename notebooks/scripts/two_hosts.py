@@ -7,9 +7,10 @@ A host is a network namespace of Linux with its own card, address, loopback, por
 host name and process numbers; a pair of virtual cards (veth) is the cable between the
 two. In each runs `torchrun --nnodes=2`. So nothing is simulated: what goes from host to
 host is TCP over a card that counts its bytes, and `tc` can make it slow (`--rate`, in
-Mbit/s each way). Needs root, Linux, and the commands `ip`, `tc` and `unshare`.
+Mbit/s each way). Needs root, Linux, and the commands `ip`, `tc`, `setpriv`, `unshare`.
 
-Nothing of the machine's own network is touched, and nothing stays: a host's processes
+Nothing of the machine's own network is touched. While hosts exist, their names are in
+/run/netns, a folder that `ip netns` makes and leaves; all else goes. A host's processes
 die with this program, also when it is killed; the namespaces of one that was killed
 are removed by the next that starts. Leaves out: latency (a veth has nearly none), and
 all that hosts share here, such as the disk, the processor and the memory.
@@ -18,7 +19,6 @@ Used in 17-leave-one-machine.
 
 import argparse
 import contextlib
-import ctypes
 import itertools
 import json
 import os
@@ -33,13 +33,14 @@ from pathlib import Path
 
 import psutil
 
+from helpers.elastic import CONF
+
 CARD = "eth0"  # the same name in both, as two machines of a cluster have it
 PORT = 29500  # of the rendezvous; all ports are free on a host of our own
-# quick; PyTorch's own are 30 s for the last call, and 3 times 5 s until one is missed
-CONF = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 3}
 # Inside a host only: files of its own, that go with it, and the names of both. The
-# second spelling is how torch's stores see an address; without it they warn.
-_TEMPORARY = "/var/run/netns"
+# second spelling is how torch's stores see an address; without it they warn. Where a
+# host may not have a name of its own, it has the machine's: nothing needs it.
+_TEMPORARY = "/var/run/netns"  # of all hosts; a host sees its own files there
 _PREPARE = """set -e
 mount -t tmpfs none $0
 echo 127.0.0.1 localhost >$0/hosts
@@ -47,7 +48,7 @@ for n in 1 2; do
     for form in 10.99.7 ::ffff:10.99.7; do echo $form.$n host$((n - 1)); done
 done >>$0/hosts
 mount --bind $0/hosts /etc/hosts
-echo "$1" >/proc/sys/kernel/hostname
+hostname "$1" 2>/dev/null || true
 shift
 exec "$@"
 """
@@ -55,7 +56,7 @@ _NAME = re.compile(r"two-hosts-(\d+)-(\d+)-\d+-[01]")  # owner, its start, which
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP")  # Windows lacks one; it is told so later
 _SIGNALS = {getattr(signal, name) for name in _NAMES if hasattr(signal, name)}
 _number = itertools.count()
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+_FAILURES = (subprocess.SubprocessError, OSError)  # of `_do`
 
 
 class HostsError(RuntimeError):
@@ -66,8 +67,8 @@ def why_not() -> str | None:
     """One sentence on what is missing here, and what to do; None if nothing is."""
     if sys.platform != "linux":
         return "Network namespaces are a feature of Linux: use a Linux machine."
-    missing = [name for name in ("ip", "tc", "unshare") if shutil.which(name) is None]
-    if missing:
+    needed = ("ip", "tc", "setpriv", "unshare")
+    if missing := [name for name in needed if shutil.which(name) is None]:
         what = " and ".join(missing)
         return f"Not found: {what}; install the packages iproute2 and util-linux."
     if os.geteuid() != 0:
@@ -98,7 +99,7 @@ class Host:
             command: and its arguments.
             options: of `Popen`. What it prints goes to `words` unless they say else.
         """
-        enter = ["ip", "netns", "exec", self.space]
+        enter = ["setpriv", "--pdeathsig", "KILL", "ip", "netns", "exec", self.space]
         # Process 1 of a process namespace takes all others in it with it.
         enter += ["unshare", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child"]
         enter += ["sh", "-c", _PREPARE, _TEMPORARY, self.name]
@@ -110,8 +111,7 @@ class Host:
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }  # fmt: skip
         process = subprocess.Popen(
-            [*enter, *command],
-            preexec_fn=_die_with_parent, start_new_session=True,
+            [*enter, *command], start_new_session=True,
             **{"env": environ, "stdin": subprocess.DEVNULL, "stdout": self._output,
                "stderr": subprocess.STDOUT, **options},
         )  # fmt: skip
@@ -195,10 +195,6 @@ class Host:
             psutil.wait_procs(left, 5)
         raise HostsError(f"host {self.number}: {self.processes} do not die")
 
-    def unplug(self) -> None:
-        """Pull the cable: all runs on, and nothing arrives any more."""
-        _do("ip", "-n", self.space, "link", "set", CARD, "down")
-
 
 class TwoHosts:
     """Two hosts and the cable between them, from `__enter__` to `__exit__`.
@@ -227,41 +223,44 @@ class TwoHosts:
     def __enter__(self) -> "TwoHosts":
         if reason := why_not():
             raise HostsError(reason)
-        remove_abandoned()
         try:
-            for host in self.hosts:
-                _do("ip", "netns", "add", host.space)
-            one, other = (host.space for host in self.hosts)
-            # both ends are made where they belong: the machine never sees them
-            veth = ("link", "add", CARD, "type", "veth", "peer", "name", CARD)
-            _do("ip", "-n", one, *veth, "netns", other)
-            for host in self.hosts:
-                inside = ("ip", "-n", host.space)
-                _do(*inside, "addr", "add", f"{host.address}/24", "dev", CARD)
-                _do(*inside, "link", "set", CARD, "up")
-                _do(*inside, "link", "set", "lo", "up")
-            if self.rate is not None:
-                self.limit(self.rate)
-        except subprocess.CalledProcessError as error:
-            self.__exit__()
-            raise HostsError(
-                f"This root may not make hosts (a container must be privileged): "
-                f"`{shlex.join(error.cmd)}` says {error.stderr.strip()!r}."
-            ) from None
-        except BaseException:
-            self.__exit__()
+            remove_abandoned()
+            self._make()
+        except BaseException as error:
+            with contextlib.suppress(*_FAILURES, HostsError):
+                self.__exit__()
+            if isinstance(error, _FAILURES):
+                raise HostsError(_why(error)) from None
             raise
         return self
+
+    def _make(self) -> None:
+        for host in self.hosts:
+            _do("ip", "netns", "add", host.space)
+        one, other = (host.space for host in self.hosts)
+        # both ends are made where they belong: the machine never sees them
+        veth = ("link", "add", CARD, "type", "veth", "peer", "name", CARD)
+        _do("ip", "-n", one, *veth, "netns", other)
+        for host in self.hosts:
+            inside = ("ip", "-n", host.space)
+            _do(*inside, "addr", "add", f"{host.address}/24", "dev", CARD)
+            _do(*inside, "link", "set", CARD, "up")
+            _do(*inside, "link", "set", "lo", "up")
+        if self.rate is not None:
+            self.limit(self.rate)
 
     def __exit__(self, *exc_info) -> None:
         # a Ctrl-C must not stop this; it arrives afterwards
         held = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             existing = _spaces()
-            for host in self.hosts:
-                if host.space in existing:
-                    host.kill()
-                    _do("ip", "netns", "del", host.space)  # its card goes with it
+            # from the last to the first, and all of them, whichever fails
+            with contextlib.ExitStack() as stack:
+                for host in self.hosts:
+                    if host.space in existing:
+                        # its card goes with it
+                        stack.callback(_do, "ip", "netns", "del", host.space)
+                        stack.callback(host.kill)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
@@ -314,17 +313,23 @@ def _begin(pid: int) -> str | None:
     return None if fields[0] in "ZX" else fields[19]
 
 
-def _die_with_parent() -> None:
-    """In a child: the system kills it when its parent is gone."""
-    pr_set_pdeathsig = 1
-    _libc.prctl(pr_set_pdeathsig, signal.SIGKILL)
-
-
 def _do(*command: str) -> str:
     done = subprocess.run(
-        command, check=True, capture_output=True, timeout=20, text=True
+        command, check=True, capture_output=True, timeout=60, text=True
     )
     return done.stdout
+
+
+def _why(error: Exception) -> str:
+    """One sentence on a command of `_do` that has failed."""
+    said = str(error)
+    if isinstance(error, subprocess.CalledProcessError):
+        said = f"`{shlex.join(error.cmd)}` says {error.stderr.strip()!r}"
+    elif isinstance(error, subprocess.TimeoutExpired):
+        said = f"`{shlex.join(error.cmd)}` has not ended in {error.timeout:.0f} s"
+    if re.search("not permitted|denied", said, re.IGNORECASE):
+        said += " (a container must be privileged)"
+    return f"Hosts cannot be made here: {said}."
 
 
 def _stop(*_) -> None:
