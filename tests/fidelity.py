@@ -4,8 +4,9 @@
 
 The programs here run on a real GPU, where `tests/record_on_gpu.py` writes down what
 they took (a golden file), and on a simulated one of the same card, for the prediction:
-allocations whose figures must agree to the byte, steps of training whose memory must
-be near, and programs whose time must be near. Nothing here knows on which it runs.
+allocations whose figures must agree to the byte, steps of training in float32, float16
+and bfloat16 whose memory must be near, and programs, these steps among them, whose time
+must be near. Nothing here knows on which it runs.
 """
 
 import gc
@@ -257,44 +258,68 @@ class Attention(nn.Module):
         return x + self.down(self.up(self.norms[1](x)).relu())
 
 
-def mlp(size: int = 1024) -> Callable[[], None]:
-    """A step of training: three layers, Adam."""
-    layers = (nn.Linear(size, 4 * size), nn.ReLU(), nn.Linear(4 * size, size),
-              nn.ReLU(), nn.Linear(size, 10))  # fmt: skip
-    model = nn.Sequential(*layers).cuda()
+# the types of a training step; below float32 it is mixed, under autocast
+NUMBERS = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+def training_step(
+    model: nn.Module, loss_of: Callable[[], torch.Tensor], numbers: str
+) -> Callable[[], None]:
+    """A step of Adam: float16 has a scaler, bfloat16 and float32 need none."""
+    mixed = {"dtype": NUMBERS[numbers], "enabled": numbers != "float32"}
     optimizer = torch.optim.Adam(model.parameters())
-    x = torch.randn(512, size, device="cuda")
-    y = torch.randint(10, (512,), device="cuda")
+    scaler = torch.amp.GradScaler("cuda", enabled=numbers == "float16")
 
     def step() -> None:
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
+        with torch.autocast("cuda", **mixed):
+            loss = loss_of()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
 
     return step
 
 
-def transformer(width: int = 256) -> Callable[[], None]:
-    """A step of training: two blocks over 16 sequences of 128 words, Adam."""
-    words = 1000
+def mlp(numbers: str = "float32", size: int = 1024) -> Callable[[], None]:
+    """A step of training: three layers, 512 rows."""
+    layers = (nn.Linear(size, 4 * size), nn.ReLU(), nn.Linear(4 * size, size),
+              nn.ReLU(), nn.Linear(size, 10))  # fmt: skip
+    model = nn.Sequential(*layers).cuda()
+    x = torch.randn(512, size, device="cuda")
+    y = torch.randint(10, (512,), device="cuda")
+    return training_step(
+        model, lambda: nn.functional.cross_entropy(model(x), y), numbers
+    )
+
+
+def transformer(
+    numbers: str = "float32", width: int = 256, words: int = 1000
+) -> Callable[[], None]:
+    """A step of training: two blocks over 16 sequences of 128 words."""
     model = nn.Sequential(
         nn.Embedding(words, width), Attention(width, 4), Attention(width, 4),
         nn.Linear(width, words),
     ).cuda()  # fmt: skip
-    optimizer = torch.optim.Adam(model.parameters())
     x = torch.randint(words, (16, 128), device="cuda")
 
-    def step() -> None:
-        optimizer.zero_grad()
-        scores = model(x[:, :-1])
-        target = x[:, 1:].flatten()
-        nn.functional.cross_entropy(scores.flatten(0, 1), target).backward()
-        optimizer.step()
+    def loss() -> torch.Tensor:
+        scores, target = model(x[:, :-1]), x[:, 1:].flatten()
+        return nn.functional.cross_entropy(scores.flatten(0, 1), target)
 
-    return step
+    return training_step(model, loss, numbers)
 
 
-TRAINING = {"mlp": mlp, "transformer": transformer}
+# name -> what makes the step
+TRAINING: dict[str, Callable[[], Callable[[], None]]] = {
+    f"{make.__name__} {numbers}": lambda make=make, numbers=numbers: make(numbers)
+    for make in (mlp, transformer)
+    for numbers in NUMBERS
+}
 
 
 def record_training(name: str) -> dict:
@@ -404,7 +429,7 @@ def _tiny(count: int) -> Callable[[], None]:
 TIMED: dict[str, Callable[[], Callable[[], None]]] = {
     **{
         f"matmul {size} {dtype}": lambda size=size, dtype=dtype: _matmul(size, dtype)
-        for dtype in ("float32", "bfloat16")
+        for dtype in NUMBERS
         for size in (256, 1024, 2048, 4096)
     },
     **{
@@ -421,13 +446,13 @@ TIMED: dict[str, Callable[[], Callable[[], None]]] = {
     },
     "copy beside matmuls": lambda: _overlap(2048, 32 * MIB),
     "200 tiny kernels": lambda: _tiny(200),
-    "step of mlp": mlp,
-    "step of transformer": transformer,
+    **{f"step of {name}": make for name, make in TRAINING.items()},
 }
 # for a rehearsal on the simulator, which computes it all on the CPU
 QUICK = ("matmul 256 float32", "matmul 256 bfloat16", "element-wise 2**16",
          "copy 64 KiB to the card, pinned", "copy 4096 KiB from the card, pageable",
          "200 tiny kernels")  # fmt: skip
+QUICK_TRAINING = tuple(name for name in TRAINING if name.startswith("mlp"))
 
 
 def measure(name: str, runs: int, warm_up: int) -> float:
@@ -455,7 +480,9 @@ def record(quick: bool, runs: int = 50, warm_up: int = 10) -> dict:
     torch.set_float32_matmul_precision("highest")  # no TF32
     found = {
         "traces": [record_trace(name) for name in TRACES],
-        "training": [record_training(name) for name in TRAINING],
+        "training": [
+            record_training(name) for name in (QUICK_TRAINING if quick else TRAINING)
+        ],
         "milliseconds": {
             name: measure(name, runs, warm_up)
             for name in (QUICK if quick else TIMED)

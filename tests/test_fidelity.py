@@ -98,6 +98,56 @@ def test_a_file_says_what_it_was_recorded_with(rehearsal):
         "training", "milliseconds",
     }  # fmt: skip
     assert set(rehearsal["milliseconds"]) == set(fidelity.QUICK)
+    names = [training["name"] for training in rehearsal["training"]]
+    assert names == ["mlp float32", "mlp float16", "mlp bfloat16"]
+
+
+def test_memory_and_seconds_of_training_come_in_three_types():
+    names = {
+        f"{model} {numbers}"
+        for model in ("mlp", "transformer")
+        for numbers in ("float32", "float16", "bfloat16")
+    }
+    assert set(fidelity.TRAINING) == names
+    assert {f"step of {name}" for name in names} < set(fidelity.TIMED)
+
+
+@pytest.mark.parametrize("numbers", fidelity.NUMBERS)
+def test_a_step_has_its_type_and_float16_a_scaler(numbers, monkeypatch):
+    seen, scaled = [], []
+    scale = torch.amp.GradScaler.scale
+
+    def watched(scaler, loss):
+        scaled.append(scaler.is_enabled())
+        return scale(scaler, loss)
+
+    monkeypatch.setattr(torch.amp.GradScaler, "scale", watched)
+    simgpu.start(1)
+    try:
+        model = torch.nn.Linear(8, 4).cuda()
+        model.register_forward_hook(lambda *args: seen.append(args[2].dtype))
+        x = torch.ones(2, 8, device="cuda")
+        before = model.weight.tolist()
+        fidelity.training_step(model, lambda: model(x).float().mean(), numbers)()
+        assert model.weight.tolist() != before
+        assert model.weight.dtype == torch.float32
+    finally:
+        simgpu.stop()
+    assert seen == [fidelity.NUMBERS[numbers]]
+    assert scaled == [numbers == "float16"]
+
+
+@pytest.mark.parametrize("numbers", fidelity.NUMBERS)
+def test_a_small_transformer_is_recorded_and_replayed(numbers, monkeypatch):
+    def small():
+        return fidelity.transformer(numbers, width=16, words=50)
+
+    monkeypatch.setitem(fidelity.TRAINING, "small", small)
+    simgpu.start(1)
+    try:
+        assert fidelity.faults_of_events(fidelity.record_training("small")) == []
+    finally:
+        simgpu.stop()
 
 
 def test_the_traces_visit_every_rule(rehearsal):
@@ -130,7 +180,7 @@ def predicted(rehearsal) -> list:
 
 
 def test_a_recording_of_the_simulator_is_predicted_exactly(rehearsal, predicted):
-    assert len(predicted) == len(fidelity.TRAINING) + len(fidelity.QUICK)
+    assert len(predicted) == len(fidelity.QUICK_TRAINING) + len(fidelity.QUICK)
     for what, ours, measured in predicted:
         assert ours == measured > 0, what
     assert fidelity.faults_of(predicted) == []
@@ -152,7 +202,7 @@ def test_planted_figures_are_caught_in_training(rehearsal):
     training = copy.deepcopy(rehearsal["training"][0])
     training["peak_allocated"] += 512
     (fault,) = fidelity.faults_of_events(training)
-    assert fault.startswith("mlp: peak_allocated")
+    assert fault.startswith("mlp float32: peak_allocated")
     training = copy.deepcopy(rehearsal["training"][0])
     event = next(e for e in training["events"][50:] if e[0] == "alloc")
     event[1] += 512
@@ -199,4 +249,4 @@ def test_the_report_says_where_nothing_was_measured(monkeypatch, capsys, tmp_pat
 
 def test_an_unknown_card_has_no_predicted_times(rehearsal):
     golden = {**rehearsal, "card": None, "training": rehearsal["training"][:1]}
-    assert [row[0] for row in fidelity.predict(golden)] == ["peak of mlp, MiB"]
+    assert [row[0] for row in fidelity.predict(golden)] == ["peak of mlp float32, MiB"]
