@@ -1,0 +1,232 @@
+"""`train_gpt.py`: every way takes the steps of one process, and goes on from any."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers import simgpu, text
+from tests.launching import NOTEBOOKS, SCRIPTS, last_calls, launch, prose_of, text_of
+
+sys.path.insert(0, str(NOTEBOOKS))
+from scripts import train_elastic, train_gpt  # noqa: E402
+
+GPT = "train_gpt.py"
+TINY = ("--width=16", "--layers=1", "--context=16")
+
+
+def train(*words: str) -> train_gpt.Training:
+    return train_gpt.Training(train_gpt.options([*TINY, *words])).run()
+
+
+@pytest.fixture(scope="module")
+def alone() -> train_gpt.Training:
+    """Twelve steps of one process."""
+    return train("--steps=12")
+
+
+def near(losses: list[float], alone: train_gpt.Training, tolerance=1e-4) -> None:
+    reference = alone.losses[len(alone.losses) - len(losses) :]
+    torch.testing.assert_close(
+        torch.tensor(losses), torch.tensor(reference), rtol=0, atol=tolerance
+    )
+
+
+@pytest.fixture
+def two_gpus():
+    simgpu.start(2)
+    yield
+    simgpu.stop()
+
+
+# -- launched --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--parallel=ddp", "--accumulate=3"),
+        ("--parallel=fsdp", "--accumulate=2", "--write=5"),
+    ],
+)
+def test_four_ranks_take_the_steps_of_one_process(words, alone, tmp_path: Path):
+    """One process goes on where they stopped."""
+    done = launch(
+        GPT, 4, *TINY, *words, "--steps=7", f"--folder={tmp_path}", "--every=7"
+    )
+    assert done.returncode == 0, done.stderr
+    before, after = alone.bits[0], train("--steps=7").bits[1]
+    lines = done.stdout.splitlines()
+    assert lines[0] == (
+        f"4 x cpu: {before:.3f} bits a letter, after step 7 {after:.3f}"
+    )
+    assert [len(line) for line in lines[1:]] == ([9] if "--write=5" in words else [])
+    log = (tmp_path / "log.jsonl").read_text()
+    assert log.count('"loaded"') == 4 and log.count('"event": "step"') == 28
+    whole, spoilt = train_elastic.newest(tmp_path)
+    assert spoilt == [] and list(whole["model"]) == list(alone.model.state_dict())
+    on = train("--steps=12", f"--folder={tmp_path}")
+    assert len(on.losses) == 5
+    near(on.losses, alone)
+
+
+def test_an_unmodified_run_on_simulated_gpus(tmp_path: Path):
+    def said(*command: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *command], cwd=NOTEBOOKS.parent,
+            capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    script = str(SCRIPTS / GPT)
+    words = *TINY, "--steps=3", "--write=20"
+    gpus = ("-m", "helpers.simgpu", "--gpus", "4", script, *words, "--device=cuda")
+    parallel = said(*gpus, "--parallel=dp")
+    assert parallel == said(script, *words).replace("cpu", "cuda")
+
+
+def test_the_end_of_the_script_leaves_at_once():
+    assert last_calls(GPT) == ["main()", "sys.stdout.flush()", "os._exit(0)"]
+    script = text_of(GPT)
+    assert "aborts" in script.partition("__main__")[2]
+    main = script[script.index("def main(") :]
+    assert "dist.destroy_process_group()" in main
+    assert "Training(" not in main  # DDP's model is gone by then, or a rank may hang
+
+
+# -- in this process -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [(), ("--accumulate=5",), ("--accumulate=16",)])
+def test_parts_do_not_matter(words, alone):
+    near(train("--steps=12", *words).losses, alone)
+
+
+def test_a_run_goes_on_to_the_bit(alone, tmp_path: Path):
+    folder = f"--folder={tmp_path}"
+    first = train("--steps=5", folder)
+    assert train("--steps=5", folder).losses == []
+    second = train("--steps=12", folder)
+    assert first.losses + second.losses == alone.losses
+    assert second.bits == [first.bits[1], alone.bits[1]]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["step-000005.pt", "step-000010.pt"]
+    for mine, theirs in zip(
+        second.model.parameters(), alone.model.parameters(), strict=True
+    ):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    "words, tolerance",
+    [((), 0.0), (("--parallel=dp",), 1e-4), (("--amp=float16",), 0.05)],
+)
+def test_simulated_gpus(words, tolerance, alone, two_gpus):
+    near(train("--steps=12", "--device=cuda", *words).losses, alone, tolerance)
+
+
+def test_bfloat16_on_the_cpu(alone):
+    near(train("--steps=12", "--amp=bfloat16").losses, alone, 0.05)
+
+
+def test_the_loss_scale_is_in_the_checkpoint(two_gpus, tmp_path: Path):
+    words = "--device=cuda", "--amp=float16", f"--folder={tmp_path}"
+    first = train("--steps=5", *words)
+    assert first.scaler.state_dict()["_growth_tracker"] == 5
+    first.scaler.update(1024.0)
+    first.save()
+    second = train_gpt.Training(train_gpt.options([*TINY, *words]))
+    second.load()
+    assert second.scaler.get_scale() == 1024.0
+    train("--steps=6", f"--folder={tmp_path}")  # a way without one can go on
+    (tmp_path / "step-000005.pt").unlink()
+    third = train_gpt.Training(train_gpt.options([*TINY, "--device=cpu", *words[2:]]))
+    third.save()
+    train("--steps=6", *words)  # and one with it from a checkpoint without
+
+
+def test_a_step_that_overflows_is_left_out(two_gpus):
+    words = *TINY, "--device=cuda", "--amp=float16"
+    training = train_gpt.Training(train_gpt.options(list(words)))
+    training.scaler = torch.amp.GradScaler("cuda", init_scale=2.0**40)
+    before = [p.clone() for p in training.model.parameters()]
+    training.take_step()
+    assert training.scaler.get_scale() == 2.0**39 and training.step == 1
+    assert all(map(torch.equal, before, training.model.parameters()))
+
+
+def test_a_folder_is_made_and_a_hold_needs_one(tmp_path: Path, capsys):
+    folder = tmp_path / "a" / "b"
+    train("--steps=0", f"--folder={folder}")
+    assert folder.is_dir()
+    with pytest.raises(SystemExit, match="2"):
+        train_gpt.options(["--hold=3"])
+    assert "--hold needs --folder" in capsys.readouterr().err
+
+
+def test_the_ranks_share_the_rows_of_a_step(alone):
+    for ranks in (2, 3, 4):
+        training = train("--steps=0")
+        rows = []
+        for training.rank in range(ranks):
+            training.ranks = ranks
+            rows += training.mine().tolist()
+        training.rank, training.ranks = 0, 1
+        assert sorted(rows) == sorted(training.mine().tolist())
+
+
+def test_it_learns_and_writes(alone):
+    before, after = alone.bits
+    assert 6.5 < before < 6.7 and after < before - 0.1
+    said = alone.write("The ", 30)
+    assert said == alone.write("The ", 30) and len(said) == 34
+
+
+@pytest.mark.parametrize(
+    "ranks, words",
+    [
+        (None, "--parallel ddp"),
+        (4, ""),
+        (4, "--parallel ddp --batch 15 --accumulate 4"),
+        (None, "--batch 3 --accumulate 4"),
+        (None, "--parallel dp"),
+        (None, "--amp float16"),
+        (4, "--parallel fsdp --device cuda --amp float16"),
+    ],
+)
+def test_wrong_arguments_are_refused(ranks, words, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if ranks:
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    with pytest.raises(SystemExit, match="2"):
+        train_gpt.main(words.split())
+
+
+# -- the text, the lesson --------------------------------------------------------------
+
+
+def test_the_text():
+    data = text()
+    assert len(data.train) == 191_406 and len(data.test) == 10_074
+    assert len(data.letters) == 94 and data.letters.isascii()
+    assert data.words(data.train[:20]) == "Special method names"
+    file = Path(simgpu.__file__).parents[1] / "language_reference.txt.gz"
+    assert file.stat().st_size < 80_000
+
+
+@pytest.mark.parametrize(
+    "first, behind",
+    [
+        ("def wrap(", "\n\n\n# -- the training"),
+        ("    def take_step(", "\n\n    @torch.no_grad()"),
+        ("    def save(", "\n\n    def load("),
+    ],
+)
+def test_lesson_18_shows_the_functions_as_they_are(first, behind):
+    script = text_of(GPT)
+    start = script.index(first)
+    function = script[start : script.index(behind, start)]
+    assert f"```python\n{function}\n```" in prose_of("18-train-it-all.ipynb")
