@@ -452,7 +452,7 @@ def shards_picture(
 # -- a budget of memory ----------------------------------------------------------------
 
 _PRECISIONS = ("float32", "bfloat16 autocast")
-_CHECKPOINTING = ("none", "square root", "keep down", "every block")
+_CHECKPOINTING = ("none", "best segments", "keep down", "every block")
 _BUDGETS = {"256 MiB": 256 * MIB} | {
     name: card.total_memory for name, card in CARDS.items()
 }
@@ -486,24 +486,26 @@ def budget_bytes(
     """Bytes of each part at the worst moment of a step: by arithmetic.
 
     A block is lesson 07's: `norm(x + down(gelu(up(x))))`, four times as wide inside.
-    Gradients count in full, as from the second micro-batch on. Autocast keeps a
-    bfloat16 copy of each weight, and what `norm` reads and returns in float32. Leaves
-    out the first and the last layer, attention, and one weight's gradient.
+    Gradients count in full, as from the second micro-batch on. Autocast keeps what
+    `norm` reads and returns in float32, and for `backward()` a bfloat16 copy of each
+    weight (not where it computes again: the block in turn makes its own). The best
+    segments are those that need the least. Leaves out the first and the last layer,
+    attention, and one weight's gradient.
     """
     parameters = blocks * (8 * width + 7) * width
     unit = 4 * rows * width  # a block's input in float32
     mixed = precision != "float32"
     each = (unit * 11 // 2 if mixed else 10 * unit) + 8 * rows  # norm: mean, deviation
     down = unit // 2 if mixed else unit
-    segments = round(blocks**0.5)
+    segments = [k * unit + -(-blocks // k) * each for k in range(1, blocks + 1)]
     kept = {
         "none": blocks * each + unit,
-        "square root": segments * unit + -(-blocks // segments) * each,
+        "best segments": min(segments),
         "keep down": blocks * unit + (blocks - 1) * down + each,
         "every block": blocks * unit + each,
     }[checkpointing]
     return {
-        "weights": parameters * (6 if mixed else 4),
+        "weights": parameters * (6 if mixed and checkpointing == "none" else 4),
         "gradients": parameters * 4,
         "optimizer state": parameters * 4 * _STATES[optimizer],
         "activations": kept + 3 * unit,  # with three gradients of activations
@@ -564,6 +566,9 @@ def _bytes(nbytes: int) -> str:
 # -- plans -----------------------------------------------------------------------------
 
 _PLANNED = 4096  # tokens of a sequence
+# memory of a machine's host: what NVIDIA's DGX of these cards have (datasheets)
+HOST_BYTES = 2 * 10**12
+OFFLOADED = 16  # bytes a parameter: weight, gradient and Adam's two numbers, float32
 _AGAIN = {"all blocks": True, "every second block": 0.5, "no block": False}
 
 
@@ -588,6 +593,7 @@ def plan_picture(
 ) -> draw.Picture:
     """The bytes of a GPU beside its memory, and the seconds of a step: by arithmetic.
 
+    What is offloaded must fit into the memory of the hosts (`HOST_BYTES`), too.
     Where 8 GPUs share each matrix, they share 8 times as many sequences as well.
     """
     gpus = machines * planning.MACHINE
@@ -603,13 +609,25 @@ def plan_picture(
         f"{model} on {gpus} {card}, {strategy}: {sizes.total / 1e9:.1f} GB each, "
         f"{'fits' if fits else 'does not fit'} into {memory / 1e9:.0f} GB"
     )
+    hosts = ""
+    if strategy == "fsdp offload":
+        held = OFFLOADED * planning.parameters(model) / machines
+        here = held <= HOST_BYTES
+        fits = fits and here
+        hosts = (
+            f"{held / 1e12:.2f} TB in the host of each machine, "
+            f"{'fits' if here else 'does not fit'} into {HOST_BYTES / 1e12:.0f} TB"
+        )
     pace = (
         f"{'' if fits else 'if it did: '}{step.seconds:.2f} s a step, "
         f"{step.tokens_per_second:,.0f} tokens/s on each GPU, "
         f"{step.mfu:.0%} of its peak (planned)"
     )
-    picture = draw.Picture(draw.WIDEST, 222, f"{title}; {pace}")
+    words = "; ".join(filter(None, (title, hosts, pace)))
+    picture = draw.Picture(draw.WIDEST, 222, words)
     picture.text(8, 20, title, 14, weight="bold")
+    if hosts:
+        picture.text(8, 118, hosts, 14, weight="bold")
     most = max(memory, sizes.total)
     gigabytes = {part: f"{part} {size / 1e9:.1f}" for part, size in sizes.items()}
     _cut(picture, 32, sizes.values(), gigabytes.values(), draw.COLOURS, most)

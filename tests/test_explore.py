@@ -177,10 +177,13 @@ STEP = dict(width=64, blocks=4, rows=2048, precision="float32", optimizer="Adam"
 
 
 @pytest.mark.parametrize(
-    "precision, checkpointing",
-    [(p, c) for p in explore._PRECISIONS for c in ("none", "every block")],
-)
-def test_budget_is_what_a_step_of_such_blocks_takes(precision, checkpointing):
+    "precision, checkpointing, count, length",
+    [(p, *how) for p in explore._PRECISIONS
+     for how in (("none", 4, 1), ("every block", 4, 1), ("best segments", 24, 2))],
+)  # fmt: skip
+def test_budget_is_what_a_step_of_such_blocks_takes(
+    precision, checkpointing, count, length
+):
     class Block(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -192,24 +195,24 @@ def test_budget_is_what_a_step_of_such_blocks_takes(precision, checkpointing):
 
     simgpu.start(1)
     try:
-        blocks = [Block().cuda() for _ in range(4)]
+        blocks = torch.nn.Sequential(*[Block() for _ in range(count)]).cuda()
         h = torch.ones(2048, 64, device="cuda")
         before = torch.cuda.memory_allocated() - h.nbytes
         h.requires_grad_()
         mixed = precision != "float32"
         with torch.autocast("cuda", dtype=torch.bfloat16, enabled=mixed):
-            for block in blocks:
-                again = checkpointing != "none"
-                h = checkpoint(block, h, use_reentrant=False) if again else block(h)
+            for i in range(0, count, length):
+                part, again = blocks[i : i + length], checkpointing != "none"
+                h = checkpoint(part, h, use_reentrant=False) if again else part(h)
         loss = h.sum()
         del h
         loss.backward()
         counted = torch.cuda.max_memory_allocated() - before
     finally:
         simgpu.stop()
-    sizes = explore.budget_bytes(**STEP | dict(precision=precision),
+    sizes = explore.budget_bytes(**STEP | dict(precision=precision, blocks=count),
                                  checkpointing=checkpointing)  # fmt: skip
-    weights = 4 * (8 * 64 + 7) * 64 * 4
+    weights = count * (8 * 64 + 7) * 64 * 4
     assert sizes["gradients"] == weights and sizes["optimizer state"] == 2 * weights
     copies = sizes["weights"] - weights
     assert counted == pytest.approx(sizes["activations"] + copies, rel=0.08)
@@ -222,7 +225,8 @@ def test_budget_of_checkpointing():
 
     unit, each = 4 * 2048 * 64, 10 * 4 * 2048 * 64 + 8 * 2048
     assert activations("none") == 16 * each + 4 * unit
-    assert activations("square root") == 4 * unit + 4 * each + 3 * unit
+    assert activations("best segments", 40) == 20 * unit + 2 * each + 3 * unit
+    assert activations("best segments") == activations("every block")
     assert activations("every block") == 16 * unit + each + 3 * unit
     assert activations("keep down") == activations("every block") + 15 * unit
 
@@ -253,6 +257,20 @@ def test_plan_says_what_fits_and_how_fast_it_is():
     )
     title = explore.plan_picture(**PLAN | dict(strategy="ddp")).title
     assert "does not fit into 85 GB; if it did: " in title
+
+
+@pytest.mark.parametrize(
+    "model, machines, held, fits",
+    [("70B", 1, "1.13", True), ("405B", 1, "6.49", False), ("405B", 4, "1.62", True)],
+)
+def test_plan_asks_the_host_for_what_is_offloaded(model, machines, held, fits):
+    setting = dict(model=model, machines=machines, strategy="fsdp offload")
+    picture = explore.plan_picture(**PLAN | setting)
+    words = "fits" if fits else "does not fit"
+    assert "GB each, fits into 85 GB; " in picture.title  # the GPU has room
+    assert f"{held} TB in the host of each machine, {words} into 2 TB" in picture.title
+    assert ("if it did: " in picture.title) == (not fits)
+    assert "host" not in explore.plan_picture(**PLAN | dict(model=model)).title
 
 
 def test_plan_draws_every_choice():
