@@ -4,6 +4,7 @@ import gc
 import math
 import threading
 import time
+import warnings
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -119,9 +120,12 @@ def _judge_ahead(function) -> None:
 @exercise("08.2")
 def feeding(workers, in_flight, megabytes) -> None:
     """0.012 s an item, 64 items in 0.04 s: 19.2 workers; 40 batches of 9.63 MB."""
-    for answer in (workers, in_flight, megabytes):
-        if not isinstance(answer, (int, float)):
-            raise Wrong("the answers are three numbers")
+    try:
+        if isinstance(workers, str) or isinstance(in_flight, str):
+            raise TypeError
+        workers, in_flight, megabytes = map(float, (workers, in_flight, megabytes))
+    except (TypeError, ValueError):
+        raise Wrong("the answers are three numbers") from None
     if workers != 20:
         if math.isclose(workers, 19.2, rel_tol=0.01):
             raise Wrong("19.2 is the bound; there are only whole workers")
@@ -137,8 +141,10 @@ def feeding(workers, in_flight, megabytes) -> None:
             raise Wrong("prefetch_factor counts the batches of each worker")
         raise Wrong("in flight: workers times prefetch_factor")
     right = 40 * 64 * 3 * 224 * 224 / 1e6
-    if math.isclose(megabytes, right, rel_tol=0.05):
+    if math.isclose(megabytes, right, rel_tol=0.02):
         return
+    if math.isclose(megabytes, right * 1e6 / 2**20, rel_tol=0.01):
+        raise Wrong("that is in MiB; a megabyte is a million bytes here")
     if math.isclose(megabytes, 4 * right, rel_tol=0.05):
         raise Wrong("a uint8 takes one byte, not four")
     if math.isclose(megabytes, right / 64, rel_tol=0.05):
@@ -177,8 +183,30 @@ def jitter(dataset) -> None:
         raise Wrong("with two workers the noise is not that of none")
     if not torch.equal(_noise(dataset, x, 0, 0, backwards=True), first):
         raise Wrong("the noise of an item depends on which items came before it")
-    if torch.equal(_noise(dataset, x, 0, 1), first):
+    other = _noise(dataset, x, 0, 1)
+    if torch.equal(other, first):
         raise Wrong("another seed has the same noise")
+    if first.shape[2:] != (16,) or first.dtype != torch.float32:
+        raise Wrong(
+            f"an item should be 16 numbers in float32, not {tuple(first.shape[2:])} in "
+            f"{first.dtype}"
+        )
+    every = torch.cat([first, other]).flatten(0, 1)  # of two seeds and two epochs
+    if len(every.unique(dim=0)) < len(every):
+        raise Wrong(
+            "an item has the noise of another in another epoch, or with another seed: "
+            "do not add the three numbers, give all of them as the seed"
+        )
+    if min(len(row.unique()) for row in every) < 16:
+        raise Wrong("each of an item's 16 numbers needs noise of its own")
+    if abs(every.mean()) > 0.2 or not 0.8 < every.std() < 1.2:
+        raise Wrong(
+            "the noise should be normal, with mean 0 and standard deviation 1; yours "
+            f"has {every.mean():.2f} and {every.std():.2f}"
+        )
+    x = torch.arange(128.0).view(8, 16)
+    if not torch.allclose(_noise(dataset, x, 0, 0), x + first):
+        raise Wrong("an item should be x[i] plus the noise, which does not depend on x")
 
 
 def _noise(dataset, x, workers: int, seed: int, backwards: bool = False):
@@ -188,14 +216,16 @@ def _noise(dataset, x, workers: int, seed: int, backwards: bool = False):
     order = list(range(len(x)))[:: -1 if backwards else 1]
     for epoch in range(2):
         made.set_epoch(epoch)
-        loader = DataLoader(
-            made,
-            batch_size=2,
-            sampler=order,
-            num_workers=workers,
-            multiprocessing_context="fork" if workers else None,
-        )
-        rows = torch.cat([torch.as_tensor(batch) for batch in loader])
+        with warnings.catch_warnings():  # of two workers on one core
+            warnings.simplefilter("ignore")
+            loader = DataLoader(
+                made,
+                batch_size=2,
+                sampler=order,
+                num_workers=workers,
+                multiprocessing_context="fork" if workers else None,
+            )
+            rows = torch.cat([torch.as_tensor(batch) for batch in loader])
         epochs.append(rows.flip(0) if backwards else rows)
         del loader
     return torch.stack(epochs)

@@ -11,6 +11,7 @@ import mmap
 import os
 import re
 import resource
+import sys
 import tempfile
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
@@ -106,14 +107,19 @@ def fetch_late(strategy: str, wait: bool) -> str:
 
 
 def make_shm_small(megabytes: int) -> bool:
+    if sys.platform != "linux":
+        return False
     libc, user, group = ctypes.CDLL(None), os.getuid(), os.getgid()
     new_user, new_mounts = 0x10000000, 0x00020000
     if libc.unshare(new_user | new_mounts):
         return False  # not every machine allows it
     me = Path("/proc/self")
-    (me / "setgroups").write_text("deny")
-    (me / "uid_map").write_text(f"{user} {user} 1")
-    (me / "gid_map").write_text(f"{group} {group} 1")
+    try:
+        (me / "setgroups").write_text("deny")
+        (me / "uid_map").write_text(f"{user} {user} 1")
+        (me / "gid_map").write_text(f"{group} {group} 1")
+    except OSError:
+        return False  # nor this: Ubuntu 24.04 refuses it to all but root
     size = f"size={megabytes}m".encode()
     return libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, size) == 0
 

@@ -167,6 +167,36 @@ class NoSeed(Jittered):
         return self.x[i] + torch.from_numpy(rng.normal(size=16)).float()
 
 
+class AddsThem(Jittered):
+    def __getitem__(self, i):
+        rng = np.random.default_rng(self.seed + self.epoch + i)
+        return self.x[i] + torch.from_numpy(rng.normal(size=16)).float()
+
+
+class OneNumber(Jittered):
+    def __getitem__(self, i):
+        rng = np.random.default_rng([self.seed, self.epoch, i])
+        return self.x[i] + float(rng.normal())
+
+
+class NoiseAlone(Jittered):
+    def __getitem__(self, i):
+        rng = np.random.default_rng([self.seed, self.epoch, i])
+        return torch.from_numpy(rng.normal(size=16)).float()
+
+
+class InFloat64(Jittered):
+    def __getitem__(self, i):
+        rng = np.random.default_rng([self.seed, self.epoch, i])
+        return self.x[i] + rng.normal(size=16)
+
+
+class Uniform(Jittered):
+    def __getitem__(self, i):
+        rng = np.random.default_rng([self.seed, self.epoch, i])
+        return self.x[i] + torch.from_numpy(rng.random(size=16)).float()
+
+
 class NoNoise(Jittered):
     def __getitem__(self, i):
         return self.x[i]
@@ -174,7 +204,10 @@ class NoNoise(Jittered):
 
 RIGHT = {
     "prefetch_safely": [lambda: (with_errors,)],
-    "feeding": [lambda: (20, 40, 385.4), lambda: (20, 40, 385)],
+    "feeding": [
+        lambda: (20, 40, 385.4),
+        lambda: (np.int64(20), torch.tensor(40), np.float64(385)),
+    ],
     "jitter": [lambda: (Jittered,), lambda: (ByGenerator,)],
 }
 WRONG = {
@@ -193,6 +226,9 @@ WRONG = {
         (lambda: (20, 2, 19.3), "of each worker"),
         (lambda: (20, 40, 1541.4), "one byte, not four"),
         (lambda: (20, 40, 9.6), "how many are in flight"),
+        (lambda: (20, 40, 367.5), "in MiB"),
+        (lambda: ("20", 40, 385), "three numbers"),
+        (lambda: (None, 40, 385), "three numbers"),
     ],
     "jitter": [
         (lambda: (OwnGenerator,), "two items of an epoch have the same noise"),
@@ -201,5 +237,10 @@ WRONG = {
         (lambda: (FromTorch,), "the noise is not that of none"),
         (lambda: (NoSeed,), "another seed has the same noise"),
         (lambda: (NoNoise,), "there is no noise"),
+        (lambda: (AddsThem,), "do not add"),
+        (lambda: (OneNumber,), "noise of its own"),
+        (lambda: (NoiseAlone,), "plus the noise"),
+        (lambda: (InFloat64,), "torch.float64"),
+        (lambda: (Uniform,), "should be normal"),
     ],
 }
