@@ -20,6 +20,7 @@ _HOMES = {
     "host_seconds": "gpus",
     "kind_of_time": "gpus",
     "need_gpus": "gpus",
+    "progress": "solved",
     "show_machine": "gpus",
     "text": "data",
     "timeline": "gpus",

@@ -1,4 +1,4 @@
-"""The course's commands: `python3 -m helpers lab`, `test` and `badges`.
+"""The course's commands: `python3 -m helpers lab`, `test`, `check` and `badges`.
 
 Standard library only, because the first command must work before anything is
 installed. An old Python must be able to read this file as far as the sentence that
@@ -345,6 +345,21 @@ def test(arguments: list[str]) -> int:
     os.execve(command[0], command, environment())
 
 
+def check(arguments: list[str]) -> int:
+    """Set up, then run one lesson and print what its exercises say of the answers.
+
+    Returns:
+        0 if all of them are right, else 1.
+    """
+    parser = argparse.ArgumentParser(prog="python3 -m helpers check")
+    parser.add_argument("lesson", metavar="NN", help="its number, such as 03")
+    number = parser.parse_args(arguments).lesson
+    set_up()
+    command = [str(VENV_PYTHON), "-m", "helpers.solved", number]
+    with child(command) as lesson:
+        return lesson.wait()
+
+
 def join(arguments: list[str]) -> int:
     """Add `helpers` to the running Python, with what the lessons lack there.
 
@@ -459,6 +474,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "lab": Command(lab, "[options]", "set up, then open JupyterLab on lesson 00"),
     "test": Command(test, "[options]", "set up, then run all tests with pytest"),
+    "check": Command(check, "NN", "set up, then check the exercises of lesson NN"),
     "join": Command(join, "", "add helpers to this very Python (Colab, Kaggle)"),
     "badges": Command(
         badges, "OWNER/REPO [--branch NAME]", "point the badges at your repository"

@@ -229,6 +229,16 @@ def test_no_command_and_help_and_unknown_command(course):
     assert "'labb'" in result.stderr and "usage:" in result.stderr
 
 
+def test_check_asks_for_a_lesson_and_says_what_its_exercises_say(course):
+    result = run(course, "check")
+    assert result.returncode == 2 and "required: NN" in result.stderr
+    (course / "helpers" / "solved.py").write_text(
+        "import sys; print('called', *sys.argv[1:]); sys.exit(1)"
+    )
+    result = run(course, "check", "03")
+    assert result.stdout.splitlines()[-1] == "called 03" and result.returncode == 1
+
+
 def test_changed_requirements_are_installed(course):
     wheel = write_wheel(course, "late_wish", {"late_wish.py": ""})
     with open(course / "requirements.txt", "a") as file:

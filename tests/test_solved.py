@@ -1,0 +1,82 @@
+"""Which exercises are solved: read from saved notebooks, and checked from the shell."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
+from helpers import progress, solved
+from tests.launching import ROOT
+
+TITLES = {"03-one.ipynb": "# One", "07-another-one.ipynb": "# Another one\n\nText."}
+
+
+def write(path: Path, *cells) -> None:
+    cells = [new_markdown_cell(TITLES[path.name]), *cells]
+    nbformat.write(new_notebook(cells=cells), path)
+
+
+def exercise(source: str = "", *said: str):
+    outputs = [
+        new_output("execute_result", {"text/plain": text}, execution_count=1)
+        for text in said
+    ]
+    return new_code_cell(source, metadata={"tags": ["exercise"]}, outputs=outputs)
+
+
+def test_progress_is_what_the_notebooks_say(tmp_path: Path):
+    right, wrong = "exercise 03.1: right", "exercise 03.2: wrong: 7 is too much"
+    printed = new_output("stream", name="stdout", text="a line\nexercise 07.1: right\n")
+    cell = exercise()
+    cell.outputs = [printed]
+    write(tmp_path / "03-one.ipynb", exercise("", right), exercise("", "7", wrong))
+    write(tmp_path / "07-another-one.ipynb", cell, exercise(), new_code_cell("7"))
+    found = progress(tmp_path)
+    assert repr(found).splitlines() == [
+        "03 One          ● ✗",
+        "07 Another one  ● ○",
+        "solved: 2 of 4 exercises",
+    ]
+    assert [lesson.solved for lesson in found] == [1, 1]
+
+
+def test_no_lessons_are_no_error(tmp_path: Path):
+    assert repr(progress(tmp_path)) == "There are no lessons in this folder."
+
+
+def test_the_stored_lessons_are_unsolved():
+    every = progress(ROOT / "notebooks")
+    assert len(every) >= 19 and not any(lesson.solved for lesson in every)
+
+
+def test_a_lesson_is_run_and_its_exercises_are_heard(tmp_path: Path, capsys):
+    path = tmp_path / "03-one.ipynb"
+    say = "from helpers.check import Verdict; Verdict('03.1', '{}')"
+    fails = new_code_cell("1 / 0", metadata={"tags": ["raises-exception"]})
+    cells = exercise(say.format("right")), fails, exercise("[].pop()"), exercise("7")
+    write(path, *cells)
+    before = path.read_bytes()
+    assert not solved.run(path)
+    assert capsys.readouterr().out.splitlines() == [
+        "exercise 03.1: right",
+        "exercise 03.2: wrong: IndexError: pop from empty list",
+        "exercise 03.3: wrong: it says nothing",
+    ]
+    assert path.read_bytes() == before
+    write(path, exercise(say.format("right"), "exercise 03.1: wrong: of old"))
+    assert solved.run(path)
+
+
+@pytest.mark.parametrize("number", ["77", "x", ""])
+def test_a_lesson_that_is_not_there(number: str):
+    command = [sys.executable, "-m", "helpers.solved", number]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stdout == ""
+    assert f"There is no lesson {number!r}; there are 00, 01," in done.stderr
+
+
+def test_one_digit_will_do():
+    assert solved.find("3").name == "03-count-memory.ipynb"
