@@ -1,0 +1,62 @@
+"""The pages beside the lessons: links lead somewhere, figures are a lesson's."""
+
+import re
+
+import nbformat
+import pytest
+
+from tests.launching import NOTEBOOKS
+
+PAGES = sorted(NOTEBOOKS.glob("*.md"))
+LINK = re.compile(r"\]\(([^)#]+)\)")
+CODE = re.compile(r"[=(/]|^--|^torch\.")
+
+
+def outputs_of(name: str) -> str:
+    """All that a lesson has stored as text."""
+    notebook = nbformat.read(NOTEBOOKS / name, as_version=4)
+    found = []
+    for cell in notebook.cells:
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {})
+            found.append(output.get("text") or data.get("text/plain", ""))
+    return "\n".join(found)
+
+
+def lines() -> list[str]:
+    page = (NOTEBOOKS / "cheat-sheet.md").read_text(encoding="utf-8")
+    return [line for line in page.splitlines() if line.startswith("* ")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    targets = LINK.findall(page.read_text(encoding="utf-8"))
+    assert len(targets) > 20
+    assert not [target for target in targets if not (page.parent / target).is_file()]
+
+
+@pytest.mark.parametrize("line", lines(), ids=lambda line: line[4:24])
+def test_figures_are_stored_outputs_of_the_lesson(line: str):
+    (lesson,) = LINK.findall(line)
+    stored = outputs_of(lesson)
+    words = re.findall("`([^`]+)`", line)
+    figures = [
+        w for w in words if re.search(r"\d|^[A-Z]\w+ ", w) and not CODE.search(w)
+    ]
+    assert figures
+    missing = [
+        figure for figure in figures
+        if not re.search(rf"(?<![\d.,]){re.escape(figure)}(?!\d)", stored)
+    ]  # fmt: skip
+    assert not missing
+
+
+def test_the_glossary_is_sorted_and_has_each_word_once():
+    page = (NOTEBOOKS / "glossary.md").read_text(encoding="utf-8")
+    words = []
+    for part in page.split("\n## ")[1:]:
+        found = re.findall(r"^\* \*\*(.+?)\*\*: ", part, re.M)
+        assert len(found) == part.count("\n* ") > 4
+        assert found == sorted(found, key=str.lower)
+        words += found
+    assert len(words) == len(set(words)) > 40
