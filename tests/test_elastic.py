@@ -37,6 +37,12 @@ STEPS = 20
 PATIENT = {"last_call_timeout": 3}  # of nodes: a busy one may be late
 
 
+@pytest.fixture(autouse=True)
+def talkative(monkeypatch):
+    """Agents say what they do, for the error of a test that fails."""
+    monkeypatch.setenv("LOGLEVEL", "INFO")
+
+
 def job(*arguments: str, **options) -> Job:
     return Job(SCRIPT, "--folder={folder}", f"--steps={STEPS}", *arguments, **options)
 
