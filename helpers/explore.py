@@ -426,12 +426,25 @@ def shards_picture(
         f"{billions} billion parameters on {ranks} GPUs, {stage}: {here / 1e9:.1f} GB "
         f"each, {'fits' if here <= CARD_BYTES else 'does not fit'} into 80 GB"
     )
+    return _against(title, bars, CARD_BYTES, "80 GB", lambda n: f"{n / 1e9:.1f} GB")
+
+
+def _against(title: str, bars: dict, limit: int, card: str, words) -> draw.Picture:
+    """Bars of named parts, one for each setting, and the line of a card's memory.
+
+    Args:
+        title: above it, and what a screen reader says.
+        bars: name of a setting -> part -> bytes; all have the same parts.
+        limit: bytes of the card.
+        card: its name, below the line.
+        words: of a number of bytes, where a part is wide enough.
+    """
     picture = draw.Picture(draw.WIDEST, 84 + 44 * len(bars), title)
     picture.text(8, 20, title, 14, weight="bold")
-    most = max(CARD_BYTES, *(sum(sizes.values()) for sizes in bars.values()))
+    most = max(limit, *(sum(sizes.values()) for sizes in bars.values()))
     left, scale = 76, (draw.WIDEST - 88) / most
-    bottom = 40 + 44 * len(bars)
-    picture.line(left + CARD_BYTES * scale, 32, left + CARD_BYTES * scale, bottom)
+    bottom, edge = 40 + 44 * len(bars), left + limit * scale
+    picture.line(edge, 32, edge, bottom)
     for row, (kind, sizes) in enumerate(bars.items()):
         x, y = left, 40 + 44 * row
         picture.text(8, y + 20, kind)
@@ -439,11 +452,12 @@ def shards_picture(
             if nbytes:
                 picture.box(x, y, nbytes * scale, 32, fill)
             if nbytes * scale > 60:
-                words = f"{nbytes / 1e9:.1f} GB"
-                picture.text(x + nbytes * scale / 2, y + 21, words, 12, "middle")
+                middle = x + nbytes * scale / 2
+                picture.text(middle, y + 21, words(nbytes), 12, "middle")
             x += nbytes * scale
-    picture.text(left + CARD_BYTES * scale - 4, bottom + 14, "80 GB", 12, "end")
-    for i, (part, fill) in enumerate(zip(bars[stage], draw.COLOURS, strict=False)):
+    end = "end" if edge - left > 60 else "start"
+    picture.text(edge - 4, bottom + 14, card, 12, end)
+    for i, (part, fill) in enumerate(zip(sizes, draw.COLOURS, strict=False)):
         picture.box(left + 130 * i, bottom + 20, 14, 14, fill)
         picture.text(left + 130 * i + 20, bottom + 32, part, 12)
     return picture
@@ -533,27 +547,7 @@ def budget_picture(
         f"{'fits' if here <= limit else 'does not fit'} into {card}"
         f"{f' ({_bytes(limit)})' if card in CARDS else ''}"
     )
-    picture = draw.Picture(draw.WIDEST, 172, title)
-    picture.text(8, 20, title, 14, weight="bold")
-    most = max(limit, *(sum(sizes.values()) for sizes in bars.values()))
-    left, scale = 76, (draw.WIDEST - 88) / most
-    picture.line(left + limit * scale, 32, left + limit * scale, 128)
-    for row, (kind, sizes) in enumerate(bars.items()):
-        x, y = left, 40 + 44 * row
-        picture.text(8, y + 20, kind)
-        for nbytes, fill in zip(sizes.values(), draw.COLOURS, strict=False):
-            if nbytes:
-                picture.box(x, y, nbytes * scale, 32, fill)
-            if nbytes * scale > 66:
-                middle = x + nbytes * scale / 2
-                picture.text(middle, y + 21, _bytes(nbytes), 12, "middle")
-            x += nbytes * scale
-    end = "end" if limit * scale > 60 else "start"
-    picture.text(left + limit * scale - 4, 142, card, 12, end)
-    for i, (part, fill) in enumerate(zip(bars["this"], draw.COLOURS, strict=False)):
-        picture.box(left + 130 * i, 150, 14, 14, fill)
-        picture.text(left + 130 * i + 20, 162, part, 12)
-    return picture
+    return _against(title, bars, limit, card, _bytes)
 
 
 def _bytes(nbytes: int) -> str:

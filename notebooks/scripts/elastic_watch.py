@@ -151,11 +151,13 @@ def now(folder, step: int, at: int = 12, rank: int = 1) -> bool:
         (Path(folder) / "accident").touch(exist_ok=False)
     except FileExistsError:
         return False
-    while True:
-        noted = {e["rank"] for e in read(folder) if e.get("step") == at - 1}
-        if len(noted) == dist.get_world_size():
+    late = time.monotonic() + 60
+    while time.monotonic() < late:
+        ranks_there = {e["rank"] for e in read(folder) if e.get("step") == at - 1}
+        if len(ranks_there) == dist.get_world_size():
             return True
         time.sleep(0.005)
+    raise TimeoutError(f"not every rank has noted step {at - 1} within 60 s")
 
 
 def spoils(folder, step: int) -> None:

@@ -38,13 +38,13 @@ from slow_link import (
     best,
     hardware,
     options,
+    training_step,
     write,
 )  # fmt: skip
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 RATES = (100, 300, 1000, None)  # Mbit/s each way; None: as it is
@@ -124,19 +124,8 @@ def parallel(model: nn.Sequential, way: str) -> nn.Module:
 
 def prepare(way: str) -> None:
     """Make a model and take two steps: the first ones do more than the others."""
-    model = parallel(network(), way)
     rows = BATCH // dist.get_world_size()
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    x = torch.rand(rows, 64, generator=generator)
-    y = torch.randint(0, 10, (rows,), generator=generator)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-    training["step"] = step
+    step = training["step"] = training_step(parallel(network(), way), rows)
     for _ in range(2):
         step()
     dist.barrier()
