@@ -6,9 +6,12 @@ why, or right: `check.copied_bytes(answer)`. Its judge raises `Wrong` with a rea
 returns; the judges of each lesson have a file in `helpers/judges`.
 """
 
+import contextlib
 import functools
 import importlib
+import math
 from collections.abc import Callable
+from numbers import Real
 
 import torch
 
@@ -163,6 +166,44 @@ def call(function: Callable, *args, when: str = ""):
     if result is None:
         raise NotYet("your function returns nothing so far")
     return result
+
+
+def number(answer, what: str):
+    """The learner's number: Python's, NumPy's or PyTorch's.
+
+    Args:
+        answer: the learner's.
+        what: it is, for the error.
+
+    Raises:
+        Wrong: for anything else, and for what is not finite.
+    """
+    found = answer
+    if hasattr(answer, "item"):
+        with contextlib.suppress(ValueError, RuntimeError):  # more than one
+            found = answer.item()
+    if isinstance(found, Real) and not isinstance(found, bool) and math.isfinite(found):
+        return found
+    kind = f"a {type(answer).__name__}"
+    said = f"{answer!r}, {kind}" if isinstance(answer, (str, float)) else kind
+    raise Wrong(f"{what}: give a number, not {said}")
+
+
+def name_mistake(answer: float, mistakes: dict[float, str], near: float, when: str):
+    """Say what is wrong with a number, if it is one of those that come of a mistake.
+
+    Args:
+        answer: the learner's.
+        mistakes: number -> the mistake that leads to it.
+        near: the largest relative difference that counts as equal.
+        when: said in front.
+
+    Raises:
+        Wrong: with the first mistake that fits.
+    """
+    for wrong, why in mistakes.items():
+        if abs(answer - wrong) <= near * abs(wrong):
+            raise Wrong(f"{when} {why}")
 
 
 def __getattr__(name: str) -> Callable:

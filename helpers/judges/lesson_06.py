@@ -1,13 +1,16 @@
 """Judges of the exercises of lesson 06."""
 
 import copy
+import math
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from helpers.check import Wrong, call, exercise
+from helpers.check import Wrong, call, exercise, name_mistake, number
 from helpers.data import digits
+
+_NEAR = 0.005
 
 
 @exercise("06.1")
@@ -16,9 +19,7 @@ def held_after_forward(float32, mixed) -> None:
     weights, state, kept = 0.4, 0.8, 6.0
     casts = weights / 2
     right = (weights + state + kept, weights + casts + state + kept / 2)
-    answers = (float32, mixed)
-    if not all(isinstance(answer, (int, float)) for answer in answers):
-        raise Wrong("both answers are numbers of GB")
+    answers = number(float32, "float32"), number(mixed, "mixed")
     reasons = [
         {
             weights + kept: "Adam's state is missing: two numbers for each weight",
@@ -40,23 +41,17 @@ def held_after_forward(float32, mixed) -> None:
     for name, answer, good, known in zip(
         ("float32", "mixed"), answers, right, reasons, strict=True
     ):
-        if _near(answer, good):
+        if math.isclose(answer, good, rel_tol=_NEAR):
             continue
-        if _near(answer / 1e9, good):
-            raise Wrong(f"{name}: these are bytes; the answer is in GB")
-        if _near(answer * 2**30 / 1e9, good):
-            raise Wrong(f"{name}: these are GiB, of 2**30 bytes; a GB has 10**9")
-        for value, reason in known.items():
-            if _near(answer, value):
-                raise Wrong(f"{name}: {reason}")
+        units = {
+            good * 1e9: "these are bytes; the answer is in GB",
+            good * 1e9 / 2**30: "these are GiB, of 2**30 bytes; a GB has 10**9",
+        }
+        name_mistake(answer, units | known, _NEAR, f"{name}:")
         raise Wrong(
             f"{name}: add up 100 million weights, two numbers of Adam for each, and "
             "what the forward pass keeps"
         )
-
-
-def _near(a: float, b: float) -> bool:
-    return abs(a - b) < 0.005 * abs(b)
 
 
 class _Watch(torch.amp.GradScaler):

@@ -12,7 +12,7 @@ from torch.optim.optimizer import (
 )
 
 from helpers import digits, gpu_seconds, simgpu
-from helpers.check import NotYet, Wrong, call, exercise
+from helpers.check import NotYet, Wrong, call, exercise, number
 
 MIB = 2**20
 
@@ -23,12 +23,7 @@ def best_segments(segments) -> None:
 
     Kept at most: k + 10 * ceil(40 / k), lowest at k = sqrt(400) = 20.
     """
-    try:
-        k = math.nan if isinstance(segments, (bool, str)) else float(segments)
-    except (TypeError, ValueError, RuntimeError):
-        k = math.nan
-    if math.isnan(k):
-        raise Wrong("the answer is a number of segments")
+    k = number(segments, "segments")
     if k == 20:
         return
     reasons = {

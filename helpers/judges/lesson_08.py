@@ -9,7 +9,7 @@ import warnings
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from helpers.check import NotYet, Wrong, exercise
+from helpers.check import NotYet, Wrong, exercise, number
 
 PATIENCE = 5  # seconds
 
@@ -120,12 +120,8 @@ def _judge_ahead(function) -> None:
 @exercise("08.2")
 def feeding(workers, in_flight, megabytes) -> None:
     """0.012 s an item, 64 items in 0.04 s: 19.2 workers; 40 batches of 9.63 MB."""
-    try:
-        if isinstance(workers, str) or isinstance(in_flight, str):
-            raise TypeError
-        workers, in_flight, megabytes = map(float, (workers, in_flight, megabytes))
-    except (TypeError, ValueError):
-        raise Wrong("the answers are three numbers") from None
+    workers, in_flight = number(workers, "workers"), number(in_flight, "in flight")
+    megabytes = number(megabytes, "megabytes")
     if workers != 20:
         if math.isclose(workers, 19.2, rel_tol=0.01):
             raise Wrong("19.2 is the bound; there are only whole workers")

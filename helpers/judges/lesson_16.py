@@ -12,22 +12,10 @@ import os
 import signal
 import sys
 import tempfile
-from numbers import Real
 from pathlib import Path
 from typing import NamedTuple
 
-from helpers.check import NotYet, Wrong, call, exercise
-
-
-def _number(answer, words: str):
-    """The answer, or the one number in a tensor or an array."""
-    if hasattr(answer, "item"):
-        with contextlib.suppress(ValueError, RuntimeError):  # more than one
-            answer = answer.item()
-    if isinstance(answer, bool) or not isinstance(answer, Real):
-        raise Wrong(f"{words}: give a number, not {answer!r}")
-    return answer
-
+from helpers.check import NotYet, Wrong, call, exercise, name_mistake, number
 
 # -- 16.1 ------------------------------------------------------------------------------
 
@@ -99,7 +87,7 @@ def vain(function) -> None:
     for words, log in _DIARIES:
         copy = json.loads(json.dumps(log))
         answer = call(function, copy, when=f"where {words},")
-        answer = _number(answer, f"where {words}")
+        answer = number(answer, f"where {words}")
         found = _counted(log)
         if answer == found.right:
             continue
@@ -357,12 +345,10 @@ def save_every(steps, percent) -> None:
         ("steps", steps, _BEST / 3, _STEPS),
         ("percent", percent, 200 * 45 / _BEST, _PERCENT),
     ):
-        answer = _number(answer, name)
+        answer = number(answer, name)
         if abs(answer / right - 1) < 0.02:
             continue
-        for value, why in mistakes.items():
-            if abs(answer / value - 1) < 0.02:
-                raise Wrong(f"{name}: {why}")
+        name_mistake(answer, mistakes, 0.02, f"{name}:")
         raise Wrong(
             "steps: find the seconds between two failures of the job first; then "
             "√(2 C M), in steps"

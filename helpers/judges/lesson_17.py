@@ -2,7 +2,7 @@
 
 import math
 
-from helpers.check import Wrong, call, exercise
+from helpers.check import Wrong, call, exercise, name_mistake, number
 
 # -- 17.1 ------------------------------------------------------------------------------
 
@@ -24,31 +24,12 @@ def _fewest(batch: int) -> int:
     return machines
 
 
-def _count(name: str, answer) -> float:
-    """What the learner says, as a number: Python's, NumPy's or PyTorch's.
-
-    Raises:
-        Wrong: for what is not a number.
-    """
-    what = f"a {type(answer).__name__}"
-    if not isinstance(answer, (bool, str)):
-        try:
-            number = float(answer)
-        except (TypeError, ValueError, RuntimeError):
-            number = math.nan
-        if math.isfinite(number):
-            return number
-        if isinstance(answer, float):
-            what = f"{answer}"
-    raise Wrong(f"{name}: give a number of machines, not {what}")
-
-
 @exercise("17.1")
 def fewest_machines(one_sequence, three_sequences) -> None:
     """Machines of eight GPUs with 60 GB each, for 70B."""
     answers = {"one sequence": (1, one_sequence), "three": (3, three_sequences)}
     for name, (batch, answer) in answers.items():
-        answer = _count(name, answer)
+        answer = number(answer, name)
         right = _fewest(batch)
         if answer == right:
             continue
@@ -72,26 +53,6 @@ def fewest_machines(one_sequence, three_sequences) -> None:
         raise Wrong(why)
 
 
-# -- numbers from a function -----------------------------------------------------------
-
-
-def _number(function, *arguments, when: str) -> float:
-    """What the learner's function says, as a number.
-
-    Raises:
-        Wrong: for what is not a number.
-    """
-    found = call(function, *arguments, when=when)
-    try:
-        return float(found)
-    except (TypeError, ValueError):
-        raise Wrong(f"return a number, not a {type(found).__name__}") from None
-
-
-def _near(a: float, b: float) -> bool:
-    return abs(a - b) <= 1e-3 * abs(b)
-
-
 # -- 17.2 ------------------------------------------------------------------------------
 
 
@@ -101,9 +62,11 @@ def hybrid_bytes(function) -> None:
     for parameters, machines, each in ((7e9, 3, 8), (10**9, 16, 4), (10**6, 2, 2)):
         ranks = machines * each
         when = f"with {parameters:.0e} parameters, {machines} machines of {each} GPUs:"
-        found = _number(function, parameters, machines, each, when=when)
+        found = number(
+            call(function, parameters, machines, each, when=when), when.rstrip(":")
+        )
         right = 2 * (machines - 1) / machines * 4 * parameters
-        if _near(found, right):
+        if math.isclose(found, right, rel_tol=1e-3):
             continue
         mistakes = {
             right / each: "that is one GPU's part; all of a machine share its cards",
@@ -123,9 +86,7 @@ def hybrid_bytes(function) -> None:
             right * each: "each GPU has a part of the gradients only, not all",
             right * machines: "of one machine, not of all together",
         }
-        for wrong, why in mistakes.items():
-            if _near(found, wrong):
-                raise Wrong(f"{when} {why}")
+        name_mistake(found, mistakes, 1e-3, when)
         raise Wrong(
             f"{when} {found:.4g} bytes; think of the ring of one GPU and its partners, "
             "what it carries, and how many such rings leave a machine"
@@ -145,7 +106,9 @@ def tokens_to_hide(function) -> None:
         (1024, 25, 3e14),
     ):
         when = f"with {gpus} GPUs, {gigabit} Gbit/s and {flops:.0e} FLOP/s:"
-        found = _number(function, gpus, gigabit, flops, when=when)
+        found = number(
+            call(function, gpus, gigabit, flops, when=when), when.rstrip(":")
+        )
         right = flops * (gpus - 1) / gpus / (gigabit * 1e9 / 8)
         if abs(found - right) <= 5e-3 * right:  # rounded is right as well
             continue
@@ -166,9 +129,7 @@ def tokens_to_hide(function) -> None:
             right / gpus: "each GPU computes its own tokens; do not divide by the GPUs",
             1 / right: "upside down: more FLOP/s need more tokens",
         }
-        for wrong, why in mistakes.items():
-            if _near(found, wrong):
-                raise Wrong(f"{when} {why}")
+        name_mistake(found, mistakes, 1e-3, when)
         raise Wrong(
             f"{when} {found:.4g} tokens; write both times down for P parameters, set "
             "them equal, and see what cancels"

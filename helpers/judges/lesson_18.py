@@ -1,11 +1,10 @@
 """Judges of the exercises of lesson 18."""
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from helpers.check import Wrong, call, exercise
+from helpers.check import Wrong, call, exercise, number
 
 # -- 18.1 ------------------------------------------------------------------------------
 
@@ -30,17 +29,15 @@ _BYTES = {
 @exercise("18.1")
 def moved_to_16(accumulate, nbytes) -> None:
     """512 rows, 16 GPUs, 8 rows in a part; a ring of 16 ranks."""
-    for name, answer in (("accumulate", accumulate), ("nbytes", nbytes)):
-        if isinstance(answer, bool) or not isinstance(answer, (int, float, np.number)):
-            raise Wrong(f"{name}: give a number, not a {type(answer).__name__}")
+    accumulate = number(accumulate, "accumulate")
+    nbytes = number(nbytes, "nbytes")
     if accumulate != 4:
         raise Wrong(
             "accumulate: " + _PARTS.get(accumulate, "512 rows, 16 GPUs, 8 rows a part")
         )
-    if not abs(nbytes - 930_000_000) <= 1:  # nan is refused, too
+    if abs(nbytes - 930_000_000) > 1:
         hint = "2 · 15/16 of the gradient's bytes"
-        known = round(nbytes) if np.isfinite(nbytes) else None
-        why = _BYTES.get(known, f"a ring of 16 ranks sends {hint}")
+        why = _BYTES.get(round(nbytes), f"a ring of 16 ranks sends {hint}")
         raise Wrong(f"nbytes: {why}")
 
 

@@ -177,7 +177,7 @@ WRONG = {
         (lambda: (7.6, 4.4), "no gradients"),
         (lambda: (7.2e9, 4.4e9), "in GB"),
         (lambda: (1, 2), "add up"),
-        (lambda: ("7.2", 4.4), "numbers of GB"),
+        (lambda: ("7.2", 4.4), "give a number, not '7.2'"),
     ],
     "clipped_step": [
         (lambda: (in_order("scale", "clip", "step", "update"),), "unscale_ first"),

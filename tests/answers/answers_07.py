@@ -259,9 +259,9 @@ WRONG = {
         (lambda: (19,), "that makes 49 tensors"),
         (lambda: (21,), "that makes 41 tensors"),
         (lambda: (17.5,), "a number of segments is whole"),
-        (lambda: (True,), "the answer is a number of segments"),
+        (lambda: (True,), "segments: give a number, not a bool"),
         (lambda: (400,), "between 1 and 40"),
-        (lambda: ("few",), "a number of segments"),
+        (lambda: ("few",), "segments: give a number, not 'few'"),
     ],
     "one_step": [
         (lambda: (mean_of_means,), "must not weigh the same"),

@@ -227,8 +227,8 @@ WRONG = {
         (lambda: (20, 40, 1541.4), "one byte, not four"),
         (lambda: (20, 40, 9.6), "how many are in flight"),
         (lambda: (20, 40, 367.5), "in MiB"),
-        (lambda: ("20", 40, 385), "three numbers"),
-        (lambda: (None, 40, 385), "three numbers"),
+        (lambda: ("20", 40, 385), "workers: give a number, not '20'"),
+        (lambda: (None, 40, 385), "workers: give a number, not a NoneType"),
     ],
     "jitter": [
         (lambda: (OwnGenerator,), "two items of an epoch have the same noise"),

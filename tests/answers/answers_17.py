@@ -50,7 +50,7 @@ WRONG = {
         (lambda: (4, 4), "three times the activations"),
         (lambda: (4, 5), "61.2 GB"),
         (lambda: (3.5, 6), "round up"),
-        (lambda: ("4", 6), "not a str"),
+        (lambda: ("4", 6), "give a number, not '4'"),
         (lambda: (True, 6), "not a bool"),
         (lambda: (0, 6), "at least one machine"),
         (lambda: (4, -1), "at least one machine"),
@@ -73,7 +73,7 @@ WRONG = {
             "part in a ring through all",
         ),
         (lambda: (lambda p, m, e: 5.5 * p,), "how many such rings"),
-        (lambda: (lambda p, m, e: "many",), "not a str"),
+        (lambda: (lambda p, m, e: "many",), "give a number, not 'many'"),
         (lambda: (lambda p, m, e: 1 / 0,), "ZeroDivisionError"),
     ],
     "tokens_to_hide": [

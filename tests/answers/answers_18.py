@@ -163,10 +163,10 @@ WRONG = {
         (lambda: (4, 3_720_000_000), "once in a step"),
         (lambda: (4, 232_500_000), "4 bytes"),
         (lambda: (4, 7), "ring of 16"),
-        (lambda: (4, float("nan")), "ring of 16"),
+        (lambda: (4, float("nan")), "nbytes: give a number, not nan"),
         (lambda: (4, 930), "not in millions"),
         (lambda: (16, 930_000_000), "16 are the GPUs"),
-        (lambda: ("4", 930_000_000), "not a str"),
+        (lambda: ("4", 930_000_000), "accumulate: give a number, not '4'"),
     ],
     "padded": [
         (lambda: (mean_of_means,), "mean of their means"),
