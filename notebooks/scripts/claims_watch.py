@@ -1,0 +1,524 @@
+"""The instruments of 19-test-the-claims: the claims, their table, programs to run.
+
+    table()              # all claims, with the verdicts that the lesson must reach
+    tally(judged)        # at the end: every claim was judged, and as the table says
+
+The verdicts in CLAIMS are what the cells of the lesson compute; each cell asserts it.
+The programs below the table are those of earlier lessons, shortened.
+"""
+
+import copy
+import os
+import re
+import subprocess
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from html import escape
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.benchmark import Timer
+
+from helpers import Messages, digits, draw, gpu_seconds, simgpu
+
+# -- the claims ------------------------------------------------------------------------
+
+
+class Claim(NamedTuple):
+    """What is said, what a run made of it, and what to write instead."""
+
+    words: str
+    verdict: str  # "true", "true when ..." or "false"
+    line: str  # that is right
+    lesson: str  # where more of it is
+
+
+CLAIMS = {
+    1: Claim(
+        "`nn.DataParallel(net, gpu_ids=[0, 1, 2])`",
+        "false",
+        "`nn.DataParallel(net, device_ids=[0, 1, 2])`",
+        "10",
+    ),
+    2: Claim(
+        "`torch.get_device(t)` is where the next tensor should go",
+        "true when t is on a GPU",
+        "`t.device`",
+        "02",
+    ),
+    3: Claim(
+        "`torch.tensor(a.shape).to(dev)` makes one like `a`",
+        "false",
+        "`a.new_zeros(a.shape)`, `torch.zeros_like(a)`",
+        "02",
+    ),
+    4: Claim(
+        "`torch.randn(2, 4)` is on the device of `ones`",
+        "true when ones is on the CPU, or its device is the default one",
+        "`torch.randn(2, 4, device=ones.device)`",
+        "02",
+    ),
+    5: Claim(
+        "`torch.Tensor([1., 2.], device=cuda1)`",
+        "false",
+        "`torch.tensor([1.0, 2.0], device=cuda1)`",
+        "02",
+    ),
+    6: Claim(
+        "PyTorch's `model_parallel` class splits a model",
+        "false",
+        "a module of your own: `.to` for each part, and for `x` in `forward`",
+        "11",
+    ),
+    7: Claim(
+        "`CUDA_VISIBLE_DEVICES`, set in the script, chooses the GPUs",
+        "true when it comes before the first use of CUDA",
+        "`CUDA_VISIBLE_DEVICES=0,1 python train.py`",
+        "01",
+    ),
+    8: Claim(
+        "mixed precision is `torch.cuda.amp`",
+        "false",
+        "`torch.autocast('cuda')`, `torch.amp.GradScaler('cuda')`",
+        "06",
+    ),
+    9: Claim(
+        "call `scaler.unscale_(optimizer)` before `scaler.step(optimizer)`",
+        "true when gradients are clipped",
+        "only where something reads or changes gradients before the step",
+        "06",
+    ),
+    10: Claim(
+        "DDP averages gradients in `optimizer.step()`",
+        "false",
+        "in `backward()`; after it every rank has the averages",
+        "13",
+    ),
+    11: Claim(
+        "mixed precision halves the memory",
+        "true when activations fill the GPU",
+        "it halves activations between products; count the rest first",
+        "06",
+    ),
+    12: Claim(
+        "`torch.cuda.empty_cache()` gives you more memory",
+        "true when small tensors come between large ones",
+        "PyTorch empties it by itself before it gives up",
+        "03",
+    ),
+    13: Claim(
+        "mixed precision is 20 to 30 % faster",
+        "true when layers are 488 x 488",
+        "slower if launches bind the step, many times faster if products do",
+        "06",
+    ),
+    14: Claim(
+        "the GPU is 10 to 50 times faster than the CPU",
+        "true when 2048 x 2048 products stay on the GPU",
+        "say the operation, its size, and whether copies count",
+        "05",
+    ),
+    15: Claim(
+        "1F1B has a smaller bubble than GPipe",
+        "false",
+        "the same bubble, (K - 1) / (M + K - 1), and fewer parts kept",
+        "11",
+    ),
+    16: Claim(
+        "`t.pin_memory().to(dev, non_blocking=True)` beats `t.to(dev)`",
+        "true when t is pinned already",
+        "pin once what is copied often; otherwise `t.to(dev)`",
+        "04",
+    ),
+    17: Claim(
+        "a read on a new stream may come before the write on the old one",
+        "true",
+        "`side.wait_stream(old_stream)` first",
+        "04",
+    ),
+}
+
+
+class Table:
+    """The claims as a table, which a notebook shows."""
+
+    heads = ("", "claim", "verdict", "what is right", "lesson")
+    widths = (3, 34, 26, 31, 6)  # percent
+
+    def rows(self) -> list[tuple[str, ...]]:
+        return [(str(number), *claim) for number, claim in CLAIMS.items()]
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{n:>2} {verdict}" for n, _, verdict, *_ in self.rows())
+
+    def _repr_html_(self) -> str:
+        lines = [_line("th", self.heads, self.widths)]
+        lines += [_line("td", row, self.widths) for row in self.rows()]
+        return f'<table style="width: 100%">{"".join(lines)}</table>'
+
+
+def _line(tag: str, cells: tuple[str, ...], widths: tuple[int, ...]) -> str:
+    """A row of an HTML table; what is between backticks is code."""
+    html = ""
+    for words, width in zip(cells, widths, strict=True):
+        inside = re.sub("`(.+?)`", r"<code>\1</code>", escape(words, quote=False))
+        look = f"text-align: left; vertical-align: top; width: {width}%"
+        html += f'<{tag} style="{look}">{inside}</{tag}>'
+    return f"<tr>{html}</tr>"
+
+
+def table() -> Table:
+    """All claims, with the verdicts that the cells of the lesson must reach."""
+    return Table()
+
+
+def tally(judged: dict[int, str]) -> str:
+    """How many claims have which verdict; all must have been judged, as the table says.
+
+    Raises:
+        AssertionError: naming the claims that were not judged, or otherwise.
+    """
+    wrong = [n for n, claim in CLAIMS.items() if judged.get(n) != claim.verdict]
+    assert not wrong, f"not judged, or not as in the table: claims {wrong}"
+    counts = Counter(verdict.split(" when")[0] for verdict in judged.values())
+    bare = sum(verdict == "true" for verdict in judged.values())
+    when = counts["true"] - bare
+    return (
+        f"{len(judged)} claims: {bare} true, {when} true when …, "
+        f"{counts['false']} false; all as in the table"
+    )
+
+
+def picture() -> draw.Picture:
+    """How cases become a verdict: a box for each case, filled where the claim held."""
+    image = draw.Picture(640, 152, "from the cases of a claim to its verdict")
+    examples = (
+        ("holds in every case", (1, 1, 1), "true"),
+        ("holds in some", (0, 1, 0), "true when …"),
+        ("holds in none", (0, 0, 0), "false"),
+        ("nobody has tried", (), "?"),
+    )
+    for row, (words, cases, verdict) in enumerate(examples):
+        y = 8 + 36 * row
+        image.text(8, y + 19, words)
+        for i, held in enumerate(cases):
+            fill = draw.COLOURS[2] if held else "white"
+            image.box(180 + 90 * i, y, 82, 28, fill, dashed=not held)
+            image.text(221 + 90 * i, y + 19, "holds" if held else "fails", 13, "middle")
+        image.line(456, y + 14, 500, y + 14, arrow=True)
+        image.text(512, y + 19, verdict, weight="bold")
+    return image
+
+
+# -- programs to run -------------------------------------------------------------------
+
+
+def tried(run: Callable):
+    """What `run()` returns, or its error as a line of text."""
+    try:
+        return run()
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+
+
+def classes_named(pattern: str) -> list[str]:
+    """Classes in PyTorch's Python files whose whole name fits, in any spelling."""
+    find, folder = (
+        re.compile(rf"(?im)^\s*class ({pattern})\b"),
+        Path(torch.__file__).parent,
+    )
+    texts = (file.read_text(encoding="utf-8") for file in folder.rglob("*.py"))
+    return [name for text in texts for name in find.findall(text)]
+
+
+class Split(nn.Sequential):
+    """Part i runs on GPU i. Taught in 11-split-the-model."""
+
+    def forward(self, x):
+        for i, part in enumerate(self):
+            x = part.to(f"cuda:{i}")(x.to(f"cuda:{i}"))
+        return x
+
+
+def visible(before: str, later: str) -> tuple[str, str]:
+    """What a process says that sets CUDA_VISIBLE_DEVICES when CUDA is in use.
+
+    Six simulated GPUs, in a process of its own. Taught in 01-choose-a-device.
+
+    Args:
+        before: the variable's value when the process starts.
+        later: to what the script sets it then.
+
+    Returns:
+        Its line on the GPUs that it saw first, and that on those it saw later.
+    """
+    command = [sys.executable, "-m", "helpers.simgpu", "--gpus", "6"]
+    script = Path(__file__).parent / "which_gpus.py"
+    settings = {"CUDA_VISIBLE_DEVICES": before, "HELPERS_GPUS": "simulated"}
+    done = subprocess.run(
+        [*command, str(script), "A", later],
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    first, *_, last = done.stdout.splitlines()
+    return first.strip(), last.strip()
+
+
+def warned(call: Callable) -> list[str]:
+    """The warnings of a call."""
+    with warnings.catch_warnings(record=True) as records:
+        warnings.simplefilter("always")
+        call()
+    return [f"{record.category.__name__}: {record.message}" for record in records]
+
+
+class Trained(NamedTuple):
+    """What five steps have come to."""
+
+    weight: list[list[float]]
+    loss: float
+
+
+def trained(clip: bool, unscale: bool) -> Trained:
+    """Five steps in float16. Taught in 06-mix-precision."""
+    torch.manual_seed(0)
+    model, scaler = nn.Linear(64, 10).to("cuda"), torch.amp.GradScaler("cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = (part[:256].to("cuda") for part in digits()[:2])
+    for _ in range(5):
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = cross_entropy(model(x).float(), y)
+        scaler.scale(loss).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+        if clip:
+            clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return Trained(model.weight.tolist(), loss.item())
+
+
+def one_step(wrap: Callable, rows: list[slice]):
+    """In a rank: gradients between backward() and step(), and all messages.
+
+    Taught in 13-average-gradients.
+
+    Args:
+        wrap: what is called in place of the model; DDP, for example.
+        rows: of the digits, for each rank.
+    """
+    device = "cuda" if "nccl" in dist.get_backend() else "cpu"
+    torch.manual_seed(0)
+    model = wrap(nn.Linear(64, 10).to(device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = (part[rows[dist.get_rank()]].to(device) for part in digits()[:2])
+    with Messages() as messages:
+        messages.when = "backward()"
+        cross_entropy(model(x), y).backward()
+        between = [p.grad.cpu().clone() for p in model.parameters()]
+        messages.when = "optimizer.step()"
+        optimizer.step()
+    return between, messages.log
+
+
+# what fills the GPU -> layers, and the rows of a batch
+JOBS = {
+    "weights fill the GPU": (
+        [nn.Linear(1024, 2048, False), nn.ReLU(), nn.Linear(2048, 1024, False)],
+        32,
+    ),
+    "activations fill the GPU": (
+        [nn.Linear(32, 32, False) if i % 2 == 0 else nn.ReLU() for i in range(33)],
+        2**15,
+    ),
+}
+
+
+def _take_step(model, optimizer, x, mixed: bool) -> None:
+    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=mixed):
+        loss = model(x).sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def left_of_peak(layers: list[nn.Module], rows: int) -> float:
+    """Which share of float32's peak a step with Adam needs under autocast.
+
+    Taught in 06-mix-precision.
+    """
+    peaks = []
+    for mixed in (False, True):
+        start = torch.cuda.memory_allocated()
+        model = nn.Sequential(*copy.deepcopy(layers)).to("cuda")
+        x = torch.ones(rows, layers[0].in_features, device="cuda")
+        optimizer = torch.optim.Adam(model.parameters())
+        for _ in range(2):  # the first step makes Adam's state
+            torch.cuda.reset_peak_memory_stats()
+            _take_step(model, optimizer, x, mixed)
+        peaks.append(torch.cuda.max_memory_allocated() - start)
+        del model, x, optimizer
+    return peaks[1] / peaks[0]
+
+
+def speedup(n: int) -> float:
+    """How much faster autocast makes a step of three n x n layers with n rows."""
+    seconds = []
+    for mixed in (False, True):
+        layers = [nn.Linear(n, n, False) if i % 2 == 0 else nn.ReLU() for i in range(6)]
+        model, x = nn.Sequential(*layers).to("cuda"), torch.ones(n, n, device="cuda")
+        optimizer = torch.optim.SGD(model.parameters())
+        seconds.append(gpu_seconds(_take_step, model, optimizer, x, mixed))
+    return seconds[0] / seconds[1]
+
+
+def _mib(number: int) -> torch.Tensor:
+    return torch.empty(number * 2**18, device="cuda")
+
+
+def grows(between: Callable) -> None:
+    """A tensor of 384 MiB goes, and one of 448 comes. Taught in 03-count-memory."""
+    _mib(384)
+    between()
+    _mib(448)
+
+
+def changes(between: Callable) -> None:
+    """Four long batches, sixteen short ones, half of them go, and a long one again."""
+    long = [_mib(112) for _ in range(4)]
+    del long
+    between()
+    short = [_mib(28) for _ in range(16)][1::2]
+    _mib(112)
+    del short
+
+
+PROGRAMS = {
+    "one large tensor follows another": grows,
+    "small tensors come between large ones": changes,
+}
+
+
+def fits(program: Callable) -> list[bool]:
+    """Whether the program fits on the GPU: as it is, and with `empty_cache()` in it."""
+    found = []
+    for between in (lambda: None, torch.cuda.empty_cache):
+        torch.cuda.empty_cache()
+        found.append(tried(lambda between=between: program(between)) is None)
+    return found
+
+
+def faster(task: Callable, a: torch.Tensor, stays: bool) -> float:
+    """How many times as fast as one thread of the CPU a GPU is at `task(a, a)`.
+
+    Taught in 05-time-it-right.
+
+    Args:
+        task: of two tensors.
+        a: on the CPU.
+        stays: on the GPU; otherwise copies there and back count.
+    """
+    timer = Timer("task(a, a)", globals={"task": task, "a": a}, num_threads=1)
+    simulated = simgpu.count()
+    simgpu.stop()  # it would slow the CPU down
+    seconds = min(timer.blocked_autorange(min_run_time=0.1).times)
+    if simulated:
+        simgpu.start(simulated)
+    if stays:
+        there = a.to("cuda")
+        return seconds / gpu_seconds(task, there, there)
+    return seconds / gpu_seconds(lambda: task(a.to("cuda"), a.to("cuda")).cpu())
+
+
+def pin_and_copy(t: torch.Tensor) -> torch.Tensor:
+    """To the GPU, by way of pinned memory."""
+    return t.pin_memory().to("cuda", non_blocking=True)
+
+
+def show_races() -> None:
+    """From now on a simulated read returns what the memory holds, and never raises."""
+    if simgpu.count():
+        simgpu.stop()
+        simgpu.start(1, "T4", races="show")
+
+
+def total(wait: bool) -> float:
+    """The sum of a thousand threes, read on another stream than written.
+
+    On real GPUs the old stream sleeps before it writes. Taught in 04-overlap-with-
+    streams.
+    """
+    side, old = torch.cuda.Stream(), torch.cuda.current_stream()
+    x, w = torch.ones(1000, device="cuda"), torch.ones(512, 512, device="cuda")
+    torch.cuda.synchronize()  # x holds ones
+    if simgpu.count():
+        torch.mm(w, w)
+    else:
+        torch.cuda._sleep(10**8)
+    x *= 3
+    if wait:
+        side.wait_stream(old)
+    with torch.cuda.stream(side):
+        result = x.sum()
+    side.synchronize()
+    return result.item()
+
+
+def gpipe(stage: int, stages: int, parts: int) -> list[tuple[str, int]]:
+    """All forward, then all backward. Taught in 11-split-the-model."""
+    return [(kind, m) for kind in "FB" for m in range(parts)]
+
+
+def one_f_one_b(stage: int, stages: int, parts: int) -> list[tuple[str, int]]:
+    """Forward and backward in turns, as soon as possible; 11-split-the-model."""
+    ahead = min(stages - stage, parts)
+    order = [("F", m) for m in range(ahead)]
+    for m in range(parts):
+        order.append(("B", m))
+        if ahead + m < parts:
+            order.append(("F", ahead + m))
+    return order
+
+
+def bubble(order: Callable, stages: int, parts: int) -> tuple[float, int]:
+    """The idle share of all stages, and how many parts the first one keeps at most.
+
+    Each stage waits for its neighbours; backward takes twice as long as forward.
+    """
+    from helpers import explore  # here, because ranks need not load it
+
+    orders = [order(stage, stages, parts) for stage in range(stages)]
+    rows = explore.pipeline_times(orders, [1] * stages)
+    idle = 1 - 3 * parts / max(row[-1][3] for row in rows)
+    return idle, explore.most_held(rows[0])
+
+
+def steps(order: Callable, stages: int, parts: int) -> int:
+    """Steps until all is done, if forward and backward take one step each."""
+    todo = [order(stage, stages, parts) for stage in range(stages)]
+    done: set[tuple[str, int, int]] = set()
+    count = 0
+    while any(todo):
+        now = []
+        for stage, tasks in enumerate(todo):
+            if tasks:
+                kind, part = tasks[0]
+                before = stage - 1 if kind == "F" else stage + 1
+                if not 0 <= before < stages or (kind, before, part) in done:
+                    now.append((kind, stage, part))
+        for _, stage, _ in now:
+            todo[stage].pop(0)
+        done.update(now)
+        count += 1
+    return count
