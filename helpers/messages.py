@@ -101,22 +101,10 @@ class Messages(TorchDispatchMode):
             return (
                 NotImplemented  # its own code comes first, and makes calls we can see
             )
-        if op.namespace == "c10d":
-            name, place = _OPERATIONS.get(_name_of(op), ("", 0))
-            if name:
-                size = 2 if name == "send" else _group_in(args).size()
-                self._note(name, args[place], size)
-        elif op.namespace == "_c10d_functional":
-            for prefix, name in _FUNCTIONAL.items():
-                if _name_of(op).startswith(prefix):
-                    self._note(name, args[0], _size_of_named(name, args, kwargs))
+        message = message_of(op, args, kwargs)
+        if message is not None:
+            self.log.append(message._replace(when=self.when))
         return op(*args, **(kwargs or {}))
-
-    def _note(self, name: str, given, ranks: int) -> None:
-        tensors = [x for x in tree_leaves(given) if isinstance(x, torch.Tensor)]
-        nbytes = sum(map(_bytes_in, tensors))
-        dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
-        self.log.append(Message(self.when, name, nbytes, ranks, dtype))
 
     def total(self) -> int:
         """Bytes that the rank has handed over in all."""
@@ -135,6 +123,36 @@ class Messages(TorchDispatchMode):
         return table
 
 
+def message_of(op, args, kwargs=None) -> Message | None:
+    """What a rank hands over in a call of `c10d` or `_c10d_functional`.
+
+    Args:
+        op: the operation, as a dispatch mode sees it.
+        args: its arguments.
+        kwargs: the same, by their names.
+
+    Returns:
+        None for any other operation, and where nothing is handed over.
+    """
+    if op.namespace == "c10d":
+        name, place = _OPERATIONS.get(_name_of(op), ("", 0))
+        if name:
+            size = 2 if name == "send" else group_in(args).size()
+            return _message(name, args[place], size)
+    elif op.namespace == "_c10d_functional":
+        for prefix, name in _FUNCTIONAL.items():
+            if _name_of(op).startswith(prefix):
+                return _message(name, args[0], _size_of_named(name, args, kwargs))
+    return None
+
+
+def _message(name: str, given, ranks: int) -> Message:
+    tensors = [x for x in tree_leaves(given) if isinstance(x, torch.Tensor)]
+    nbytes = sum(map(_bytes_in, tensors))
+    dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
+    return Message("", name, nbytes, ranks, dtype)
+
+
 def _bytes_in(tensor: torch.Tensor) -> int:
     if tensor.is_sparse:
         return tensor._indices().nbytes + tensor._values().nbytes
@@ -150,8 +168,12 @@ def _name_of(op) -> str:
     return op._schema.name.partition("::")[2]
 
 
-def _group_in(args) -> dist.ProcessGroup:
-    """The process group among an operation's arguments."""
+def group_in(args) -> dist.ProcessGroup:
+    """The process group among the arguments of an operation of c10d.
+
+    Raises:
+        RuntimeError: if there is none.
+    """
     for value in args:
         if isinstance(value, torch.ScriptObject):
             try:

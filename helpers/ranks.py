@@ -50,6 +50,7 @@ GRACE = 3.0  # seconds that the other ranks may go on after one has failed
 COLLECTIVE = 20.0  # seconds before a collective gives up
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 _DOUBTFUL = (*_LOST, "imeout", "imed out", "pair closure", "monitoredBarrier")
+LOOPBACK = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)  # the network card's name
 SHOWN = 10**7  # bytes of each rank's output that a call shows
 _FORKS = sys.platform == "linux"  # elsewhere each rank is a new Python process
 
@@ -223,9 +224,8 @@ class _Process:
         }  # fmt: skip
         # what C++ logs has times and addresses; errors arrive as errors anyway
         environment.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-        loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
-        if loopback:
-            environment["GLOO_SOCKET_IFNAME"] = loopback
+        if LOOPBACK:
+            environment["GLOO_SOCKET_IFNAME"] = LOOPBACK
         root = str(Path(__file__).resolve().parents[1])  # this very package
         with open(f"{setting['folder']}/start.err", "ab") as errors:
             self.popen = subprocess.Popen(

@@ -24,9 +24,11 @@ from torch.utils import _python_dispatch
 from helpers.simgpu import (
     autocast,
     cuda_api,
+    distributed,
     parallel,
     placement,
     streams,
+    sync_batch_norm,  # noqa: F401 - adds its operations
     tensor_api,
 )
 from helpers.simgpu.cards import Card, find_card, parse_memory
@@ -140,6 +142,16 @@ class Simulator:
             numbers = [self.thread.streams.get(gpu.index, 0) for gpu in ends]
             self.clock.copy(source, target, nbytes, numbers)
 
+    @contextlib.contextmanager
+    def in_this_thread(self):
+        """Modes are per thread: enter them, unless this thread has."""
+        stack = _python_dispatch._get_current_dispatch_mode_stack()
+        if any(isinstance(mode, Placement) for mode in stack):
+            yield
+        else:
+            with Functions(self, self.handlers), Placement(self):
+                yield
+
     # -- on and off ------------------------------------------------------------------
 
     def table(self) -> list[tuple[object, str, object]]:
@@ -149,6 +161,7 @@ class Simulator:
             *cuda_api.replacements(self),
             *streams.replacements(),
             *parallel.replacements(),
+            *distributed.replacements(),
             *autocast.replacements(),
             (threading.Thread, "_bootstrap_inner", _in_every_thread),
             (_WorkItem, "run", _in_every_pool),
@@ -162,6 +175,7 @@ class Simulator:
             if isinstance(owner, ModuleType) and isinstance(new, FunctionType):
                 new = _while_running(new, old)
             setattr(owner, name, new)
+            _share_name_in_torchscript(old, new)
         for mode in self.modes:
             mode.__enter__()
         autocast.start()
@@ -181,6 +195,7 @@ class Simulator:
         autocast.stop()
         while self.undo:
             owner, name, old = self.undo.pop()
+            _builtins.pop(id(vars(owner)[name]), None)
             if old is _ABSENT:
                 delattr(owner, name)
             else:
@@ -190,6 +205,15 @@ class Simulator:
 
 
 _ABSENT = object()
+_builtins = (
+    torch.jit._builtins._get_builtin_table()
+)  # id of a function -> its operation
+
+
+def _share_name_in_torchscript(old, new) -> None:
+    """TorchScript, which has code of its own for `old`, has the same for `new`."""
+    if id(old) in _builtins and new is not old:
+        _builtins[id(new)] = _builtins[id(old)]
 
 
 def _while_running(new, old):
@@ -207,7 +231,6 @@ def _while_running(new, old):
 
 _raw_bootstrap_inner = threading.Thread._bootstrap_inner
 _raw_run_in_pool = _WorkItem.run
-_modes_of = threading.local()  # .this_thread: it entered the modes when it began
 
 
 def _take_out(mode, length, pop, push) -> None:
@@ -228,7 +251,6 @@ def _in_every_thread(thread) -> None:
     if sim is None:
         return _raw_bootstrap_inner(thread)
     with Functions(sim, sim.handlers), Placement(sim), parallel.time_of(thread, sim):
-        _modes_of.this_thread = True
         return _raw_bootstrap_inner(thread)
 
 
@@ -237,11 +259,7 @@ def _in_every_pool(item, *args) -> None:
     sim = placement.running
     if sim is None:
         return _raw_run_in_pool(item, *args)
-    with contextlib.ExitStack() as stack:
-        if not getattr(_modes_of, "this_thread", False):
-            stack.enter_context(Functions(sim, sim.handlers))
-            stack.enter_context(Placement(sim))
-        stack.enter_context(parallel.time_of_item(item, sim))
+    with sim.in_this_thread(), parallel.time_of_item(item, sim):
         return _raw_run_in_pool(item, *args)
 
 

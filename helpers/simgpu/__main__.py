@@ -2,10 +2,14 @@
 
     python -m helpers.simgpu --gpus 4 [--card T4] [--memory 512MB] script.py [args]
     python -m helpers.simgpu --gpus 4 -m package.module [args]
+    torchrun --nproc-per-node=4 -m helpers.simgpu script.py [args]
 
+Under torchrun each rank has as many simulated GPUs as there are ranks on its node, and
+gloo answers where the script asks for NCCL (`distributed.py`).
 CUDA_VISIBLE_DEVICES hides GPUs, as it does from a new process on a real machine. With
-HELPERS_GPUS=real the script runs on the machine's own GPUs instead. Left out: processes
-that the script spawns see no simulated GPUs.
+HELPERS_GPUS=real the script runs on the machine's own GPUs instead. Processes that the
+script spawns (`torch.multiprocessing.spawn`) have the same GPUs. Left out: processes
+that it starts as commands of their own.
 """
 
 import argparse
@@ -16,7 +20,11 @@ import sys
 import torch
 
 from helpers import gpus, simgpu
+from helpers.simgpu import distributed
 from helpers.simgpu.cards import CARDS
+
+# frames between the interpreter and the program: our own and runpy's
+_MACHINERY = {__file__, runpy.run_path.__code__.co_filename}
 
 
 def options(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -27,7 +35,15 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
         usage="%(prog)s --gpus N [--card CARD] [--memory SIZE] "
         "(SCRIPT | -m MODULE) [ARGUMENT ...]",
     )
-    parser.add_argument("--gpus", type=int, required=True, metavar="N")
+    here = os.environ.get("LOCAL_WORLD_SIZE")
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        required=here is None,
+        default=here,
+        metavar="N",
+        help="under torchrun, as many as there are ranks on this node",
+    )
     parser.add_argument("--card", default="A100", help=", ".join(CARDS))
     parser.add_argument("--memory", metavar="SIZE", help='of each card: "512MB"')
     parser.add_argument("-m", dest="module", action="store_true", help="as in python")
@@ -65,15 +81,48 @@ def main() -> None:
                     "GPUs; set HELPERS_GPUS=simulated"
                 )
         else:
-            simgpu.start(found.gpus, found.card, found.memory, honour_visible=True)
+            request = {
+                "number": found.gpus,
+                "card": found.card,
+                "memory": found.memory,
+                "honour_visible": True,
+            }
+            simgpu.start(**request)
+            distributed.program_gpus = request
     except ValueError as error:
         sys.exit(str(error))
     sys.argv = [found.program, *found.arguments]
+    try:
+        become(found)
+    except BaseException:
+        if not distributed.made:
+            raise
+        distributed.leave(status_of(sys.exc_info()))
+    if distributed.made:
+        distributed.leave(0)
+
+
+def become(found: argparse.Namespace) -> None:
+    """Run the program in this process, as `python` would."""
     if found.module:
         runpy.run_module(found.program, run_name="__main__", alter_sys=True)
     else:  # python puts the script's folder first, where -m has put the current one
         sys.path[0] = os.path.dirname(os.path.abspath(found.program))
         runpy.run_path(found.program, run_name="__main__")
+
+
+def status_of(raised: tuple) -> int:
+    """Say why the program ended, as `python` does, and with which exit status."""
+    kind, error, trace = raised
+    if not issubclass(kind, SystemExit):
+        while trace.tb_next and trace.tb_frame.f_code.co_filename in _MACHINERY:
+            trace = trace.tb_next  # the program's own part is left
+        sys.excepthook(kind, error.with_traceback(trace), trace)
+        return 130 if issubclass(kind, KeyboardInterrupt) else 1
+    if error.code is None or isinstance(error.code, int):
+        return error.code or 0
+    print(error.code, file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

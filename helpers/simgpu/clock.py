@@ -204,6 +204,20 @@ class Clock:
         numbers = _numbers(name, outputs or list(tensors)) if flops else "float32"
         seconds = kernel_seconds(gpu.card, flops, nbytes, numbers)
         share = min(1.0, max(elements / FILLS, 1) / gpu.card.multi_processors)
+        self._launch(gpu, stream, name, seconds, share, nbytes, flops)
+
+    def collective(self, gpu, stream: int, name: str, nbytes: int, sent: int) -> None:
+        """Log what a rank does in a collective: it sends, and takes in as much.
+
+        Args:
+            nbytes: that the rank hands over.
+            sent: bytes that leave its GPU in all.
+        """
+        seconds = COPY_LATENCY + sent / copy_bandwidth(gpu, gpu, pinned=True)
+        share = 1 / gpu.card.multi_processors  # it leaves room for other kernels
+        self._launch(gpu, stream, name, seconds, share, nbytes, 0)
+
+    def _launch(self, gpu, stream, name, seconds, share, nbytes, flops) -> None:
         key = (gpu.index, stream)
         with self.lock:
             launched = self.host

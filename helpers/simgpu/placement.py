@@ -254,11 +254,12 @@ class _Op:
         # the host must read how large the result is before it can go on
         by_mask = self.name == "index"  # only if a mask is among its indices
         self.sizes = torch.Tag.dynamic_output_shape in func.tags and not by_mask
-        self.run = _SPECIAL.get(self.name)
+        self.run = special.get(self.name)
         if self.run is None and _is_composite(func):
             self.run = Placement._decompose
         if _has_python_kernel(func):
             self.run = Placement._run_python_kernel
+        self.run = of_namespace.get(func.namespace, self.run)
 
     def accesses(self, args, kwargs) -> tuple[list, list]:
         """What it reads and what it writes: (argument, tensor, block)."""
@@ -302,13 +303,14 @@ _SILENT = {
 }  # fmt: skip
 # they read of their first tensor only what they return
 _GATHERS = {"embedding", "index", "index_select", "gather", "take", "_unsafe_index"}
-_SPECIAL = {}  # operation name -> method of Placement that runs it
+special = {}  # operation name -> method of Placement, or a function, that runs it
+of_namespace = {}  # namespace of operations -> a function that runs them
 _OPS: dict = {}
 
 
 def _special(*names):
     def register(method):
-        _SPECIAL.update(dict.fromkeys(names, method))
+        special.update(dict.fromkeys(names, method))
         return method
 
     return register
@@ -336,6 +338,7 @@ class _PerThread(threading.local):
     asked_for_host = False  # this very factory call says device="cpu"
     streams: dict[int, int]  # GPU -> number of the current stream, if not 0
     born = None  # the C++ call in which a C++-born tensor was last made
+    born_on = None  # the GPU on which C++-born tensors are, where that is known
 
     def __init__(self):  # in each thread that looks
         self.streams = {}
@@ -529,7 +532,7 @@ class Placement(TorchDispatchMode):
             # nothing asked for, or C++ repeats the device that it sees: the input's
             gpu = self._meet(func, args, tensors)
         else:
-            gpu = None
+            gpu = None if self.sim.thread.asked_for_host else self.sim.thread.born_on
         pin = kwargs.get("pin_memory")
         if gpu is not None or pin:
             kwargs = {**kwargs, "device": _HOST, "pin_memory": False}
@@ -860,7 +863,7 @@ def _is_parallel(value, model) -> bool:
 
 for _name in dir(aten):
     if _name.startswith(("_foreach_", "_fused_")):
-        _SPECIAL[_name] = _Foreach()
+        special[_name] = _Foreach()
 
 
 # -- PyTorch's words -------------------------------------------------------------------

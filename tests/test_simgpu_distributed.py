@@ -1,0 +1,263 @@
+"""Ranks with simulated GPUs: NCCL's rules, DDP, what spawned processes see."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from helpers import simgpu
+from helpers.simgpu import NotSimulated, placement
+from helpers.simgpu.clock import COPY_LATENCY, LAUNCH, OF_PEAK_BYTES
+
+SCRIPTS = Path(__file__).parent / "scripts"
+SAID = "simulated GPUs in {} processes: gloo answers for NCCL"
+
+
+@pytest.fixture
+def gpus():
+    simgpu.start(2)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    simgpu.stop()
+
+
+@pytest.fixture
+def group(gpus):
+    """A process group of one rank, in this process."""
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def run(command: list, tmp_path, status: int = 0) -> subprocess.CompletedProcess:
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=tmp_path,
+        env=os.environ | {"HELPERS_GPUS": "simulated", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == status, done.stderr
+    return done
+
+
+def torchrun(ranks: int, script, *arguments, tmp_path, **options):
+    launch = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+    return run(
+        [*launch, "-m", "helpers.simgpu", script, *arguments], tmp_path, **options
+    )
+
+
+def simulated(script, *arguments, tmp_path, **options):
+    command = ["-m", "helpers.simgpu", "--gpus", 2, script, *arguments]
+    return run(command, tmp_path, **options)
+
+
+# -- groups ----------------------------------------------------------------------------
+
+
+def test_a_group_says_nccl_and_that_gloo_answers(gpus, capfd):
+    assert dist.is_nccl_available() and torch.cuda.nccl.version() > (2, 10)
+    where = torch.device("cuda", 1)
+    options = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("nccl", device_id=where, **options)
+    assert dist.get_backend() == "nccl"
+    assert dist.get_backend(dist.new_group([0])) == "nccl"
+    dist.barrier(device_ids=[1])
+    dist.barrier()
+
+
+def test_a_group_for_both_takes_both(gpus):
+    options = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("cpu:gloo,cuda:nccl", **options)
+    for device in ("cpu", "cuda:1"):
+        t = torch.ones(2, device=device)
+        dist.all_reduce(t)
+        assert t.device == torch.device(device)
+
+
+def test_gloo_stays_gloo(gpus, capfd):
+    options = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("gloo", **options)
+    assert dist.get_backend() == "gloo"
+    dist.all_reduce(torch.ones(2))
+    assert "gloo answers" not in capfd.readouterr().err
+
+
+def test_nccl_takes_no_host_tensors(group):
+    with pytest.raises(RuntimeError, match="No backend type associated with .* cpu"):
+        dist.all_reduce(torch.ones(2))
+
+
+def test_nccl_takes_tensors_of_one_gpu(group):
+    pair = [torch.ones(2, device="cuda:0"), torch.ones(2, device="cuda:1")]
+    with pytest.raises(ValueError, match="multiple devices"):
+        dist.all_gather([pair[0]], pair[1])
+
+
+def test_options_of_nccl_are_refused(gpus):
+    options = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    with pytest.raises(NotSimulated, match="pg_options"):
+        dist.init_process_group("nccl", pg_options=object(), **options)
+
+
+def test_a_mesh_of_gpus_is_refused_and_ends_no_process(group):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    with pytest.raises(NotSimulated, match="DeviceMesh"):
+        init_device_mesh("cuda", (1,))
+    with pytest.raises(NotSimulated, match="DeviceMesh"):
+        fully_shard(nn.Linear(2, 2).cuda())
+
+
+def test_all_is_as_before_after_stop():
+    before = dist.is_nccl_available(), DDP.__init__, torch._C.Future.then
+    simgpu.start(2)
+    assert DDP.__init__ is not before[1]
+    simgpu.stop()
+    assert (dist.is_nccl_available(), DDP.__init__, torch._C.Future.then) == before
+
+
+# -- collectives -----------------------------------------------------------------------
+
+
+def test_results_and_objects_stay_on_the_gpu(group):
+    torch.cuda.set_device(1)
+    mine = torch.arange(3.0, device="cuda")
+    others = [torch.empty(3, device="cuda")]
+    dist.all_gather(others, mine)
+    assert others[0].device == mine.device and others[0].tolist() == [0, 1, 2]
+    things = [None]
+    dist.all_gather_object(things, {"a": 1})
+    assert things == [{"a": 1}]
+
+
+def test_a_collective_takes_the_time_of_a_ring(gpus):
+    """What a rank of eight sends: 7/4 of its bytes."""
+    sim = placement.current()
+    gpu = sim.gpus[0]
+    sim.clock.clear()
+    sim.clock.collective(gpu, 0, "all_reduce", nbytes=4 * 10**9, sent=7 * 10**9)
+    (event,) = simgpu.timeline().events
+    link = gpu.card.nvlink_bandwidth * OF_PEAK_BYTES
+    assert event.end - event.start == pytest.approx(COPY_LATENCY + 7e9 / link)
+    assert (event.name, event.nbytes, event.start) == ("all_reduce", 4 * 10**9, LAUNCH)
+
+
+def test_a_collective_is_on_the_timeline(group):
+    t = torch.ones(1000, device="cuda:1")
+    simgpu.timeline().clear()
+    dist.all_reduce(t)
+    (event,) = simgpu.timeline().events
+    assert (event.name, event.device, event.nbytes) == ("all_reduce", "cuda:1", 4000)
+
+
+# -- DDP -------------------------------------------------------------------------------
+
+
+def test_buckets_take_as_much_as_the_gradients(group):
+    model = nn.Linear(512, 512, bias=False).to("cuda:1")  # 1 MiB
+    before = torch.cuda.memory_allocated("cuda:1")
+    ddp = DDP(model, device_ids=[1])
+    assert torch.cuda.memory_allocated("cuda:1") - before == 2**20
+    ddp(torch.ones(4, 512)).sum().backward()  # DDP moves its input
+    assert model.weight.grad.device == torch.device("cuda:1")
+    assert torch.cuda.memory_allocated("cuda:0") == 0
+
+
+def test_ddp_with_views_of_its_buckets_has_no_second_copy(group):
+    model = nn.Linear(512, 512, bias=False).to("cuda:0")
+    ddp = DDP(model, device_ids=[0], gradient_as_bucket_view=True)
+    ddp(torch.ones(4, 512)).sum().backward()
+    ddp.zero_grad(set_to_none=False)
+    assert torch.cuda.memory_allocated("cuda:0") == 2 * 2**20  # weights, buckets
+
+
+# -- processes -------------------------------------------------------------------------
+
+
+def test_options_and_hooks_of_ddp_agree_with_one_model(tmp_path):
+    done = torchrun(2, SCRIPTS / "ddp_options.py", tmp_path=tmp_path)
+    *lines, last = done.stdout.splitlines()
+    lines.remove("float16 hook: near")
+    lines.remove("PowerSGD, ZeRO: loss falls")
+    assert len(lines) == 6 and last == "no_sync: equal on cuda:0"
+    assert all(line.endswith(": equal on cuda:0") for line in lines), lines
+    assert done.stderr.count(SAID.format(2)) == 1
+
+
+def test_a_trainer_learns_the_same_in_one_process_and_in_ranks(tmp_path):
+    """The second half, from a snapshot, in other processes than the first."""
+    trainer = SCRIPTS / "trainer.py"
+    whole = simulated(trainer, "--amp", "--epochs", 2, tmp_path=tmp_path).stdout
+    spawn = ("--amp", "--way", "spawn", "--epochs", 1)
+    first = simulated(trainer, *spawn, tmp_path=tmp_path)
+    assert first.stderr.count(SAID.format(2)) == 1
+    resume = ("--amp", "--way", "ddp", "--resume", "--epochs", 2)
+    rest = torchrun(2, trainer, *resume, tmp_path=tmp_path)
+    expected, found = losses_in(whole), losses_in(first.stdout + rest.stdout)
+    assert len(expected) == 2
+    assert found == pytest.approx(expected, abs=2e-3)  # float16, added in another order
+
+
+def losses_in(printed: str) -> list[float]:
+    return [float(line.split()[-1]) for line in printed.splitlines()]
+
+
+FAILS = """
+import sys
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def run(rank, ranks, file):
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=file, rank=rank, world_size=ranks)
+    t = torch.ones(1, device="cuda")
+    dist.all_reduce(t)
+    print(t.item(), t.device, flush=True)
+    if rank == 1:
+        raise ValueError("rank 1 has had enough")
+
+
+if __name__ == "__main__":
+    mp.spawn(run, args=(2, "file://" + sys.argv[1]), nprocs=2)
+"""
+
+
+def test_a_spawned_rank_that_fails_is_named(tmp_path):
+    script = tmp_path / "fails.py"
+    script.write_text(FAILS, encoding="utf-8")
+    done = simulated(script, tmp_path / "store", tmp_path=tmp_path, status=1)
+    assert "ValueError: rank 1 has had enough" in done.stderr
+    assert "2.0 cuda:1" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "shown"),
+    [("raise ValueError('enough')", 1, "[rank0]: ValueError: enough"),
+     ("sys.exit(7)", 7, ""), ("sys.exit('enough')", 1, "enough")],
+)  # fmt: skip
+def test_a_rank_ends_as_python_would_end_it(tmp_path, end, status, shown):
+    script = tmp_path / "ends.py"
+    script.write_text(
+        "import sys, torch.distributed as dist\n"
+        f"where = 'file://{tmp_path}/store'\n"
+        "dist.init_process_group('nccl', where, rank=0, world_size=1)\n"
+        f"print('said')\n{end}\n",
+        encoding="utf-8",
+    )
+    done = simulated(script, tmp_path=tmp_path, status=status)
+    said, *error = done.stderr.splitlines()
+    assert (said, done.stdout) == (SAID.format(1), "said\n")
+    assert error[-1:] == ([shown] if shown else [])
+    lines = [line for line in error if ", line " in line]
+    assert all("ends.py" in line for line in lines), error  # the learner's own lines
