@@ -419,6 +419,7 @@ def closes_with_links(nb: NotebookNode, path: Path) -> list[str]:
     wanted = {
         "previous": lessons[here - 1],
         "index": "../README.md",
+        "glossary": "glossary.md",
         "next": lessons[here + 1],
     }
     last = nb.cells[-1].source if nb.cells else ""

@@ -68,7 +68,7 @@ OPENING = f"""# Place a tensor on Adam's GPUs
 AHEAD = "**What you'll do** a. **What you’ll learn:** b. **What you'll need** c."
 CLOSING = (
     "[← previous: begin](00-begin-here.ipynb) · [index](../README.md) · "
-    "[next: copy →](02-copy-a-tensor.ipynb)"
+    "[glossary](glossary.md) · [next: copy →](02-copy-a-tensor.ipynb)"
 )
 PIXEL = base64.b64encode(b"png").decode()
 SVG = "<svg xmlns='http://www.w3.org/2000/svg'><title>two devices</title></svg>"
@@ -137,7 +137,8 @@ def write(folder, cells, change=lambda nb: None):
         if cell.cell_type == "code":
             cell.execution_count = next(numbers)
     change(nb)
-    for name in ("00-begin-here.ipynb", "02-copy-a-tensor.ipynb", "two.svg"):
+    others = ("00-begin-here.ipynb", "02-copy-a-tensor.ipynb")
+    for name in (*others, "two.svg", "glossary.md"):
         (notebooks / name).touch()
     (folder / "README.md").touch()
     path = notebooks / NAME
@@ -363,7 +364,7 @@ def test_first_and_last_lesson(tmp_path):
     for other in ("00-begin-here.ipynb", "02-copy-a-tensor.ipynb"):
         (path.parent / other).unlink()
         assert hygiene.closes_with_links(nb, path)
-    nb.cells[-1].source = "[index](../README.md)"
+    nb.cells[-1].source = "[index](../README.md) · [glossary](glossary.md)"
     assert hygiene.closes_with_links(nb, path) == []
 
 
