@@ -126,3 +126,14 @@ def test_real_gpus_are_not_simulated(tmp_path):
     process = run(tmp_path, WHO, gpus=63, HELPERS_GPUS="real")
     assert process.returncode == 1
     assert "of 63 GPUs" in process.stderr
+
+
+def test_marks_for_a_profiler_do_no_harm(tmp_path):
+    script = """
+        import torch
+        with torch.cuda.nvtx.range("step"):
+            print(torch.cuda.nvtx.range_push("inside"), torch.cuda.nvtx.range_pop())
+            torch.cuda.nvtx.mark("here")
+        torch.cuda.nvtx.range_end(torch.cuda.nvtx.range_start("free"))
+    """
+    assert words(run(tmp_path, script)) == ["1", "1"]

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.accelerator.memory
 import torch.cuda.nccl
+import torch.cuda.nvtx
 import torch.utils.dlpack
 from torch.cuda._utils import _get_device_index
 
@@ -446,6 +447,31 @@ _ACCELERATOR = {
 _ACCELERATOR_KEPT = {"current_stream", "set_stream", *_MEMORY_CALLS}
 
 
+class _Nvtx:
+    """Marks for a profiler that nobody runs; ranges are counted all the same."""
+
+    def __init__(self):
+        self.depth = self.started = 0
+
+    def rangePushA(self, message: str) -> int:
+        self.depth += 1
+        return self.depth - 1
+
+    def rangePop(self) -> int:
+        self.depth -= 1
+        return self.depth
+
+    def rangeStartA(self, message: str) -> int:
+        self.started += 1
+        return self.started
+
+    def rangeEnd(self, number: int) -> None:
+        pass
+
+    def markA(self, message: str) -> None:
+        pass
+
+
 def replacements(sim) -> list[tuple[object, str, object]]:
     """(owner, attribute, new value) for everything in this file."""
     random = ("manual_seed", "manual_seed_all", "seed", "seed_all", "initial_seed",
@@ -469,6 +495,7 @@ def replacements(sim) -> list[tuple[object, str, object]]:
         *_refused(),
         (torch.cuda, "default_generators", sim.generators),
         (torch.cuda, "_initialized", True),  # checkpoints ask, to keep random states
+        (torch.cuda.nvtx, "_nvtx", _Nvtx()),
         (torch, "Generator", Generator),
         (torch.backends.cuda, "is_built", lambda: True),
         (torch.backends.cudnn, "is_acceptable", lambda tensor: False),

@@ -7,8 +7,8 @@ Every rank is a process with simulated GPUs of its own. gloo carries the values,
 Models: that NCCL takes tensors on GPUs only, and refuses two ranks on one GPU; the
 time of a collective, as that of a ring over the cards' links, on the current stream.
 Leaves out: waiting for a rank that is late (each rank has a clock of its own), that
-NCCL has a stream of its own beside the computing, links between machines, the memory
-of NCCL's buffers, and `ProcessGroupNCCL` with its options.
+NCCL has a stream of its own beside the computing (and so races with it), links between
+machines, the memory of NCCL's buffers, and `ProcessGroupNCCL` with its options.
 `replacements()` is this file's part of the table that `start()` applies.
 """
 
