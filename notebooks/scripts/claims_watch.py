@@ -7,6 +7,7 @@ The verdicts in CLAIMS are what the cells of the lesson compute; each cell asser
 The programs below the table are those of earlier lessons, shortened.
 """
 
+import contextlib
 import copy
 import os
 import re
@@ -14,7 +15,8 @@ import subprocess
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import NamedTuple
@@ -48,40 +50,41 @@ CLAIMS = {
         "10",
     ),
     2: Claim(
-        "`torch.get_device(t)` is where the next tensor should go",
-        "true when t is on a GPU",
-        "`t.device`",
-        "02",
-    ),
-    3: Claim(
-        "`torch.tensor(a.shape).to(dev)` makes one like `a`",
-        "false",
-        "`a.new_zeros(a.shape)`, `torch.zeros_like(a)`",
-        "02",
-    ),
-    4: Claim(
-        "`torch.randn(2, 4)` is on the device of `ones`",
-        "true when ones is on the CPU, or its device is the default one",
-        "`torch.randn(2, 4, device=ones.device)`",
-        "02",
-    ),
-    5: Claim(
         "`torch.Tensor([1., 2.], device=cuda1)`",
         "false",
         "`torch.tensor([1.0, 2.0], device=cuda1)`",
         "02",
     ),
+    3: Claim(
+        "`torch.get_device(t)` is where the next tensor should go",
+        "true when t is on a GPU",
+        "`t.device`",
+        "02",
+    ),
+    4: Claim(
+        "`torch.tensor(a.shape).to(dev)` makes one like `a`",
+        "false",
+        "`torch.zeros_like(a)`",
+        "02",
+    ),
+    5: Claim(
+        "`torch.randn(2, 4)` is on the device of `ones`",
+        "true when ones and the default are the CPU, "
+        "or ones and the default are one GPU",
+        "`torch.randn(2, 4, device=ones.device)`",
+        "02",
+    ),
     6: Claim(
+        "`CUDA_VISIBLE_DEVICES`, set in the script, chooses the GPUs",
+        "true when it comes before the first use of CUDA",
+        "`CUDA_VISIBLE_DEVICES=2,3,4 python train.py`",
+        "01",
+    ),
+    7: Claim(
         "PyTorch's `model_parallel` class splits a model",
         "false",
         "a module of your own: `.to` for each part, and for `x` in `forward`",
         "11",
-    ),
-    7: Claim(
-        "`CUDA_VISIBLE_DEVICES`, set in the script, chooses the GPUs",
-        "true when it comes before the first use of CUDA",
-        "`CUDA_VISIBLE_DEVICES=0,1 python train.py`",
-        "01",
     ),
     8: Claim(
         "mixed precision is `torch.cuda.amp`",
@@ -103,44 +106,44 @@ CLAIMS = {
     ),
     11: Claim(
         "mixed precision halves the memory",
-        "true when activations fill the GPU",
-        "it halves activations between products; count the rest first",
+        "true when activations between products fill the GPU",
+        "count weights, gradients, the optimizer's state and what norms give first",
         "06",
     ),
     12: Claim(
         "`torch.cuda.empty_cache()` gives you more memory",
-        "true when small tensors come between large ones",
+        "true when small tensors stay scattered",
         "PyTorch empties it by itself before it gives up",
         "03",
     ),
     13: Claim(
         "mixed precision is 20 to 30 % faster",
         "true when layers are 488 x 488",
-        "slower if launches bind the step, many times faster if products do",
+        "slower where launches take the time, many times faster where products do",
         "06",
     ),
     14: Claim(
-        "the GPU is 10 to 50 times faster than the CPU",
-        "true when 2048 x 2048 products stay on the GPU",
-        "say the operation, its size, and whether copies count",
+        "a GPU is at least 10 times as fast as a CPU",
+        "true when 2048 x 2048 random numbers are made there",
+        "say the operation, its size, the CPU's threads, and whether copies count",
         "05",
     ),
     15: Claim(
         "1F1B has a smaller bubble than GPipe",
-        "false",
-        "the same bubble, (K - 1) / (M + K - 1), and fewer parts kept",
+        "true when the first stage is slower",
+        "with equal stages the same, (K - 1) / (M + K - 1); fewer parts kept",
         "11",
     ),
     16: Claim(
-        "`t.pin_memory().to(dev, non_blocking=True)` beats `t.to(dev)`",
-        "true when t is pinned already",
-        "pin once what is copied often; otherwise `t.to(dev)`",
+        "pin a tensor first, then copy it: that is faster",
+        "true when 1 MiB is copied three times",
+        "`t.to(dev)`; pin what is copied often, or in a thread that nobody waits for",
         "04",
     ),
     17: Claim(
-        "a read on a new stream may come before the write on the old one",
-        "true",
-        "`side.wait_stream(old_stream)` first",
+        "a read on a new stream comes before the write on the old one",
+        "true when the old stream is busy",
+        "it may, so `side.wait_stream(old_stream)` first",
         "04",
     ),
 }
@@ -156,7 +159,9 @@ class Table:
         return [(str(number), *claim) for number, claim in CLAIMS.items()]
 
     def __repr__(self) -> str:
-        return "\n".join(f"{n:>2} {verdict}" for n, _, verdict, *_ in self.rows())
+        return "\n".join(
+            f"{n:>2} {verdict}; right: {line}" for n, _, verdict, line, _ in self.rows()
+        )
 
     def _repr_html_(self) -> str:
         lines = [_line("th", self.heads, self.widths)]
@@ -179,20 +184,27 @@ def table() -> Table:
     return Table()
 
 
-def tally(judged: dict[int, str]) -> str:
-    """How many claims have which verdict; all must have been judged, as the table says.
+def tally(judged: dict[int, str], compare: bool) -> str:
+    """How many claims have which verdict; all must have been judged.
+
+    Args:
+        judged: the verdict on each claim.
+        compare: with the table; what real GPUs measure may be judged otherwise.
 
     Raises:
         AssertionError: naming the claims that were not judged, or otherwise.
     """
-    wrong = [n for n, claim in CLAIMS.items() if judged.get(n) != claim.verdict]
-    assert not wrong, f"not judged, or not as in the table: claims {wrong}"
+    missing = sorted(CLAIMS.keys() - judged.keys())
+    assert not missing, f"no cell has judged: claims {missing}"
+    if compare:
+        wrong = [n for n, claim in CLAIMS.items() if judged[n] != claim.verdict]
+        assert not wrong, f"not as in the table: claims {wrong}"
     counts = Counter(verdict.split(" when")[0] for verdict in judged.values())
     bare = sum(verdict == "true" for verdict in judged.values())
     when = counts["true"] - bare
     return (
         f"{len(judged)} claims: {bare} true, {when} true when …, "
-        f"{counts['false']} false; all as in the table"
+        f"{counts['false']} false{'; all as in the table' if compare else ''}"
     )
 
 
@@ -230,10 +242,8 @@ def tried(run: Callable):
 
 def classes_named(pattern: str) -> list[str]:
     """Classes in PyTorch's Python files whose whole name fits, in any spelling."""
-    find, folder = (
-        re.compile(rf"(?im)^\s*class ({pattern})\b"),
-        Path(torch.__file__).parent,
-    )
+    find = re.compile(rf"(?im)^\s*class ({pattern})\b")
+    folder = Path(torch.__file__).parent
     texts = (file.read_text(encoding="utf-8") for file in folder.rglob("*.py"))
     return [name for text in texts for name in find.findall(text)]
 
@@ -247,31 +257,28 @@ class Split(nn.Sequential):
         return x
 
 
-def visible(before: str, later: str) -> tuple[str, str]:
-    """What a process says that sets CUDA_VISIBLE_DEVICES when CUDA is in use.
-
-    Six simulated GPUs, in a process of its own. Taught in 01-choose-a-device.
+def gpus_given(when: str) -> int:
+    """How many of six simulated GPUs `set_gpus.py` is given, in a process of its own.
 
     Args:
-        before: the variable's value when the process starts.
-        later: to what the script sets it then.
-
-    Returns:
-        Its line on the GPUs that it saw first, and that on those it saw later.
+        when: CUDA_VISIBLE_DEVICES becomes 2,3,4: "early" or "late" in the script, or in
+            the "shell".
     """
     command = [sys.executable, "-m", "helpers.simgpu", "--gpus", "6"]
-    script = Path(__file__).parent / "which_gpus.py"
-    settings = {"CUDA_VISIBLE_DEVICES": before, "HELPERS_GPUS": "simulated"}
+    script = Path(__file__).parent / "set_gpus.py"
+    environ = os.environ | {"HELPERS_GPUS": "simulated"}
+    environ.pop("CUDA_VISIBLE_DEVICES", None)
+    if when == "shell":
+        environ["CUDA_VISIBLE_DEVICES"] = "2,3,4"
     done = subprocess.run(
-        [*command, str(script), "A", later],
-        env=os.environ | settings,
+        [*command, str(script), when],
+        env=environ,
         capture_output=True,
         text=True,
         timeout=120,
         check=True,
     )
-    first, *_, last = done.stdout.splitlines()
-    return first.strip(), last.strip()
+    return int(done.stdout)
 
 
 def warned(call: Callable) -> list[str]:
@@ -285,28 +292,63 @@ def warned(call: Callable) -> list[str]:
 class Trained(NamedTuple):
     """What five steps have come to."""
 
+    before: float  # the loss
+    after: float
     weight: list[list[float]]
-    loss: float
 
 
-def trained(clip: bool, unscale: bool) -> Trained:
-    """Five steps in float16. Taught in 06-mix-precision."""
+def trained(limit: float | None, unscale: bool) -> Trained:
+    """Five steps in float16. Taught in 06-mix-precision.
+
+    Args:
+        limit: to which gradients are clipped; None: they are not looked at.
+        unscale: call `unscale_` before.
+    """
     torch.manual_seed(0)
     model, scaler = nn.Linear(64, 10).to("cuda"), torch.amp.GradScaler("cuda")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, y = (part[:256].to("cuda") for part in digits()[:2])
-    for _ in range(5):
+
+    def loss():
         with torch.autocast("cuda", dtype=torch.float16):
-            loss = cross_entropy(model(x).float(), y)
-        scaler.scale(loss).backward()
+            return cross_entropy(model(x).float(), y)
+
+    before = loss().item()
+    for _ in range(5):
+        scaler.scale(loss()).backward()
         if unscale:
             scaler.unscale_(optimizer)
-        if clip:
-            clip_grad_norm_(model.parameters(), 1.0)
+        if limit is not None:
+            clip_grad_norm_(model.parameters(), limit)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-    return Trained(model.weight.tolist(), loss.item())
+    return Trained(before, loss().item(), model.weight.tolist())
+
+
+# what happens to gradients -> the limit to which they are clipped
+LIMITS = {
+    "gradients are clipped": 0.5,
+    "the limit is never reached": 1e6,
+    "nothing looks at them": None,
+}
+
+
+class Pair(NamedTuple):
+    """The same five steps twice."""
+
+    with_unscale: Trained
+    without: Trained
+
+    def __str__(self) -> str:
+        before, after = self.with_unscale[:2]
+        later = f"{after:.3f}, without unscale_ {self.without.after:.3f}"
+        return f"loss {before:.3f}, five steps later {later}"
+
+
+def with_and_without(limit: float | None) -> Pair:
+    """Five steps with `unscale_`, and five without it."""
+    return Pair(trained(limit, unscale=True), trained(limit, unscale=False))
 
 
 def one_step(wrap: Callable, rows: list[slice]):
@@ -332,14 +374,26 @@ def one_step(wrap: Callable, rows: list[slice]):
     return between, messages.log
 
 
-# what fills the GPU -> layers, and the rows of a batch
+def _linear() -> nn.Linear:
+    return nn.Linear(32, 32, False)
+
+
+def _norm() -> nn.LayerNorm:
+    return nn.LayerNorm(32)
+
+
+# what a model is like -> its layers, and the rows of a batch
 JOBS = {
     "weights fill the GPU": (
         [nn.Linear(1024, 2048, False), nn.ReLU(), nn.Linear(2048, 1024, False)],
         32,
     ),
-    "activations fill the GPU": (
-        [nn.Linear(32, 32, False) if i % 2 == 0 else nn.ReLU() for i in range(33)],
+    "activations between products fill the GPU": (
+        [layer() for _ in range(17) for layer in (_linear, nn.ReLU)][:-1],
+        2**15,
+    ),
+    "norms stand between products": (
+        [layer() for _ in range(8) for layer in (_linear, _norm, nn.ReLU)],
         2**15,
     ),
 }
@@ -394,41 +448,72 @@ def grows(between: Callable) -> None:
     _mib(448)
 
 
-def changes(between: Callable) -> None:
-    """Four long batches, sixteen short ones, half of them go, and a long one again."""
+def changes(stay: slice, between: Callable) -> None:
+    """Four long batches, sixteen short ones, of which some stay, and a long one again.
+
+    Args:
+        stay: which of the short ones.
+        between: is called when the first long ones have gone.
+    """
     long = [_mib(112) for _ in range(4)]
     del long
     between()
-    short = [_mib(28) for _ in range(16)][1::2]
+    short = [_mib(28) for _ in range(16)][stay]
     _mib(112)
     del short
 
 
 PROGRAMS = {
     "one large tensor follows another": grows,
-    "small tensors come between large ones": changes,
+    "small tensors stay side by side": partial(changes, slice(8)),
+    "small tensors stay scattered": partial(changes, slice(1, None, 2)),
 }
 
 
-def fits(program: Callable) -> list[bool]:
-    """Whether the program fits on the GPU: as it is, and with `empty_cache()` in it."""
+class Fits(NamedTuple):
+    """Whether a program fits on the GPU."""
+
+    as_it_is: bool
+    with_empty_cache: bool
+
+    def __str__(self) -> str:
+        words = ("does not fit", "fits")
+        return f"{words[self[0]]}, with empty_cache() it {words[self[1]]}"
+
+
+def fits(program: Callable) -> Fits:
+    """Whether a program fits: as it is, and with `empty_cache()` in it."""
     found = []
     for between in (lambda: None, torch.cuda.empty_cache):
         torch.cuda.empty_cache()
         found.append(tried(lambda between=between: program(between)) is None)
-    return found
+    return Fits(*found)
 
 
-def faster(task: Callable, a: torch.Tensor, stays: bool) -> float:
-    """How many times as fast as one thread of the CPU a GPU is at `task(a, a)`.
+def _draw(a: torch.Tensor, _) -> torch.Tensor:
+    return torch.randn_like(a)
+
+
+# what is done -> an operation on two n x n tensors, n, and whether they stay on the GPU
+TASKS = {
+    "32 x 32 products travel": (torch.mm, 32, False),
+    "256 x 256 sums travel": (torch.add, 256, False),
+    "2048 x 2048 random numbers are made there": (_draw, 2048, True),
+    "1024 x 1024 products stay there": (torch.mm, 1024, True),
+}
+
+
+def faster(task: Callable, n: int, stays: bool) -> float:
+    """How many times as fast as one thread of the CPU a GPU is.
 
     Taught in 05-time-it-right.
 
     Args:
-        task: of two tensors.
-        a: on the CPU.
+        task: of two n x n tensors.
+        n: rows and columns.
         stays: on the GPU; otherwise copies there and back count.
     """
+    a = torch.ones(n, n)
     timer = Timer("task(a, a)", globals={"task": task, "a": a}, num_threads=1)
     simulated = simgpu.count()
     simgpu.stop()  # it would slow the CPU down
@@ -441,32 +526,64 @@ def faster(task: Callable, a: torch.Tensor, stays: bool) -> float:
     return seconds / gpu_seconds(lambda: task(a.to("cuda"), a.to("cuda")).cpu())
 
 
-def pin_and_copy(t: torch.Tensor) -> torch.Tensor:
-    """To the GPU, by way of pinned memory."""
-    return t.pin_memory().to("cuda", non_blocking=True)
+# what is copied -> KiB, and how many times
+COPIED = {
+    "1 KiB is copied once": (1, 1),
+    "64 MiB are copied once": (2**16, 1),
+    "1 MiB is copied twice": (2**10, 2),
+    "1 MiB is copied three times": (2**10, 3),
+}
 
 
-def show_races() -> None:
-    """From now on a simulated read returns what the memory holds, and never raises."""
-    if simgpu.count():
+def _copy(t: torch.Tensor, times: int, pin: bool) -> None:
+    if pin:
+        t = t.pin_memory()
+    for _ in range(times):
+        t.to("cuda", non_blocking=pin)
+
+
+def pinned_first(kib: int, times: int) -> float:
+    """How many times as long copies to the GPU take if the tensor is pinned first.
+
+    Taught in 04-overlap-with-streams.
+    """
+    t = torch.zeros(kib * 2**8)
+    return gpu_seconds(_copy, t, times, True) / gpu_seconds(_copy, t, times, False)
+
+
+@contextlib.contextmanager
+def _races_shown() -> Iterator[None]:
+    """A simulated read returns what the memory holds, and never raises."""
+    simulated = simgpu.count()
+    if simulated:
         simgpu.stop()
-        simgpu.start(1, "T4", races="show")
+        simgpu.start(1, races="show")
+    try:
+        yield
+    finally:
+        if simulated:
+            simgpu.stop()
+            simgpu.start(simulated)
 
 
-def total(wait: bool) -> float:
+@_races_shown()
+def total(busy: bool, wait: bool = False) -> float:
     """The sum of a thousand threes, read on another stream than written.
 
-    On real GPUs the old stream sleeps before it writes. Taught in 04-overlap-with-
-    streams.
+    Taught in 04-overlap-with-streams.
+
+    Args:
+        busy: the old stream may still be writing; a real one sleeps before it writes.
+        wait: the new stream waits for the old one.
     """
     side, old = torch.cuda.Stream(), torch.cuda.current_stream()
-    x, w = torch.ones(1000, device="cuda"), torch.ones(512, 512, device="cuda")
+    x = torch.ones(1000, device="cuda")
     torch.cuda.synchronize()  # x holds ones
-    if simgpu.count():
-        torch.mm(w, w)
-    else:
+    if not simgpu.count():
         torch.cuda._sleep(10**8)
     x *= 3
+    if not busy:
+        torch.cuda.synchronize()
     if wait:
         side.wait_stream(old)
     with torch.cuda.stream(side):
@@ -491,17 +608,42 @@ def one_f_one_b(stage: int, stages: int, parts: int) -> list[tuple[str, int]]:
     return order
 
 
-def bubble(order: Callable, stages: int, parts: int) -> tuple[float, int]:
-    """The idle share of all stages, and how many parts the first one keeps at most.
+ORDERS = gpipe, one_f_one_b
 
-    Each stage waits for its neighbours; backward takes twice as long as forward.
-    """
+# what a pipeline is like -> the seconds of each stage, forward, and its parts
+PIPES = {
+    "stages are equal": ([1, 1, 1, 1], 8),
+    "8 stages are equal": ([1] * 8, 32),
+    "the first stage is slower": ([2, 1, 1, 1], 8),
+    "the last stage is slower": ([1, 1, 1, 2], 8),
+}
+
+
+class Waits(NamedTuple):
+    """What an order of work costs a pipeline."""
+
+    idle: float  # share of the time of all stages: the bubble
+    kept: int  # parts whose activations the first stage keeps, at most
+
+    def __str__(self) -> str:
+        return f"{self.idle:.3f} idle, {self.kept} kept"
+
+
+def bubble(order: Callable, seconds: list[float], parts: int) -> Waits:
+    """Each stage waits for its neighbours; backward takes twice as long as forward."""
     from helpers import explore  # here, because ranks need not load it
 
+    stages = len(seconds)
     orders = [order(stage, stages, parts) for stage in range(stages)]
-    rows = explore.pipeline_times(orders, [1] * stages)
-    idle = 1 - 3 * parts / max(row[-1][3] for row in rows)
-    return idle, explore.most_held(rows[0])
+    rows = explore.pipeline_times(orders, seconds)
+    end = max(row[-1][3] for row in rows)
+    idle = 1 - 3 * parts * sum(seconds) / (stages * end)
+    return Waits(idle, explore.most_held(rows[0]))
+
+
+def bubbles(seconds: list[float], parts: int) -> tuple[Waits, Waits]:
+    """What GPipe costs, and what 1F1B does."""
+    return tuple(bubble(order, seconds, parts) for order in ORDERS)
 
 
 def steps(order: Callable, stages: int, parts: int) -> int:

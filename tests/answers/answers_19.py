@@ -1,5 +1,6 @@
 """Answers to the exercises of lesson 19."""
 
+import numpy as np
 import torch
 
 RIGHT_CLAIMS = ["true", "false", "true when", "false", "true when"]
@@ -52,6 +53,11 @@ def one_missing_is_enough(cases):
     if not cases or None in cases.values():
         return "not tested"
     return as_in_the_lesson(cases)
+
+
+def forgets_a_branch(cases):
+    if cases:
+        return careful(cases)
 
 
 def with_commas(cases):
@@ -143,9 +149,19 @@ def never_asks(average):
     return True
 
 
+def as_a_number(average):
+    return len(average([torch.ones(2), torch.zeros(2)]))
+
+
 def as_a_tensor(average):
-    found = average([torch.ones(2), torch.zeros(2)])
-    return torch.tensor(len(found) == 2)
+    grads = [torch.tensor([0.5, -7.0, 2.0 * i**2]) for i in range(3)]
+    found = average([g.clone() for g in grads])
+    near = (torch.stack(list(found)) - torch.stack(grads).mean(0)).abs() < 1e-5
+    return torch.tensor(len(found) == 3) and near.all()
+
+
+def as_numpy(average):
+    return np.bool_(mutation_test(average))
 
 
 def one_by_one(average):
@@ -157,9 +173,16 @@ RIGHT = {
     "five_claims": [
         lambda: RIGHT_CLAIMS,
         lambda: ["True", "False", "true when …", "FALSE", "true when"],
+        lambda: ["t", "f", "w", "f", "W"],
+        lambda: claims(3, "true when x is on cuda:0, or on the CPU"),
     ],
     "careful_judge": [lambda: (careful,), lambda: (by_counting,)],
-    "finds_the_liars": [lambda: (mutation_test,), lambda: (by_hand,)],
+    "finds_the_liars": [
+        lambda: (mutation_test,),
+        lambda: (by_hand,),
+        lambda: (as_a_tensor,),
+        lambda: (as_numpy,),
+    ],
 }
 
 WRONG = {
@@ -171,13 +194,16 @@ WRONG = {
         (lambda: claims(5, "true"), "mse_loss"),
         (lambda: claims(5, "false"), "cross_entropy"),
         (lambda: claims(2, "perhaps"), 'number 2: say "true"'),
+        (lambda: claims(2, "true when it moves"), "only parameters and buffers"),
         (lambda: RIGHT_CLAIMS[:4], "not 4"),
+        (lambda: [RIGHT_CLAIMS], "with a star"),
     ],
     "careful_judge": [
         (lambda: (as_in_the_lesson,), "nothing was tested"),
         (lambda: (forgets_none,), "is no test"),
         (lambda: (drops_what_was_not_run,), "nobody knows of b"),
         (lambda: (one_missing_is_enough,), "nobody knows of b"),
+        (lambda: (forgets_a_branch,), "for {} you return nothing"),
         (lambda: (with_commas,), "join the cases"),
         (lambda: (lambda cases: "true",), "nothing was tested"),
     ],
@@ -192,7 +218,7 @@ WRONG = {
         (lambda: (says_yes,), "passes every function"),
         (lambda: (says_no,), "refuses a function"),
         (lambda: (never_asks,), "never calls"),
-        (lambda: (as_a_tensor,), "not a Tensor"),
+        (lambda: (as_a_number,), "not an int"),
         (lambda: (one_by_one,), "your code raised ValueError"),
     ],
 }
