@@ -39,15 +39,17 @@ class Explorer(ipywidgets.VBox):
         return {name: control.value for name, control in self.controls.items()}
 
     def render(self) -> None:
-        """Draw the picture anew."""
-        self.html.value = self._picture(**self.values)._repr_svg_()
+        """Draw the picture anew; in a narrow window the one on the page shrinks."""
+        self._svg = self._picture(**self.values)._repr_svg_()
+        narrow = '<svg style="max-width: 100%; height: auto" '
+        self.html.value = self._svg.replace("<svg ", narrow, 1)
 
     def _ipython_display_(self, **_) -> None:
         view = {"version_major": 2, "version_minor": 0, "model_id": self.model_id}
         settings = ", ".join(f"{name}={value!r}" for name, value in self.values.items())
         bundle = {
             "application/vnd.jupyter.widget-view+json": view,
-            "image/svg+xml": self.html.value,
+            "image/svg+xml": self._svg,
             "text/plain": f"Explorer({settings})",
         }
         display(bundle, raw=True)
