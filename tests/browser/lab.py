@@ -36,7 +36,7 @@ NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build")
 # No news that pop up, and every cell in the page, also those out of sight.
 SETTINGS = {
     "notebook-extension/tracker": '{"windowingMode": "none"}',
-    "apputils-extension/notification": '{"fetchNews": "false", "checkForUpdates": false}',
+    "apputils-extension/notification": '{"fetchNews": "false"}',
 }
 # What a lesson fetches from the network; of anything else the browser complains.
 BADGES = re.compile(
@@ -278,8 +278,8 @@ class Notebook:
         return self.cell(number).locator(".jp-OutputArea").inner_text()
 
     def explorers(self) -> list[int]:
-        """The cells that end by making an explorer."""
-        explorer = re.compile(r"^explore\.\w+\(\)\s*\Z", re.MULTILINE)
+        """The cells that make an explorer."""
+        explorer = re.compile(r"^explore\.\w+\(\)$", re.MULTILINE)
         return [c["number"] for c in self.cells() if explorer.search(c["source"])]
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:

@@ -18,14 +18,14 @@ COMPLAINTS = """async least => {
   const panel = document.querySelector(".jp-Notebook");
   const cells = [...panel.querySelectorAll(".jp-Cell")];
   const found = [];
-  for (const area of panel.querySelectorAll(".jp-OutputArea-output, .jp-MarkdownOutput")) {
+  const areas = panel.querySelectorAll(".jp-OutputArea-output, .jp-MarkdownOutput");
+  for (const area of areas) {
     const complain = words => found.push(
       `cell ${cells.indexOf(area.closest(".jp-Cell"))}: ${words}`);
     overflows(area, complain);
-    for (const picture of area.querySelectorAll("img, svg"))
-      if (picture.clientWidth > 50 && !picture.src?.startsWith("http")) await seeThrough(picture, complain);
-    if (area.dataset.mimeType !== "application/vnd.jupyter.error")
-      for (const words of texts(area)) faint(words, complain);
+    for (const picture of area.querySelectorAll("svg, img[src^='data:']"))
+      if (picture.clientWidth > 50) await seeThrough(picture, complain);
+    for (const words of texts(area)) faint(words, complain);
   }
   return [...new Set(found)];
 
@@ -64,8 +64,8 @@ COMPLAINTS = """async least => {
     const walk = document.createTreeWalker(area, NodeFilter.SHOW_TEXT);
     while (walk.nextNode()) {
       const words = walk.currentNode, element = words.parentElement;
-      if (words.data.trim() && element.checkVisibility() && !element.closest("pre code"))
-        yield words;
+      const coloured = element.closest("pre code, pre span");  // by JupyterLab, IPython
+      if (words.data.trim() && element.checkVisibility() && !coloured) yield words;
     }
   }
 
@@ -114,6 +114,9 @@ def shoot(notebook: Notebook, folder: Path, name: str) -> None:
     page, size = notebook.page, notebook.page.viewport_size
     page.set_viewport_size({"width": size["width"], "height": PART})
     panel = page.locator(".jp-WindowedPanel-outer")
+    notebook.wait(
+        lambda: panel.evaluate("e => e.clientHeight") > PART // 2, "the taller window"
+    )
     tall, part = panel.evaluate("e => [e.scrollHeight, e.clientHeight]")
     for number, top in enumerate(range(0, tall, part)):
         panel.evaluate("(e, top) => { e.scrollTop = top; }", top)

@@ -55,14 +55,17 @@ def browser(lab: Lab) -> Iterator[BrowserContext]:
 
 @pytest.mark.parametrize("name", LESSONS)
 def test_lesson(lab: Lab, browser: BrowserContext, name: str):
+    server = lab.processes()
     with lab.opened(browser, name) as lesson:
         explorers = lesson.explorers()
         for number in explorers:
-            assert lesson.cell(number).locator(".jp-RenderedSVG img").count(), number
+            lesson.cell(number).locator(".jp-RenderedSVG img").last.wait_for()
+        assert lab.processes() == server, "there is a kernel already"
         lesson.start_kernel()
         for cell in lesson.run_all():
             assert bool(cell["errors"]) == cell["mayRaise"], cell
             assert cell["count"], cell
+        assert lesson.page.locator(".widget-vbox").count() == len(explorers)
         for number in explorers:
             move_every_control(lesson, number)
         complaints = []
