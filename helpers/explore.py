@@ -249,6 +249,7 @@ def ring_picture(ranks: int, step: int) -> draw.Picture:
         part = "all-gather"
     title = f"After step {step} of {len(states) - 1}: {part if step else 'the start'}"
     wide, tall = (draw.WIDEST - 84) // ranks, 34
+    plus = " + " if ranks < 6 else "+"  # five numbers have to fit into a sixth
     picture = draw.Picture(draw.WIDEST, 64 + tall * ranks, title)
     picture.text(8, 20, title, 14, weight="bold")
     for rank, row in enumerate(states[step]):
@@ -260,7 +261,7 @@ def ring_picture(ranks: int, step: int) -> draw.Picture:
             fill = draw.COLOURS[2] if whole else "white"
             came = step > 0 and chunk == ring_chunk(ranks, (rank - 1) % ranks, step - 1)
             picture.box(x, y, wide - 12, tall - 6, draw.COLOURS[1] if came else fill)
-            words = "all" if whole else " + ".join(map(str, sorted(summed)))
+            words = "all" if whole else plus.join(map(str, sorted(summed)))
             picture.text(x + (wide - 12) / 2, y + 19, words, 13, "middle")
     for chunk in range(ranks):
         picture.text(8, 71 + tall * chunk, f"chunk {chunk}", 13)
