@@ -21,14 +21,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
-from playwright.sync_api import BrowserContext, ConsoleMessage, Locator, Page, Route
+from playwright.sync_api import (
+    BrowserContext,
+    ConsoleMessage,
+    Locator,
+    Page,
+    Route,
+    TimeoutError,
+)
 
 from helpers.elastic import free_port
 from tests.nbplus import alive, kernel_environment, reap
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "of-the-tests"
-SECONDS = 40  # that no move takes: starting and stopping the server, opening a page
+SECONDS = 60  # that no move takes: starting and stopping the server, opening a page
 RUN_SECONDS = 240  # that no lesson takes
 LIGHT, DARK = "JupyterLab Light", "JupyterLab Dark"
 
@@ -38,6 +45,10 @@ SETTINGS = {
     "notebook-extension/tracker": '{"windowingMode": "none"}',
     "apputils-extension/notification": '{"fetchNews": "false"}',
 }
+COUNT_AS_BUILT = """
+from helpers.__main__ import BUILT_FROM, wanted
+BUILT_FROM.write_text("\\n".join(wanted()))
+"""
 # What a lesson fetches from the network; of anything else the browser complains.
 BADGES = re.compile(
     r"https://(mybinder\.org/badge_|colab\.research\.google\.com/assets/)"
@@ -57,10 +68,7 @@ def copy_course(folder: Path) -> None:
     (packages / "course.pth").write_text("\n".join([str(folder), *lines]) + "\n")
     for name in ("share", "etc"):  # JupyterLab's own files, and those of the widgets
         (environment / name).symlink_to(Path(sys.prefix) / name)
-    built = (
-        "from helpers.__main__ import *; BUILT_FROM.write_text('\\n'.join(wanted()))"
-    )
-    subprocess.run([sys.executable, "-c", built], cwd=folder, check=True)
+    subprocess.run([sys.executable, "-c", COUNT_AS_BUILT], cwd=folder, check=True)
 
 
 class Lab:
@@ -160,10 +168,13 @@ CELLS = """() => jupyterapp.shell.currentWidget.content.widgets
       .filter(output => output.output_type === "error")
       .map(output => `${output.ename}: ${output.evalue}`),
   }))"""
+# Stored counts are those of a run that is over: without them the next one can be seen.
 FORGET_COUNTS = """() => {
   for (const widget of jupyterapp.shell.currentWidget.content.widgets)
     if (widget.model.type === "code") widget.model.executionCount = null;
 }"""
+CHANGE_THEME = """
+  theme => jupyterapp.commands.execute("apputils:change-theme", {theme})"""
 DONE = f"""() => {{
   const cells = ({CELLS})();
   return (cells.every(cell => cell.count) || cells.some(stopped))
@@ -221,12 +232,11 @@ class Notebook:
         self.page.locator(".jp-Dialog .jp-mod-accept").click()
 
     def run_all(self) -> list[dict]:
-        """Run All, through the menu; what `CELLS` then says of each code cell."""
-        self.page.evaluate(
-            FORGET_COUNTS
-        )  # else a run would begin with those of the end
+        """Run All, through the menu; what `CELLS` says at the end, or too late."""
+        self.page.evaluate(FORGET_COUNTS)
         self.menu("Run", "runmenu:run-all")
-        self.page.wait_for_function(DONE, timeout=RUN_SECONDS * 1000)
+        with contextlib.suppress(TimeoutError):
+            self.page.wait_for_function(DONE, timeout=RUN_SECONDS * 1000)
         return self.cells()
 
     def run(self, number: int) -> None:
@@ -253,13 +263,9 @@ class Notebook:
     def show(self, theme: str, size: dict[str, int]) -> None:
         """Choose a theme, and the size of the window."""
         self.page.set_viewport_size(size)
-        change = (
-            "theme => jupyterapp.commands.execute('apputils:change-theme', {theme})"
-        )
-        self.page.evaluate(change, theme)
-        self.page.locator(f"body[data-jp-theme-name='{theme}']").wait_for(
-            state="attached"
-        )
+        self.page.evaluate(CHANGE_THEME, theme)
+        body = self.page.locator(f"body[data-jp-theme-name='{theme}']")
+        body.wait_for(state="attached")
 
     # -- what there is to see ------------------------------------------------------
 

@@ -14,7 +14,7 @@ CONTRAST = 4.5  # of text and its background, by the guidelines of the W3C
 PART = 4000  # pixels of height, of one saved picture
 
 # Of each area its cell's number, and what is wrong there.
-COMPLAINTS = """async least => {
+COMPLAINTS = """async ({least, whole}) => {
   const panel = document.querySelector(".jp-Notebook");
   const cells = [...panel.querySelectorAll(".jp-Cell")];
   const found = [];
@@ -33,14 +33,19 @@ COMPLAINTS = """async least => {
     return ["auto", "scroll"].includes(getComputedStyle(element).overflowX);
   }
 
+  // Whatever is too wide has to scroll inside; if `whole`, and in explorers, pictures
+  // may not even do that.
   function overflows(area, complain) {
     const inside = [...area.querySelectorAll("*")].filter(x => !x.closest("svg *"));
     for (const element of [area, ...inside]) {
-      let box = element;
-      while (box !== area && !scrolls(box)) box = box.parentElement;
+      const picture = element.matches("img, svg");
+      const strict = picture && (whole || element.closest(".jupyter-widgets"));
+      let box = element.parentElement;
+      while (area.contains(box) && box !== area && (strict || !scrolls(box)))
+        box = box.parentElement;
       const over = element.getBoundingClientRect().right
         - box.getBoundingClientRect().right;
-      if (over > 1 && !scrolls(box))
+      if (over > 1 && (strict || !scrolls(box)))
         complain(`${element.tagName} is ${over.toFixed()} px too wide`);
     }
   }
@@ -103,9 +108,14 @@ COMPLAINTS = """async least => {
 }"""
 
 
-def complaints(notebook: Notebook) -> list[str]:
-    """What is too wide, faint or without a background, as it looks now."""
-    return notebook.page.evaluate(COMPLAINTS, CONTRAST)
+def complaints(notebook: Notebook, whole: bool) -> list[str]:
+    """What is too wide, faint or without a background, as it looks now.
+
+    Args:
+        notebook: what to look at.
+        whole: whether each picture has to be seen without scrolling.
+    """
+    return notebook.page.evaluate(COMPLAINTS, {"least": CONTRAST, "whole": whole})
 
 
 def shoot(notebook: Notebook, folder: Path, name: str) -> None:
