@@ -39,15 +39,17 @@ class Explorer(ipywidgets.VBox):
         return {name: control.value for name, control in self.controls.items()}
 
     def render(self) -> None:
-        """Draw the picture anew."""
-        self.html.value = self._picture(**self.values)._repr_svg_()
+        """Draw the picture anew; in a narrow window the one on the page shrinks."""
+        self._svg = self._picture(**self.values)._repr_svg_()
+        narrow = '<svg style="max-width: 100%; height: auto" '
+        self.html.value = self._svg.replace("<svg ", narrow, 1)
 
     def _ipython_display_(self, **_) -> None:
         view = {"version_major": 2, "version_minor": 0, "model_id": self.model_id}
         settings = ", ".join(f"{name}={value!r}" for name, value in self.values.items())
         bundle = {
             "application/vnd.jupyter.widget-view+json": view,
-            "image/svg+xml": self.html.value,
+            "image/svg+xml": self._svg,
             "text/plain": f"Explorer({settings})",
         }
         display(bundle, raw=True)
@@ -247,6 +249,7 @@ def ring_picture(ranks: int, step: int) -> draw.Picture:
         part = "all-gather"
     title = f"After step {step} of {len(states) - 1}: {part if step else 'the start'}"
     wide, tall = (draw.WIDEST - 84) // ranks, 34
+    plus = " + " if ranks < 6 else "+"  # five numbers have to fit into a sixth
     picture = draw.Picture(draw.WIDEST, 64 + tall * ranks, title)
     picture.text(8, 20, title, 14, weight="bold")
     for rank, row in enumerate(states[step]):
@@ -258,7 +261,7 @@ def ring_picture(ranks: int, step: int) -> draw.Picture:
             fill = draw.COLOURS[2] if whole else "white"
             came = step > 0 and chunk == ring_chunk(ranks, (rank - 1) % ranks, step - 1)
             picture.box(x, y, wide - 12, tall - 6, draw.COLOURS[1] if came else fill)
-            words = "all" if whole else " + ".join(map(str, sorted(summed)))
+            words = "all" if whole else plus.join(map(str, sorted(summed)))
             picture.text(x + (wide - 12) / 2, y + 19, words, 13, "middle")
     for chunk in range(ranks):
         picture.text(8, 71 + tall * chunk, f"chunk {chunk}", 13)

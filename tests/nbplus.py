@@ -51,7 +51,8 @@ def kernel_environment(mark: str) -> dict[str, str]:
     return {**kept, "NO_COLOR": "1", MARK: mark}
 
 
-def _alive(mark: str) -> list[psutil.Process]:
+def alive(mark: str) -> list[psutil.Process]:
+    """Returns every process that carries the mark."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -65,7 +66,7 @@ def _alive(mark: str) -> list[psutil.Process]:
 def reap(mark: str) -> None:
     """Ends every process that carries the mark, after a second to end by itself."""
     start = time.monotonic()
-    while left := _alive(mark):
+    while left := alive(mark):
         waited = time.monotonic() - start
         if waited > 10:
             raise RuntimeError(f"processes that cannot be killed: {left}")
@@ -112,7 +113,7 @@ class Kernel(RunningKernel):
         """As in nbval, but raises KernelDied when no message can come any more."""
         deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
         while True:
-            alive = self.is_alive()
+            alive = self.isalive()
             left = max(0.0, deadline - time.monotonic())
             try:
                 return super().get_message(stream, min(0.5, left) if alive else 0.1)
@@ -135,7 +136,7 @@ class Kernel(RunningKernel):
         if hasattr(self, "km"):
             self.kc.shutdown()
             deadline = time.monotonic() + 3
-            while self.is_alive() and time.monotonic() < deadline:
+            while self.isalive() and time.monotonic() < deadline:
                 time.sleep(0.05)
             self.kc.stop_channels()
             self.km.shutdown_kernel(now=True)
@@ -195,7 +196,7 @@ def pytest_runtest_call(item):
     if not isinstance(item, IPyNbCell):
         return (yield)
     try:
-        if not item.parent.kernel.is_alive():
+        if not item.parent.kernel.isalive():
             raise KernelDied(item.parent.kernel.obituary())
         return (yield)
     except KernelDied as error:

@@ -34,6 +34,11 @@ print("env", os.environ["VIRTUAL_ENV"], os.environ.get("PYTHONPATH"), flush=True
 STAND_INS = {
     "pytest/__init__.py": "",
     "pytest/__main__.py": TELL + "sys.exit(5)",
+    "nbformat/__init__.py": "",
+    "nbformat/sign.py": """\
+import pathlib, sys
+pathlib.Path("signed").write_text(sys.argv[1])
+""",
     "jupyterlab/__init__.py": "",
     "jupyterlab/__main__.py": TELL
     + """
@@ -204,6 +209,18 @@ def test_lab_opens_the_first_notebook_on_loopback_with_a_token(course):
     assert "--ServerApp.ip=127.0.0.1" in result.stdout
     assert "token" not in result.stdout
     assert result.stdout.index("'--no-browser'") > result.stdout.index("root_dir")
+    assert (course / "signed").read_text() == str(
+        course / commands.FIRST_NOTEBOOK.relative_to(ROOT)
+    )
+
+
+def test_lab_opens_where_the_lessons_cannot_be_signed(course):
+    (course / "signed").unlink(missing_ok=True)
+    (course / "signed").mkdir()  # where the stand-in would write
+    result = run(course, "lab")
+    (course / "signed").rmdir()
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.index("cannot be signed") < result.stdout.index("called")
 
 
 def test_lab_leaves_the_address_to_a_reader_who_gives_one(course):
