@@ -213,7 +213,7 @@ def pytest_itemcollected(item):
 
 
 def pytest_runtest_setup(item):
-    if isinstance(item, IPyNbCell) and item.parent.broken:
+    if isinstance(item.parent, Notebook) and item.parent.broken:
         pytest.skip(item.parent.broken)
 
 

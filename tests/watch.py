@@ -1,7 +1,7 @@
 """What the processes of one notebook take, sampled while they run: Linux only.
 
 A process belongs to a notebook if it carries its mark in its environment (see
-nbplus.py), whatever session it moved to. Ten times a second a `Watch` adds up resident
+nbplus.py), whatever session it moved to. Five times a second a `Watch` adds up resident
 memory, which is cheap; where that could mean a new peak, and every second or so, it
 reads the share of each process in the memory that they have in common (PSS), and its
 sockets. It takes about a fiftieth of a core.
@@ -24,8 +24,8 @@ from pathlib import Path
 import psutil
 
 SOUND = sys.platform == "linux"  # has all that is read here
-LOOK = 0.1  # seconds between two looks at resident memory
-SHARE = 1 / 50  # of a core, that may go into close looks
+LOOK = 0.2  # seconds between two looks at resident memory
+SHARE = 1 / 100  # of a core, for the looks that come round by time
 STEP = 16 * 10**6  # bytes: so much more than the peak is worth a close look
 PAGE = os.sysconf("SC_PAGE_SIZE") if SOUND else 0
 # where two processes may leave memory that they shared
@@ -72,6 +72,7 @@ class Watch(threading.Thread):
 
     def run(self) -> None:
         try:
+            self._look()
             while not self._stopped.wait(LOOK):
                 self._look()
         except Exception as error:
