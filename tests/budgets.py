@@ -92,9 +92,9 @@ class Budget(pytest.Item):
 
     def setup(self) -> None:
         if not watch.SOUND:
-            pytest.skip("what processes take is read from /proc, which is not here")
+            pytest.skip("there is no /proc here that tells what processes take")
         if self.config.option.nbval_lax:
-            pytest.skip("the budgets are those of the stored outputs: no --nbval-lax")
+            pytest.skip("only runs that compare outputs are judged: --nbval")
         cells = sum(cell.cell_type == "code" for cell in self.parent.nb.cells)
         if self.parent.cells_run < cells:
             pytest.skip(f"{self.parent.cells_run} of {cells} cells were run")
@@ -112,6 +112,8 @@ class Budget(pytest.Item):
 def over(figures: dict) -> list[str]:
     """What a notebook took that it must not, in words."""
     found = []
+    if not figures["peak"]:
+        found.append("none of its processes was seen")
     if figures["peak"] > MEMORY:
         most = f"{MEMORY / 1e6:.0f} MB is the most"
         found.append(f"its processes had {figures['peak'] / 1e6:.0f} MB; {most}")

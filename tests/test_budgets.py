@@ -176,6 +176,7 @@ def test_what_is_allowed():
 @pytest.mark.parametrize(
     "more, said",
     [
+        ({"peak": 0}, "none of its processes was seen"),
         ({"peak": 1.3e9}, "its processes had 1300 MB; 1200 MB is the most"),
         ({"cpu": 500.0}, "computed for 500 s"),
         ({"clock": 500.0}, "it took 500 s, 5 of them for others"),

@@ -23,7 +23,8 @@ from pathlib import Path
 
 import psutil
 
-SOUND = sys.platform == "linux"  # has all that is read here
+# whether all that is read here is there; Linux in a sandbox may lack it, too
+SOUND = sys.platform == "linux" and Path("/proc/self/smaps_rollup").exists()
 LOOK = 0.2  # seconds between two looks at resident memory
 SHARE = 1 / 100  # of a core, for the looks that come round by time
 STEP = 16 * 10**6  # bytes: so much more than the peak is worth a close look
