@@ -124,19 +124,20 @@ def why_not() -> str | None:
 @contextlib.contextmanager
 def limited(count: int) -> Iterator[list[str]]:
     """Control groups with `MEMORY` each: the files that take in a process."""
-    new = Path("/sys/fs/cgroup")  # one tree for all, or one for each kind
-    root, limit = new, "memory.max"
-    if not (new / "cgroup.controllers").exists():
-        root, limit = new / "memory", "memory.limit_in_bytes"
+    root, limits = Path("/sys/fs/cgroup"), {"memory.max": MEMORY, "memory.swap.max": 0}
+    one_tree = (root / "cgroup.controllers").exists()  # or one for each kind
+    if not one_tree:
+        root /= "memory"
+        limits = {f"memory.{kind}limit_in_bytes": MEMORY for kind in ("", "memsw.")}
     groups = [root / f"course-faults-{os.getpid()}-{i}" for i in range(count)]
     try:
-        if root == new:
+        if one_tree:
             (root / "cgroup.subtree_control").write_text("+memory")
         for group in groups:
             group.mkdir()
-            (group / limit).write_text(str(MEMORY))
-            if (group / "memory.swap.max").exists():
-                (group / "memory.swap.max").write_text("0")
+            for name, most in limits.items():
+                if (group / name).exists():  # no swap, no limit of it
+                    (group / name).write_text(str(most))
         yield [str(group / "cgroup.procs") for group in groups]
     finally:
         for group in filter(Path.exists, groups):
