@@ -29,6 +29,7 @@ from nbval.plugin import IPyNbCell, IPyNbFile, NbCellError
 
 SANITIZER = Path(__file__).with_name("sanitize.cfg")
 MARK = "NOTEBOOK_KERNEL"  # in the environment of a kernel and of all it starts
+GRACE = 5  # seconds in which what a notebook started should notice that it has ended
 HOME = pytest.StashKey[str]()  # of the kernels of a run, if it is not yours
 
 
@@ -65,7 +66,7 @@ def _alive(mark: str) -> list[psutil.Process]:
 
 
 def reap(mark: str) -> list[str]:
-    """Ends every process that carries the mark, after a second to end by itself.
+    """Ends every process that carries the mark, after `GRACE` seconds to end by itself.
 
     Returns:
         Those that did not, in words.
@@ -74,9 +75,9 @@ def reap(mark: str) -> list[str]:
     killed: dict[int, str] = {}
     while left := _alive(mark):
         waited = time.monotonic() - start
-        if waited > 10:
+        if waited > GRACE + 10:
             raise RuntimeError(f"processes that cannot be killed: {left}")
-        for process in left if waited > 1 else []:
+        for process in left if waited > GRACE else []:
             try:
                 words = " ".join(process.cmdline())[:200]
                 process.kill()
