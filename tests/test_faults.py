@@ -44,7 +44,7 @@ def run(root: Path, *words: str) -> tuple[int, str]:
 
 @needs_root
 def test_two_lessons_together_with_all_faults():
-    code, printed = run(ROOT, "01", "12", "--at-a-time", "2")
+    code, printed = run(ROOT, "02", "12", "--at-a-time", "2")
     assert code == 0, printed
     assert ALL in printed
     assert printed.count(" ran ") == 2
@@ -65,7 +65,7 @@ def test_what_lessons_do_wrong_is_found(tmp_path):
     assert "02-leaves-much: left running: process" in printed
     assert "02-leaves-much: a socket not on loopback: LISTEN 0.0.0.0" in printed
     assert "01-only-once and 02-leaves-much: wrote" in printed
-    code, printed = run(tmp_path, "01", "03", "--only", "network")
+    code, printed = run(tmp_path, "03", "--only", "network")
     assert code == 0, printed
     assert "these hold: network\n" in printed
 
