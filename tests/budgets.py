@@ -10,9 +10,9 @@ quiet one the second is the time on the clock. The kernels of one run have an em
 home folder to themselves, so that what they write there can be told from what others
 write in yours.
 
-Leaves out: files written at absolute paths that are neither in the repository nor in
-/dev/shm (faults.py runs the lessons as a user who may write nowhere else), and all
-systems but Linux.
+Leaves out: files written elsewhere than in the notebook's folder, the home folder and
+/dev/shm (faults.py runs the lessons as a user who may write nowhere else, and looks at
+the whole course), and all systems but Linux.
 """
 
 import os
@@ -28,7 +28,6 @@ from nbval.plugin import IPyNbCell
 from tests import watch
 from tests.nbplus import HOME, MARK, Notebook
 
-ROOT = Path(__file__).resolve().parents[1]
 MEMORY = 1.2e9  # bytes of all processes of a notebook together
 SECONDS = 90.0
 # what IPython and matplotlib keep there, whatever a notebook does
@@ -56,7 +55,7 @@ class Measured(Notebook):
 
     def files(self) -> dict[str, tuple]:
         """The files that it must not write."""
-        return watch.files(ROOT) | {
+        return watch.files(self.path.parent) | {
             path: written
             for path, written in watch.files(Path(self.home)).items()
             if not path.removeprefix(f"{self.home}/").startswith(KEPT_AT_HOME)
