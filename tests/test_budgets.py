@@ -24,15 +24,13 @@ TOOK = {
     "sockets": [], "stores": ["a store"], "files": [],
 }  # fmt: skip
 TOO_MUCH = """
-import socket, subprocess, sys, time
+import subprocess, sys
 from pathlib import Path
 
-sleep = [sys.executable, "-c", "import time; time.sleep(170)"]
-child = subprocess.Popen(sleep, start_new_session=True)
-door = socket.create_server(("0.0.0.0", 0))
+server = "import socket, time; s = socket.create_server(('', 0)); time.sleep(170)"
+child = subprocess.Popen([sys.executable, "-c", server], start_new_session=True)
 for folder in (Path.home(), Path(".")):
     size = (folder / "written.txt").write_text("here")
-time.sleep(3)
 """
 
 

@@ -21,12 +21,10 @@ needs_root = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 ALL = "these hold: twice user path home shm network memory"
 ONLY_ONCE = "assert 'again' not in globals(), 'a second time'\nagain = True"
 LEAVES = """
-import socket, subprocess, sys, time
-wait = [sys.executable, "-c", "import time; time.sleep(170)"]
-child = subprocess.Popen(wait, start_new_session=True)
+import subprocess, sys
+server = "import socket, time; s = socket.create_server(('', 0)); time.sleep(170)"
+child = subprocess.Popen([sys.executable, "-c", server], start_new_session=True)
 open("written.txt", "w").close()
-door = socket.create_server(("0.0.0.0", 0))
-time.sleep(2)
 """
 
 
