@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import socket
 import subprocess
 import sys
 import uuid
@@ -125,6 +126,14 @@ def test_the_store_of_torchrun_is_told_from_other_sockets(mark, watching):
     server = SERVER.format(f"('', {port})", "AF_INET")
     with running(server, mark, RANK="0", MASTER_PORT=port):
         wait(lambda: watching.stores, "the store", 60)
+    assert not watching.outward
+
+
+def test_the_sockets_of_who_has_ended_meanwhile_are_nobodys(watching, monkeypatch):
+    monkeypatch.setattr(watch, "_read", lambda path: b"")
+    with socket.create_server(("0.0.0.0", 0)):
+        assert watch._connections(os.getpid())
+        watching._note_sockets(os.getpid())
     assert not watching.outward
 
 

@@ -100,7 +100,9 @@ class Watch(threading.Thread):
         return [pid for pid in pids - self._others if self._mark in _environment(pid)]
 
     def _note_sockets(self, pid: int) -> None:
-        for connection in _connections(pid):
+        # who it is first: a process that ends still has sockets when it has no name
+        name, environment = _command(pid), set(_environment(pid))
+        for connection in _connections(pid) if name else []:
             ends = [end for end in (connection.laddr, connection.raddr) if end]
             if all(_is_loopback(end.ip) for end in ends):
                 continue
@@ -109,8 +111,8 @@ class Watch(threading.Thread):
                 kind = "UDP"
             where = " to ".join(f"{end.ip} port {end.port}" for end in ends)
             listens = kind == psutil.CONN_LISTEN
-            known = listens and _is_store(pid, connection.laddr.port)
-            words = f"{kind} {where}, {command(pid)}"
+            known = listens and _is_store(connection.laddr.port, name, environment)
+            words = f"{kind} {where}, process {pid}: {name[:200]}"
             (self.stores if known else self.outward).add(words)
 
 
@@ -157,21 +159,19 @@ def _is_loopback(address: str) -> bool:
     return (getattr(known, "ipv4_mapped", None) or known).is_loopback
 
 
-def _is_store(pid: int, port: int) -> bool:
+def _is_store(port: int, name: str, environment: set[bytes]) -> bool:
     """Whether torchrun meets here: an agent, or rank 0 at the port that agents chose.
 
     `TCPStore` listens on all addresses, and nothing that torchrun has can change it.
     """
-    if b"torch.distributed.run" in _read(f"/proc/{pid}/cmdline").split(b"\0"):
-        return True
-    wanted = {b"RANK=0", f"MASTER_PORT={port}".encode()}
-    return wanted <= set(_environment(pid))
+    agent = "torch.distributed.run" in name.split()
+    return agent or {b"RANK=0", f"MASTER_PORT={port}".encode()} <= environment
 
 
-def command(pid: int) -> str:
-    """What a process was started as, cut short."""
-    words = _read(f"/proc/{pid}/cmdline").replace(b"\0", b" ").decode(errors="replace")
-    return f"process {pid}: {' '.join(words.split())[:200]}"
+def _command(pid: int) -> str:
+    """What a process was started as; nothing if it has ended."""
+    words = _read(f"/proc/{pid}/cmdline").replace(b"\0", b" ")
+    return " ".join(words.decode(errors="replace").split())
 
 
 # -- files -----------------------------------------------------------------------------
