@@ -303,7 +303,8 @@ def inside(arguments: argparse.Namespace) -> int:
     found = []
     for first in range(0, len(names), arguments.at_a_time):
         found += stage.run_together(names[first : first + arguments.at_a_time])
-    print(*found, sep="\n")
+    for complaint in found:
+        print(complaint)
     return int(bool(found))
 
 
