@@ -15,6 +15,7 @@ real GPUs; in every other run simulated ones are forced, whatever HELPERS_GPUS s
 
 import os
 import signal
+import site
 import tempfile
 import time
 import uuid
@@ -28,6 +29,8 @@ from nbval.plugin import IPyNbCell, IPyNbFile, NbCellError
 
 SANITIZER = Path(__file__).with_name("sanitize.cfg")
 MARK = "NOTEBOOK_KERNEL"  # in the environment of a kernel and of all it starts
+GRACE = 5  # seconds in which what a notebook started should notice that it has ended
+HOME = pytest.StashKey[str]()  # of the kernels of a run, if it is not yours
 
 
 def settle_environment(real_gpus: bool = False) -> None:
@@ -63,19 +66,27 @@ def alive(mark: str) -> list[psutil.Process]:
     return found
 
 
-def reap(mark: str) -> None:
-    """Ends every process that carries the mark, after a second to end by itself."""
+def reap(mark: str) -> list[str]:
+    """Ends every process that carries the mark, after `GRACE` seconds to end by itself.
+
+    Returns:
+        Those that did not, in words.
+    """
     start = time.monotonic()
+    killed: dict[int, str] = {}
     while left := alive(mark):
         waited = time.monotonic() - start
-        if waited > 10:
+        if waited > GRACE + 10:
             raise RuntimeError(f"processes that cannot be killed: {left}")
-        for process in left if waited > 1 else []:
+        for process in left if waited > GRACE else []:
             try:
+                words = " ".join(process.cmdline())[:200]
                 process.kill()
+                killed[process.pid] = f"process {process.pid}: {words}"
             except psutil.NoSuchProcess:
                 pass
         time.sleep(0.05)
+    return list(killed.values())
 
 
 class KernelDied(Exception):
@@ -83,17 +94,28 @@ class KernelDied(Exception):
 
 
 class Kernel(RunningKernel):
-    """A kernel of this Python that notices its own death and leaves nothing behind."""
+    """A kernel of this Python that notices its own death and leaves nothing behind.
 
-    def __init__(self, cwd: str, startup_timeout: float) -> None:
-        self.mark = uuid.uuid4().hex
+    Attributes:
+        left: after `stop`, the processes that had to be killed, in words.
+    """
+
+    def __init__(
+        self, cwd: str, startup_timeout: float, mark: str, home: str | None
+    ) -> None:
+        self.mark = mark
+        self.left: list[str] = []
+        environment = kernel_environment(mark)
+        if home is not None:
+            # the packages that you installed for yourself are still found
+            environment |= {"HOME": home, "PYTHONUSERBASE": site.getuserbase()}
         self.log = tempfile.TemporaryFile()
         try:
             self.km, self.kc = start_new_kernel(
                 startup_timeout,
                 CURRENT_ENV_KERNEL_NAME,
                 cwd=cwd,
-                env=kernel_environment(self.mark),
+                env=environment,
                 stdout=self.log,
                 stderr=self.log,
                 extra_arguments=["--HistoryManager.hist_file=:memory:"],
@@ -141,7 +163,7 @@ class Kernel(RunningKernel):
             self.kc.stop_channels()
             self.km.shutdown_kernel(now=True)
             del self.km
-        reap(self.mark)
+        self.left += reap(self.mark)
 
 
 class Notebook(IPyNbFile):
@@ -149,12 +171,18 @@ class Notebook(IPyNbFile):
 
     broken: str | None = None
 
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.mark = uuid.uuid4().hex
+
     def setup(self) -> None:
         self.skip_compare += ("stderr",)
         self.setup_sanitize_files()
         self.kernel = Kernel(
             cwd=str(self.path.parent),
             startup_timeout=self.config.option.nbval_kernel_startup_timeout,
+            mark=self.mark,
+            home=self.config.stash.get(HOME, None),
         )
 
     def teardown(self) -> None:
@@ -187,7 +215,7 @@ def pytest_itemcollected(item):
 
 
 def pytest_runtest_setup(item):
-    if isinstance(item, IPyNbCell) and item.parent.broken:
+    if isinstance(item.parent, Notebook) and item.parent.broken:
         pytest.skip(item.parent.broken)
 
 
