@@ -30,8 +30,6 @@ from tests.nbplus import HOME, MARK, Notebook
 
 MEMORY = 1.2e9  # bytes of all processes of a notebook together
 SECONDS = 150.0  # twice what the slowest computes on a busy machine with two cores
-# what IPython and matplotlib keep there, whatever a notebook does
-KEPT_AT_HOME = (".ipython", ".cache/matplotlib", ".config/matplotlib")
 
 
 class Measured(Notebook):
@@ -55,11 +53,8 @@ class Measured(Notebook):
 
     def files(self) -> dict[str, tuple]:
         """The files that it must not write."""
-        return watch.files(self.path.parent) | {
-            path: written
-            for path, written in watch.files(Path(self.home)).items()
-            if not path.removeprefix(f"{self.home}/").startswith(KEPT_AT_HOME)
-        }
+        here = watch.files(self.path.parent)
+        return here | watch.files_at_home(Path(self.home))
 
     def figures(self) -> dict[str, object]:
         """End the kernel and the watch; what the notebook took, as plain data."""

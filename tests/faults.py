@@ -195,11 +195,10 @@ class Stage:
 
     def files(self) -> dict[str, tuple]:
         """All that it may write, but for temporary files."""
-        places = [self.course, self.home]
+        found = watch.files(self.course) | watch.files_at_home(self.home)
         if "shm" in self.faults:
-            places.append(watch.SHARED)
-        return {key: value for place in places
-                for key, value in watch.files(place).items()}  # fmt: skip
+            found |= watch.files(watch.SHARED)
+        return found
 
     def start(
         self, *words: str, output: BinaryIO, slot: int = 0, mark: str = ""

@@ -37,6 +37,9 @@ PASSED_OVER = (
     ".venv", ".virtual_documents", "__pycache__",
 )  # fmt: skip
 
+# what IPython and matplotlib keep in a home folder, whatever a notebook does
+KEPT_AT_HOME = (".ipython", ".cache/matplotlib", ".config/matplotlib")
+
 
 class Watch(threading.Thread):
     """Looks at the processes with a mark until `stop`.
@@ -185,6 +188,15 @@ def files(folder: Path) -> dict[str, tuple[int, int]]:
             status = entry.stat(follow_symlinks=False)
             found[entry.path] = (status.st_mtime_ns, status.st_size)
     return found
+
+
+def files_at_home(home: Path) -> dict[str, tuple[int, int]]:
+    """The same of a home folder that is a notebook's alone, less `KEPT_AT_HOME`."""
+    return {
+        path: written
+        for path, written in files(home).items()
+        if not path.removeprefix(f"{home}/").startswith(KEPT_AT_HOME)
+    }
 
 
 def _walk(folder: str) -> Iterator[os.DirEntry]:
