@@ -135,7 +135,7 @@ class Kernel(RunningKernel):
         """As in nbval, but raises KernelDied when no message can come any more."""
         deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
         while True:
-            alive = self.isalive()
+            alive = self.is_alive()
             left = max(0.0, deadline - time.monotonic())
             try:
                 return super().get_message(stream, min(0.5, left) if alive else 0.1)
@@ -158,7 +158,7 @@ class Kernel(RunningKernel):
         if hasattr(self, "km"):
             self.kc.shutdown()
             deadline = time.monotonic() + 3
-            while self.isalive() and time.monotonic() < deadline:
+            while self.is_alive() and time.monotonic() < deadline:
                 time.sleep(0.05)
             self.kc.stop_channels()
             self.km.shutdown_kernel(now=True)
@@ -224,7 +224,7 @@ def pytest_runtest_call(item):
     if not isinstance(item, IPyNbCell):
         return (yield)
     try:
-        if not item.parent.kernel.isalive():
+        if not item.parent.kernel.is_alive():
             raise KernelDied(item.parent.kernel.obituary())
         return (yield)
     except KernelDied as error:
