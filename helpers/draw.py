@@ -427,7 +427,7 @@ def course_map() -> Picture:
         y = gap + (number // 5) * (height + gap)
         picture.box(x, y, width, height, fills[runs_on], dashed=number not in written)
         picture.text(x + 8, y + 19, f"{number:02d}", 15, weight="bold")
-        for row, words in enumerate(_wrap(name, 16)):
+        for row, words in enumerate(_wrap(name, 14)):
             picture.text(x + 8, y + 38 + 17 * row, words, 14)
     y = 4 * (height + gap) + 14
     for x, words, key in (

@@ -447,7 +447,6 @@ def _against(title: str, bars: dict, limit: int, card: str, words) -> draw.Pictu
     most = max(limit, *(sum(sizes.values()) for sizes in bars.values()))
     left, scale = 76, (draw.WIDEST - 88) / most
     bottom, edge = 40 + 44 * len(bars), left + limit * scale
-    picture.line(edge, 32, edge, bottom)
     for row, (kind, sizes) in enumerate(bars.items()):
         x, y = left, 40 + 44 * row
         picture.text(8, y + 20, kind)
@@ -458,6 +457,7 @@ def _against(title: str, bars: dict, limit: int, card: str, words) -> draw.Pictu
                 middle = x + nbytes * scale / 2
                 picture.text(middle, y + 21, words(nbytes), 12, "middle")
             x += nbytes * scale
+    picture.line(edge, 32, edge, bottom)
     end = "end" if edge - left > 60 else "start"
     picture.text(edge - 4, bottom + 14, card, 12, end)
     for i, (part, fill) in enumerate(zip(sizes, draw.COLOURS, strict=False)):
