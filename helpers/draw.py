@@ -436,8 +436,9 @@ def course_map() -> Picture:
     ):
         picture.box(x, y, 18, 16, fills[key])
         picture.text(x + 26, y + 13, words)
-    picture.box(gap + 400, y, 18, 16, dashed=True)
-    picture.text(gap + 426, y + 13, "dashed: being written")
+    if len(written) < len(COURSE):
+        picture.box(gap + 400, y, 18, 16, dashed=True)
+        picture.text(gap + 426, y + 13, "dashed: being written")
     return picture
 
 

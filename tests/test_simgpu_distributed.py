@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from helpers import simgpu
-from helpers.simgpu import NotSimulated, placement
+from helpers import messages, simgpu
+from helpers.simgpu import NotSimulated, distributed, placement
 from helpers.simgpu.clock import COPY_LATENCY, LAUNCH, OF_PEAK_BYTES
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SAID = "simulated GPUs in {} processes: gloo answers for NCCL"
+ALONE = "simulated GPUs in 1 process: gloo answers for NCCL"
 
 
 @pytest.fixture
@@ -151,6 +152,32 @@ def test_a_collective_takes_the_time_of_a_ring(gpus):
     assert (event.name, event.nbytes, event.start) == ("all_reduce", 4 * 10**9, LAUNCH)
 
 
+@pytest.mark.parametrize(
+    ("name", "ranks", "parts", "moved"),
+    [
+        ("all_reduce", 4, 1, 600), ("all_gather", 4, 5, 1200),
+        ("broadcast", 4, 1, 400), ("broadcast", 1, 1, 0), ("recv", 2, 1, 400),
+        ("gather", 4, 1, 400), ("gather", 4, 5, 1200), ("scatter", 4, 5, 1200),
+    ],
+)  # fmt: skip
+def test_what_a_collective_moves(name, ranks, parts, moved):
+    """Of 400 bytes for each rank; 5 parts are what the root of 4 ranks holds."""
+    message = messages.Message("", name, 400, ranks)
+    held = [torch.ones(100) for _ in range(parts)]
+    assert distributed._moved(message, held) == moved
+
+
+def test_each_collective_is_one_event(group):
+    t, out = torch.ones(100, device="cuda"), torch.empty(100, device="cuda")
+    simgpu.timeline().clear()
+    dist.reduce_scatter_tensor(out, t)
+    dist.all_gather([out], t)
+    dist.barrier()
+    names = [event.name for event in simgpu.timeline().events]
+    assert names == ["reduce_scatter", "all_gather", "barrier"]
+    assert simgpu.timeline().host == simgpu.timeline().events[-1].end  # it waited
+
+
 def test_a_collective_is_on_the_timeline(group):
     t = torch.ones(1000, device="cuda:1")
     simgpu.timeline().clear()
@@ -193,6 +220,35 @@ def test_options_and_hooks_of_ddp_agree_with_one_model(tmp_path):
     assert done.stderr.count(SAID.format(2)) == 1
 
 
+MISTAKES = """
+no set_device: DistBackendError: Duplicate GPU detected : rank 1 and rank 0 both on
+ CUDA device 0
+once more: DistBackendError: Duplicate GPU detected : rank 1 and rank 0 both on CUDA
+ device 0
+on the host: [2.0]
+right: [2.0]
+another GPU later: DistBackendError: rank 1 has used this process group on cuda:1 and
+ comes with a tensor on cuda:0 now. NCCL would wait for a second connection, which the
+ other ranks may never make. Is torch.cuda.set_device(rank) missing?
+on the host, NCCL alone: RuntimeError: No backend type associated with device type cpu
+every second column: ValueError: Tensors must be contiguous
+one number, expanded: ValueError: Tensors must be contiguous
+transposed: [2.0, 2.0, 2.0, 2.0]
+sparse gradients: RuntimeError: NCCL does not support all_reduce with sparse tensors.
+ Please use dense tensors instead.
+a module on two GPUs: NotSimulated: DistributedDataParallel of a module on several GPUs
+ is not simulated. Give each rank one. (helpers.simgpu)
+not the bound GPU: DistBackendError: Attempt to perform collective on tensor not on
+ device passed to init_process_group
+by keyword: cuda:1
+"""
+
+
+def test_mistakes_are_found_in_nccls_words(tmp_path):
+    done = torchrun(2, SCRIPTS / "mistakes.py", tmp_path=tmp_path)
+    assert done.stdout == MISTAKES.strip().replace("\n ", " ") + "\n"
+
+
 def test_a_trainer_learns_the_same_in_one_process_and_in_ranks(tmp_path):
     """The second half, from a snapshot, in other processes than the first."""
     trainer = SCRIPTS / "trainer.py"
@@ -209,6 +265,59 @@ def test_a_trainer_learns_the_same_in_one_process_and_in_ranks(tmp_path):
 
 def losses_in(printed: str) -> list[float]:
     return [float(line.split()[-1]) for line in printed.splitlines()]
+
+
+KEEPS = """
+import atexit
+import multiprocessing
+import sys
+import threading
+import time
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+
+class Result:
+    number = 7
+
+
+def work(queue):
+    queue.put(Result())
+
+
+def slow():
+    time.sleep(1)
+    print("the thread is done")
+
+
+if __name__ == "__main__":
+    dist.init_process_group("nccl", "file://" + sys.argv[1], rank=0, world_size=1)
+    atexit.register(print, "at exit")
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    child = context.Process(target=work, args=(queue,))
+    child.start()
+    print(queue.get(timeout=60).number)
+    child.join()
+    print(len(list(DataLoader(torch.ones(4), num_workers=1))), flush=True)
+    threading.Thread(target=slow).start()
+"""
+
+
+def test_objects_threads_and_exit_functions_are_as_in_python(tmp_path):
+    """Also: a worker that was forked has no exit functions to run."""
+    script = tmp_path / "keeps.py"
+    script.write_text(KEEPS, encoding="utf-8")
+    done = simulated(script, tmp_path / "store", tmp_path=tmp_path)
+    assert done.stdout.splitlines() == ["7", "4", "the thread is done", "at exit"]
+
+
+def test_a_launcher_comes_first(tmp_path):
+    launcher = ("-m", "torch.distributed.run", "train.py")
+    command = ["-m", "helpers.simgpu", "--gpus", 2, *launcher]
+    done = run(command, tmp_path, status=2)
+    assert "put the launcher first: torchrun" in done.stderr
 
 
 FAILS = """
@@ -257,7 +366,7 @@ def test_a_rank_ends_as_python_would_end_it(tmp_path, end, status, shown):
     )
     done = simulated(script, tmp_path=tmp_path, status=status)
     said, *error = done.stderr.splitlines()
-    assert (said, done.stdout) == (SAID.format(1), "said\n")
+    assert (said, done.stdout) == (ALONE, "said\n")
     assert error[-1:] == ([shown] if shown else [])
     lines = [line for line in error if ", line " in line]
     assert all("ends.py" in line for line in lines), error  # the learner's own lines

@@ -195,7 +195,8 @@ class Simulator:
         autocast.stop()
         while self.undo:
             owner, name, old = self.undo.pop()
-            _builtins.pop(id(vars(owner)[name]), None)
+            if vars(owner).get(name) is not old:
+                _builtins.pop(id(vars(owner).get(name)), None)
             if old is _ABSENT:
                 delattr(owner, name)
             else:
@@ -266,6 +267,7 @@ def _in_every_pool(item, *args) -> None:
 def _after_fork() -> None:
     """Another thread may have held a lock at that moment; it is not here to free it."""
     placement._random_lock._at_fork_reinit()
+    distributed.made = 0  # the groups are the parent's
     if placement.running is not None:
         placement.running.forked = placement.running.seen
         placement.running.races.lock._at_fork_reinit()

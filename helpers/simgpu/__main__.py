@@ -23,6 +23,9 @@ from helpers import gpus, simgpu
 from helpers.simgpu import distributed
 from helpers.simgpu.cards import CARDS
 
+# programs that start others, which would see no simulated GPUs
+LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch",
+             "accelerate", "accelerate.commands.launch", "deepspeed")  # fmt: skip
 # frames between the interpreter and the program: our own and runpy's
 _MACHINERY = {__file__, runpy.run_path.__code__.co_filename}
 
@@ -32,6 +35,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m helpers.simgpu",
         description="Run a CUDA script on simulated GPUs.",
+        allow_abbrev=False,
         usage="%(prog)s --gpus N [--card CARD] [--memory SIZE] "
         "(SCRIPT | -m MODULE) [ARGUMENT ...]",
     )
@@ -52,6 +56,11 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     ours, theirs = split(arguments)
     found = parser.parse_args(ours)
     found.arguments = theirs
+    if os.path.basename(found.program) in LAUNCHERS:
+        parser.error(
+            "put the launcher first: torchrun --nproc-per-node=4 -m helpers.simgpu "
+            "script.py"
+        )
     if not found.module and not os.path.exists(found.program):
         parser.error(f"there is no script {found.program}")
     return found
@@ -92,14 +101,14 @@ def main() -> None:
     except ValueError as error:
         sys.exit(str(error))
     sys.argv = [found.program, *found.arguments]
+    status = 0
     try:
         become(found)
     except BaseException:
-        if not distributed.made:
-            raise
-        distributed.leave(status_of(sys.exc_info()))
+        status = status_of(sys.exc_info())
     if distributed.made:
-        distributed.leave(0)
+        distributed.leave(status)
+    sys.exit(status)
 
 
 def become(found: argparse.Namespace) -> None:

@@ -4,11 +4,13 @@
 
 Every rank is a process with simulated GPUs of its own. gloo carries the values, and
 `torch.distributed` is PyTorch's own, with DDP's reducer in C++.
-Models: that NCCL takes tensors on GPUs only, and refuses two ranks on one GPU; the
-time of a collective, as that of a ring over the cards' links, on the current stream.
+Models: what NCCL refuses (tensors on the host, strided or sparse ones, two ranks on one
+GPU, a rank that changes its GPU); the time of a collective, as that of a ring over the
+cards' links, on the current stream.
 Leaves out: waiting for a rank that is late (each rank has a clock of its own), that
 NCCL has a stream of its own beside the computing (and so races with it), links between
-machines, the memory of NCCL's buffers, and `ProcessGroupNCCL` with its options.
+machines, the memory of NCCL's buffers, `ProcessGroupNCCL` with its options, and what
+gloo cannot do (it raises `NotSimulated`).
 `replacements()` is this file's part of the table that `start()` applies.
 """
 
@@ -18,8 +20,10 @@ import functools
 import json
 import multiprocessing.spawn
 import os
+import re
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
@@ -40,64 +44,114 @@ TO_CHILDREN = "HELPERS_SIMGPU_CHILD"  # the variable that tells them what they a
 NCCL_VERSION = (2, 28, 9)  # what PyTorch 2.11 for CUDA 13.0 comes with
 _LOOPBACK_ADDRESSES = ("localhost", "127.0.0.1", "::1")
 _HOST_TENSOR = "No backend type associated with device type cpu"
+_SPARSE = (
+    "NCCL does not support all_reduce with sparse tensors. Please use dense tensors "
+    "instead."
+)
+_NOT_BOUND = (
+    "Attempt to perform collective on tensor not on device passed to init_process_group"
+)
 _DUPLICATE = (
     "NCCL error: invalid usage (run with NCCL_DEBUG=WARN for details)\n"
     "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\n"
     "Last error:\nDuplicate GPU detected : rank {} and rank {} both on CUDA device {}"
 )
+_MOVED = (
+    "rank {} has used this process group on cuda:{} and comes with a tensor on cuda:{} "
+    "now. NCCL would wait for a second connection, which the other ranks may never "
+    "make. Is torch.cuda.set_device(rank) missing?"
+)
+_ALONE = (
+    "rank {} has waited for rank {} in the first collective of a process group; that "
+    "rank has not called it"
+)
+# in gloo's words: what NCCL can do and gloo cannot
+_BEYOND_GLOO = re.compile(
+    "does not support|Invalid scalar type|can't be cast|nsupported"
+)
+
 _raw_new_group = distributed_c10d._new_process_group_helper
 _raw_object_device = distributed_c10d._get_object_coll_device
 _raw_mesh = DeviceMesh.__init__
 _raw_then = torch._C.Future.then
+_raw_wait = torch._C._distributed_c10d.Work.wait
 _raw_preparation = multiprocessing.spawn.get_preparation_data
 _raw_bootstrap = BaseProcess._bootstrap
 program_gpus: dict | None = None  # for `start` in processes that the program spawns
-_checked: set[str] = set()  # names of groups whose ranks are known to be on GPUs apart
 made = 0  # process groups of this process that gloo carries in place of NCCL
+
+
+class _Seat:
+    """What this rank does in a process group, by the group's name in `_seats`."""
+
+    def __init__(self, bound: torch.device | None, earlier: int):
+        self.bound = bound  # the GPU that was given as device_id
+        self.ordinal: int | None = None  # of the GPU of its collectives so far
+        self.earlier = earlier  # how many groups had this name before
+
+
+_seats: dict[str, _Seat] = {}
 
 
 # -- groups ----------------------------------------------------------------------------
 
 
-def _new_group(group_size, group_rank, ranks, backend, *args, **kwargs):
+def _new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
     """A process group: where it would use NCCL, gloo does the work."""
     global made
     asked = str(backend)
-    if not _wants_nccl(asked):
-        return _raw_new_group(group_size, group_rank, ranks, backend, *args, **kwargs)
-    kwargs["device_id"] = None  # gloo cannot connect before it is used
+    if "nccl" not in _backends(asked).values():
+        return _raw_new_group(size, rank, ranks, backend, store, name, *args, **kwargs)
+    bound = kwargs.pop("device_id", None)  # gloo cannot connect before it is used
     if kwargs.pop("backend_options", None) is not None:
         raise NotSimulated("NCCL's options (pg_options=)", "Leave them out.")
-    _stay_here(group_size)
+    if not ranks:
+        _stay_here()
+    before = _seats.get(name)
+    earlier = 0 if before is None else before.earlier + 1
+    if earlier:  # gloo would find the addresses of the group that had this name
+        store = dist.PrefixStore(f"again {earlier}", store)
     gloo = distributed_c10d.Backend("gloo")
-    group, store = _raw_new_group(group_size, group_rank, ranks, gloo, *args, **kwargs)
+    group, store = _raw_new_group(size, rank, ranks, gloo, store, name, *args, **kwargs)
     if isinstance(group, dist.ProcessGroup):
         distributed_c10d._world.pg_map[group] = (asked, store)  # for get_backend()
+        _seats[name] = _Seat(bound, earlier)
         made += 1
-        _checked.discard(group.group_name)
-        if made == 1 and group.rank() == 0:
+        if made == 1 and rank == 0:
+            processes = "1 process" if size == 1 else f"{size} processes"
             print(
-                f"simulated GPUs in {group_size} processes: gloo answers for NCCL",
+                f"simulated GPUs in {processes}: gloo answers for NCCL",
                 file=sys.stderr,
                 flush=True,
             )
     return group, store
 
 
-def _stay_here(ranks: int) -> None:
+def _stay_here() -> None:
     """Where all ranks are on one machine, no other need reach their sockets."""
-    local = os.environ.get("LOCAL_WORLD_SIZE") == str(ranks)
-    if LOOPBACK and (local or os.environ.get("MASTER_ADDR") in _LOOPBACK_ADDRESSES):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+    found = os.environ
+    local = found.get("LOCAL_WORLD_SIZE", "many") == found.get("WORLD_SIZE")
+    if LOOPBACK and (local or found.get("MASTER_ADDR") in _LOOPBACK_ADDRESSES):
+        found.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
 
 
-def _wants_nccl(backend: str) -> bool:
-    return "nccl" in backend or backend == "undefined"
+@functools.cache
+def _backends(asked: str) -> dict[str, str]:
+    """Kind of device -> backend, for what a script has asked for."""
+    if asked == "undefined":  # nothing: PyTorch takes what the machine has
+        return {"cpu": "gloo", "cuda": "nccl"}
+    config = distributed_c10d.BackendConfig(distributed_c10d.Backend(asked))
+    return config.get_device_backend_map()
+
+
+def _backends_of(group: dist.ProcessGroup) -> dict[str, str]:
+    asked, _ = distributed_c10d._world.pg_map.get(group, ("gloo", None))
+    return _backends(str(asked))
 
 
 def _is_nccl(group: dist.ProcessGroup) -> bool:
     """Whether the group has NCCL alone, which knows only GPUs."""
-    return distributed_c10d._world.pg_map.get(group, ("",))[0] == "nccl"
+    return set(_backends_of(group).values()) == {"nccl"}
 
 
 def _object_device(group: dist.ProcessGroup | None = None) -> str:
@@ -114,59 +168,127 @@ def _run_collective(mode, op, func, args, kwargs, tensors):
     """An operation of c10d: check as NCCL does, let gloo run it, and time it."""
     __tracebackhide__ = True
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-    gpus = list(dict.fromkeys(map(placement.gpu_of, tensors)))
-    if func.namespace == "c10d" and func._schema.name != "c10d::barrier":
-        _check(func, messages.group_in(args), gpus)
-    out = func(*args, **kwargs)
-    gpu = gpus[0] if gpus else None
+    name = func._schema.name
+    if name == "c10d::barrier":
+        return _run_barrier(mode.sim, func, args, kwargs)
+    if func.namespace == "c10d":
+        _check(name, messages.group_in(args), tensors)
+    try:
+        out = func(*args, **kwargs)
+    except RuntimeError as error:
+        if _BEYOND_GLOO.search(str(error)):
+            raise NotSimulated(name, f"gloo, which answers for NCCL: {error}") from None
+        raise
+    gpu = placement.gpu_of(tensors[0]) if tensors else None
     if gpu is None:
         return out
     for tensor in tree_leaves(out):
         if isinstance(tensor, torch.Tensor):
             placement.place(tensor, gpu)
     message = messages.message_of(func, args, kwargs)
+    if name == "c10d::recv_":
+        message = messages.Message("", "recv", sum(t.nbytes for t in tensors), 2)
     if message is not None and not mode.sim.thread.quiet:
+        moved = _moved(message, tensors)
         stream = mode.sim.thread.streams.get(gpu.index, 0)
-        clock = mode.sim.clock
-        clock.collective(gpu, stream, message.name, message.nbytes, message.sent)
+        mode.sim.clock.collective(gpu, stream, message.name, message.nbytes, moved)
     return out
 
 
-def _check(func, group: dist.ProcessGroup, gpus: list) -> None:
+def _moved(message: messages.Message, tensors: list[torch.Tensor]) -> int:
+    """Bytes that leave this rank's GPU, or come to it where those are more."""
+    if message.ranks == 1:
+        return 0
+    if message.name not in ("gather", "scatter"):
+        return message.sent
+    here = sum(tensor.nbytes for tensor in tensors)
+    if len(tensors) == 1:  # it sends its part, or takes it
+        return here
+    return here * (message.ranks - 1) // (message.ranks + 1)  # all but its own part
+
+
+def _run_barrier(sim, func, args, kwargs):
+    """NCCL's is a collective of almost nothing, for which the host waits."""
+    out = func(*args, **kwargs)
+    if "nccl" in _backends_of(messages.group_in(args)).values():
+        gpu = sim.find(torch.device("cuda"))
+        stream = sim.thread.streams.get(gpu.index, 0)
+        sim.clock.collective(gpu, stream, "barrier", 0, 0)
+        sim.clock.wait_for_stream(gpu.index, stream)
+    return out
+
+
+def _check(name: str, group: dist.ProcessGroup, tensors: list[torch.Tensor]) -> None:
     """What NCCL would refuse."""
     __tracebackhide__ = True
-    if not _is_nccl(group):
-        return
-    if None in gpus:
+    backends = _backends_of(group)
+    gpus = list(dict.fromkeys(map(placement.gpu_of, tensors)))
+    if None in gpus and "cpu" not in backends:
         raise RuntimeError(_HOST_TENSOR)
+    if backends.get("cuda") != "nccl" or gpus in ([None], []):
+        return
     if len(gpus) > 1:
         raise ValueError("Tensors found on multiple devices")
-    if func._schema.name not in ("c10d::send", "c10d::recv_"):
-        _check_partners(group, gpus[0])
+    if any(tensor.layout is not torch.strided for tensor in tensors):
+        raise RuntimeError(_SPARSE)
+    if not all(map(_is_dense, tensors)):
+        raise ValueError("Tensors must be contiguous")
+    seat, (gpu,) = _seats[group.group_name], gpus
+    if seat.bound is not None and seat.bound != gpu.device:
+        raise dist.DistBackendError(_NOT_BOUND)
+    if name in ("c10d::send", "c10d::recv_"):
+        return
+    if seat.ordinal is None:
+        _meet_partners(group, gpu)
+        seat.ordinal = gpu.ordinal
+    elif seat.ordinal != gpu.ordinal:
+        raise dist.DistBackendError(
+            _MOVED.format(group.rank(), seat.ordinal, gpu.ordinal)
+        )
 
 
-def _check_partners(group: dist.ProcessGroup, gpu) -> None:
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie side by side in memory, in whatever order."""
+    expected = 1
+    ways = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted(way for way in ways if way[1] != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _meet_partners(group: dist.ProcessGroup, gpu) -> None:
     """In a group's first collective, no two ranks may be on one GPU.
 
     Raises:
         torch.distributed.DistBackendError: in NCCL's words.
     """
     __tracebackhide__ = True
-    if group.group_name in _checked:
-        return
-    _checked.add(group.group_name)
     store = distributed_c10d._world.pg_map[group][1]
     machine = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', 0)}"
-    store.set(f"simgpu/{group.rank()}", f"{machine} {gpu.ordinal}")
+    me = group.rank()
+    store.set(f"simgpu/{me}", f"{machine} {gpu.ordinal}")
     seen: dict[bytes, int] = {}
     for rank in range(group.size()):
-        its = store.get(f"simgpu/{rank}")  # waits for it, as NCCL does here
+        try:
+            its = store.get(f"simgpu/{rank}")  # waits for it, as NCCL does here
+        except dist.DistStoreError:
+            raise dist.DistBackendError(_ALONE.format(me, rank)) from None
         first = seen.setdefault(its, rank)
-        if first != rank and group.rank() in (first, rank):
-            other = first + rank - group.rank()
-            raise dist.DistBackendError(
-                _DUPLICATE.format(group.rank(), other, gpu.ordinal)
-            )
+        if first != rank and me in (first, rank):
+            both = _DUPLICATE.format(me, first + rank - me, gpu.ordinal)
+            raise dist.DistBackendError(both)
+
+
+def _wait(work, *args, **kwargs):
+    """gloo's `wait` copies out of a buffer of its own, where NCCL has none."""
+    thread = placement.current().thread
+    thread.quiet += 1
+    try:
+        return _raw_wait(work, *args, **kwargs)
+    finally:
+        thread.quiet -= 1
 
 
 placement.of_namespace["c10d"] = _run_collective
@@ -206,11 +328,24 @@ def _on_replica(name: str):
     @functools.wraps(raw)
     def method(ddp, *args, **kwargs):
         __tracebackhide__ = True
-        replica = args[0] if name == "__init__" and args else ddp
+        replica = ddp
+        if name == "__init__":
+            replica = kwargs.get("module", args[0] if args else None)
         with _born_on(_gpu_of_module(replica)):
             return raw(ddp, *args, **kwargs)
 
     return method
+
+
+def _gpu_of_module(module):
+    if not isinstance(module, torch.nn.Module):
+        return None  # DDP will say so
+    gpus = {placement.gpu_of(parameter) for parameter in module.parameters()}
+    if len(gpus - {None}) > 1:
+        raise NotSimulated(
+            "DistributedDataParallel of a module on several GPUs", "Give each rank one."
+        )
+    return next(iter(gpus), None)
 
 
 def _then(future, callback):
@@ -224,12 +359,6 @@ def _then(future, callback):
     return _raw_then(future, in_modes)
 
 
-def _gpu_of_module(module):
-    parameters = module.parameters() if hasattr(module, "_parameters") else ()
-    first = next(iter(parameters), None)
-    return None if first is None else placement.gpu_of(first)
-
-
 # -- processes that the program spawns -------------------------------------------------
 
 
@@ -240,6 +369,8 @@ def _for_children(name: str) -> dict:
         main = data.get(f"init_main_from_{kind}")
         if main is not None and program_gpus is not None:
             del data[f"init_main_from_{kind}"]
+            # where objects of its classes, pickled in a child, are looked for
+            sys.modules["__mp_main__"] = sys.modules["__main__"]
             word = {kind: main, "gpus": program_gpus}
             os.environ[TO_CHILDREN] = json.dumps(word)
             data["init_main_from_name"] = "helpers.simgpu.spawned"
@@ -248,7 +379,7 @@ def _for_children(name: str) -> dict:
 
 
 def _bootstrap(process, *args, **kwargs) -> int:
-    """The life of a spawned process, which must not abort at its end."""
+    """The life of a child of multiprocessing, which must not abort at its end."""
     status = _raw_bootstrap(process, *args, **kwargs)
     if made:
         leave(status)
@@ -261,6 +392,7 @@ def leave(status: int) -> None:
     Its threads may want Python's lock while Python takes itself down, which aborts the
     process: so end it before that, with all that a program may expect done.
     """
+    threading._shutdown()  # waits for threads that are not daemons
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -282,6 +414,7 @@ def replacements() -> list[tuple[object, str, object]]:
         (torch.cuda.nccl, "version", lambda: NCCL_VERSION),
         (DeviceMesh, "__init__", _mesh),
         (torch._C.Future, "then", _then),
+        (torch._C._distributed_c10d.Work, "wait", _wait),
         (multiprocessing.spawn, "get_preparation_data", _for_children),
         (BaseProcess, "_bootstrap", _bootstrap),
         *((DistributedDataParallel, name, _on_replica(name)) for name in ours),
