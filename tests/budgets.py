@@ -72,7 +72,7 @@ class Measured(Notebook):
             "sockets": sorted(self.watch.outward),
             "stores": sorted(self.watch.stores),
             "files": watch.changed(self.before, self.files())
-            + sorted(watch.unused(list(shared))),
+            + sorted(watch.left(list(shared))),
         }
 
     def teardown(self) -> None:

@@ -228,3 +228,16 @@ def unused(paths: list[str]) -> list[str]:
             for link in os.scandir(f"/proc/{pid}/fd"):
                 used.add(os.readlink(link.path))
     return [path for path in paths if os.path.exists(path) and path not in used]
+
+
+def left(paths: list[str], seconds: float = 5) -> list[str]:
+    """Those that stay unused. A semaphore, say, has a name for a moment only.
+
+    Args:
+        paths: files that have appeared, of whatever process.
+        seconds: after which what is still there has been left behind.
+    """
+    late = time.monotonic() + seconds
+    while (paths := unused(paths)) and time.monotonic() < late:
+        time.sleep(0.1)
+    return paths
