@@ -28,6 +28,7 @@ import psutil
 MARK = "HELPERS_ELASTIC_JOB"  # in the environment of all that a job starts
 # quick; PyTorch's own are 30 s for the last call, and 3 times 5 s until one is missed.
 # Ten times 1 s: an agent that a busy machine holds up for 3 s must not count as dead.
+# It would never learn of it, and train on by itself beside the others.
 CONF = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 10}
 # ends when the notebook closes the pipe, or is gone while another holds it open
 _GUARD = """
