@@ -26,7 +26,7 @@ import pytest
 from nbval.plugin import IPyNbCell
 
 from tests import watch
-from tests.nbplus import HOME, MARK, Notebook
+from tests.nbplus import HOME, MARK, Notebook, noted
 
 MEMORY = 1.2e9  # bytes of all processes of a notebook together
 SECONDS = 150.0  # twice what the slowest computes on a busy machine with two cores
@@ -163,14 +163,7 @@ def pytest_runtest_call(item):
 
 
 def pytest_terminal_summary(terminalreporter):
-    measured = [
-        value
-        for reports in terminalreporter.stats.values()
-        for report in reports
-        if getattr(report, "when", None) == "call"
-        for name, value in report.user_properties
-        if name == "budget"
-    ]
+    measured = noted(terminalreporter, "budget")
     if not measured:
         return
     write = terminalreporter.write_line

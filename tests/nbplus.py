@@ -242,16 +242,20 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
-def pytest_terminal_summary(terminalreporter):
-    compared = [
+def noted(terminalreporter, wanted: str) -> list:
+    """What tests have noted under a name among their properties, in any worker."""
+    return [
         value
         for reports in terminalreporter.stats.values()
         for report in reports
         if getattr(report, "when", None) == "call"
         for name, value in report.user_properties
-        if name == "compared"
+        if name == wanted
     ]
-    if compared:
+
+
+def pytest_terminal_summary(terminalreporter):
+    if compared := noted(terminalreporter, "compared"):
         some, of = sum(compared), len(compared)
         percent = 100 * some // of
         terminalreporter.write_line(f"outputs compared: {some} of {of} ({percent} %)")

@@ -331,6 +331,7 @@ def _on_replica(name: str):
         replica = ddp
         if name == "__init__":
             replica = kwargs.get("module", args[0] if args else None)
+            _check_replica(replica)
         with _born_on(_gpu_of_module(replica)):
             return raw(ddp, *args, **kwargs)
 
@@ -340,12 +341,23 @@ def _on_replica(name: str):
 def _gpu_of_module(module):
     if not isinstance(module, torch.nn.Module):
         return None  # DDP will say so
-    gpus = {placement.gpu_of(parameter) for parameter in module.parameters()}
-    if len(gpus - {None}) > 1:
-        raise NotSimulated(
-            "DistributedDataParallel of a module on several GPUs", "Give each rank one."
-        )
-    return next(iter(gpus), None)
+    first = next(module.parameters(), None)
+    return None if first is None else placement.gpu_of(first)
+
+
+def _check_replica(module) -> None:
+    """The reducer's buckets would be on one GPU.
+
+    Raises:
+        NotSimulated: for a module on several.
+    """
+    if isinstance(module, torch.nn.Module):
+        gpus = {placement.gpu_of(parameter) for parameter in module.parameters()}
+        if len(gpus - {None}) > 1:
+            raise NotSimulated(
+                "DistributedDataParallel of a module on several GPUs",
+                "Give each rank one.",
+            )
 
 
 def _then(future, callback):

@@ -592,23 +592,7 @@ def total(busy: bool, wait: bool = False) -> float:
     return result.item()
 
 
-def gpipe(stage: int, stages: int, parts: int) -> list[tuple[str, int]]:
-    """All forward, then all backward. Taught in 11-split-the-model."""
-    return [(kind, m) for kind in "FB" for m in range(parts)]
-
-
-def one_f_one_b(stage: int, stages: int, parts: int) -> list[tuple[str, int]]:
-    """Forward and backward in turns, as soon as possible; 11-split-the-model."""
-    ahead = min(stages - stage, parts)
-    order = [("F", m) for m in range(ahead)]
-    for m in range(parts):
-        order.append(("B", m))
-        if ahead + m < parts:
-            order.append(("F", ahead + m))
-    return order
-
-
-ORDERS = gpipe, one_f_one_b
+ORDERS = "GPipe", "1F1B"
 
 # what a pipeline is like -> the seconds of each stage, forward, and its parts
 PIPES = {
@@ -629,13 +613,19 @@ class Waits(NamedTuple):
         return f"{self.idle:.3f} idle, {self.kept} kept"
 
 
-def bubble(order: Callable, seconds: list[float], parts: int) -> Waits:
+def tasks(order: str, stages: int, parts: int) -> list[list[tuple[str, int]]]:
+    """What each stage does, in order. Taught in 11-split-the-model."""
+    from helpers.explore import pipeline_order  # here: ranks need not load it
+
+    return [pipeline_order(order, stages, stage, parts) for stage in range(stages)]
+
+
+def bubble(order: str, seconds: list[float], parts: int) -> Waits:
     """Each stage waits for its neighbours; backward takes twice as long as forward."""
-    from helpers import explore  # here, because ranks need not load it
+    from helpers import explore
 
     stages = len(seconds)
-    orders = [order(stage, stages, parts) for stage in range(stages)]
-    rows = explore.pipeline_times(orders, seconds)
+    rows = explore.pipeline_times(tasks(order, stages, parts), seconds)
     end = max(row[-1][3] for row in rows)
     idle = 1 - 3 * parts * sum(seconds) / (stages * end)
     return Waits(idle, explore.most_held(rows[0]))
@@ -646,16 +636,16 @@ def bubbles(seconds: list[float], parts: int) -> tuple[Waits, Waits]:
     return tuple(bubble(order, seconds, parts) for order in ORDERS)
 
 
-def steps(order: Callable, stages: int, parts: int) -> int:
+def steps(order: str, stages: int, parts: int) -> int:
     """Steps until all is done, if forward and backward take one step each."""
-    todo = [order(stage, stages, parts) for stage in range(stages)]
+    todo = tasks(order, stages, parts)
     done: set[tuple[str, int, int]] = set()
     count = 0
     while any(todo):
         now = []
-        for stage, tasks in enumerate(todo):
-            if tasks:
-                kind, part = tasks[0]
+        for stage, mine in enumerate(todo):
+            if mine:
+                kind, part = mine[0]
                 before = stage - 1 if kind == "F" else stage + 1
                 if not 0 <= before < stages or (kind, before, part) in done:
                     now.append((kind, stage, part))
