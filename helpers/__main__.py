@@ -48,7 +48,7 @@ VENV_PYTHON = VENV_BIN / ("python.exe" if WINDOWS else "python")
 BUILT_FROM = VENV / ".built-from"
 LOCK = VENV / ".lock"
 
-WORKERS = 2  # of a test run; a lesson's processes need up to 1.2 GB in each
+WORKERS = 3  # of a test run, which often waits; a lesson needs up to 1.2 GB in each
 SECONDS_TO_STOP = 10  # that a child gets to end by itself after Ctrl-C
 LITTLE_SPACE = 50_000_000  # bytes; below that a failed step is blamed on the disk
 

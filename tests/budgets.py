@@ -58,6 +58,7 @@ class Measured(Notebook):
 
     def figures(self) -> dict[str, object]:
         """End the kernel and the watch; what the notebook took, as plain data."""
+        self.watch.note_sockets()
         self.kernel.stop()
         self.watch.stop()
         cpu, clock = _own() - self.own, time.monotonic() - self.clock

@@ -240,6 +240,7 @@ class Stage:
                 found = [read(output)] if process.wait(60 * MINUTES) else []
             except subprocess.TimeoutExpired:
                 found = [f"has not ended in {MINUTES} minutes"]
+            watched.note_sockets()
             left = reap(mark)
             process.wait(60)
         watched.stop()

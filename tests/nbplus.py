@@ -197,6 +197,7 @@ def pytest_configure(config):
         option.nbval_sanitize_with = str(SANITIZER)
     if getattr(option, "dist", "no") in ("load", "worksteal"):
         option.dist = "loadscope"
+        option.loadscopereorder = False  # few tests may be slow: not to be the last
 
 
 @pytest.hookimpl(wrapper=True)

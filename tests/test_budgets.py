@@ -29,8 +29,11 @@ TOO_MUCH = """
 import subprocess, sys
 from pathlib import Path
 
-server = "import socket, time; s = socket.create_server(('', 0)); time.sleep(170)"
-child = subprocess.Popen([sys.executable, "-c", server], start_new_session=True)
+server = "import socket, time; s = socket.create_server(('', 0)); "
+server += "print('listens', flush=True); time.sleep(170)"
+words = [sys.executable, "-c", server]
+child = subprocess.Popen(words, start_new_session=True, stdout=subprocess.PIPE)
+assert child.stdout.readline() == b"listens\\n"
 for folder in (Path.home(), Path(".")):
     size = (folder / "written.txt").write_text("here")
 """
@@ -134,7 +137,7 @@ def test_the_sockets_of_who_has_ended_meanwhile_are_nobodys(watching, monkeypatc
     monkeypatch.setattr(watch, "_read", lambda path: b"")
     with socket.create_server(("0.0.0.0", 0)):
         assert watch._connections(os.getpid())
-        watching._note_sockets(os.getpid())
+        watching._note_sockets_of(os.getpid())
     assert not watching.outward
 
 

@@ -217,7 +217,9 @@ def test_ssh_stops_all_when_one_fails(place: Place):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_ssh_stops_all_when_it_is_stopped(place: Place, number: int):
     place.stub("torchrun", f"touch {place.folder}/$HOST; exec sleep 1000")
+    before = signal.signal(number, signal.SIG_DFL)  # nohup's way is passed on, too
     running = ssh(place, "a", "b")
+    signal.signal(number, before)
     wait(lambda: {"a", "b"} <= set(os.listdir(place.folder)), "both hosts")
     running.send_signal(number)
     assert end_of(running)[0] == [130]

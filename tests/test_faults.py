@@ -22,8 +22,11 @@ ALL = "these hold: twice user path home shm network memory"
 ONLY_ONCE = "assert 'again' not in globals(), 'a second time'\nagain = True"
 LEAVES = """
 import subprocess, sys
-server = "import socket, time; s = socket.create_server(('', 0)); time.sleep(170)"
-child = subprocess.Popen([sys.executable, "-c", server], start_new_session=True)
+server = "import socket, time; s = socket.create_server(('', 0)); "
+server += "print('listens', flush=True); time.sleep(170)"
+words = [sys.executable, "-c", server]
+child = subprocess.Popen(words, start_new_session=True, stdout=subprocess.PIPE)
+assert child.stdout.readline() == b"listens\\n"
 open("written.txt", "w").close()
 """
 

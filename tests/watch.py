@@ -74,6 +74,11 @@ class Watch(threading.Thread):
         if self._error is not None:
             raise self._error
 
+    def note_sockets(self) -> None:
+        """Look at the sockets now: before what a notebook has left is ended."""
+        for pid in self._members():
+            self._note_sockets_of(pid)
+
     def run(self) -> None:
         try:
             self._look()
@@ -93,7 +98,7 @@ class Watch(threading.Thread):
         self._near = resident + self.peak - shares + STEP
         if time.monotonic() >= self._due:
             for pid in members:
-                self._note_sockets(pid)
+                self._note_sockets_of(pid)
             spent = time.thread_time() - start
             self._due = time.monotonic() + max(1, spent / SHARE)
 
@@ -102,7 +107,7 @@ class Watch(threading.Thread):
         self._others &= pids
         return [pid for pid in pids - self._others if self._mark in _environment(pid)]
 
-    def _note_sockets(self, pid: int) -> None:
+    def _note_sockets_of(self, pid: int) -> None:
         # who it is first: a process that ends still has sockets when it has no name
         name, environment = _command(pid), set(_environment(pid))
         for connection in _connections(pid) if name else []:

@@ -38,7 +38,7 @@ def picture() -> draw.Picture:
         found.text(x + 12, 30, f"machine {machine}", weight="bold")
         for gpu in range(8):
             left, top = x + 12 + 68 * (gpu % 4), 42 + 56 * (gpu // 4)
-            found.box(left, top, 60, 40, draw.COLOURS[gpu % 7])
+            found.box(left, top, 60, 40, draw.COLOURS[machine])
             found.text(left + 30, top + 25, f"GPU {gpu}", 13, "middle")
     found.line(302, 86, 398, 86, stroke=draw.COLOURS[5])
     found.text(350, 76, "network card", 13, "middle")
@@ -161,17 +161,16 @@ def show_tracked(
         jobs: names and numbers.
         tracked: of each job.
     """
-    print(
-        "GB             by hand   plan  tracked = states + activations + other; most in"
-    )
+    print("GB            by hand  plan  tracked = states + activations + other")
     for job, found in zip(jobs, tracked, strict=True):
         states = found["weights"] + found["gradients"] + found["optimizer"]
         columns = (
-            (by_hand(*job), 7), (plan.bytes_per_gpu(*job).total, 7), (found.total, 9),
+            (by_hand(*job), 7), (plan.bytes_per_gpu(*job).total, 6), (found.total, 9),
             (states, 9), (found["activations"], 14), (found["other"], 8),
         )  # fmt: skip
         words = "".join(f"{float(n) / 1e9:{wide}.1f}" for n, wide in columns)
-        print(f"{job[0]:>3}, {job[1]:4} GPUs{words}  {found.moment}")
+        print(f"{job[0]:>3}, {job[1]:4} GPUs{words}")
+        print(f"      most in the {found.moment}")
     print()
 
 
@@ -225,15 +224,14 @@ def show_cable(found: dict, ring: dict[tuple[int, str], float]) -> None:
     """
     size = 4 * found["parameters"] / 1e6
     rates = [run["mbit"] for run in next(iter(_limited(found).values()))]
-    print(f"{'':20}{'MB sent':<15}", end="")
-    print("".join(f"{f's at {rate} Mbit/s':<18}" for rate in rates).rstrip())
-    print(f"{'':20}ring  card ", *["planned measured"] * len(rates))
+    print("         MB sent: by      seconds of a step, planned and measured, at")
+    print("ranks       ring  card", *(f"{f'{rate} Mbit/s':>15}" for rate in rates))
     for (ranks, way), runs in _limited(found).items():
         if (ranks, way) not in ring:
             continue
         sent = f"{ring[ranks, way] * size:5.2f} {runs[0]['sent'] / 1e6:5.2f}"
-        pairs = (f"{r['predicted_seconds']:9.3f} {r['seconds']:8.3f}" for r in runs)
-        print(f"{ranks} ranks, {way:9} {sent} ", *pairs, sep="")
+        pairs = (f"{r['predicted_seconds']:9.3f} {r['seconds']:5.3f}" for r in runs)
+        print(f"{ranks} {way:9} {sent}", *pairs)
 
 
 def draw_cable(found: dict) -> None:
