@@ -51,11 +51,12 @@ def hear_ctrl_c():
 
 
 @contextlib.contextmanager
-def within(seconds: float):
+def soon():
+    """Before a collective would have given up by itself, on a busy machine, too."""
     begin = time.monotonic()
     yield
     took = time.monotonic() - begin
-    assert took < seconds, f"took {took:.1f} s"
+    assert took < 18, f"took {took:.1f} s"
 
 
 def rank() -> int:
@@ -153,7 +154,7 @@ def test_training_with_ddp_and_a_large_result(four):
         optimizer.step()
         return model.module.weight.detach()
 
-    with within(20):
+    with soon():
         first, *others = four.run(train)
     assert first.shape == (1000, 1000)
     assert all(first.equal(other) for other in others)
@@ -257,7 +258,7 @@ AFRESH = "The 4 ranks have been started afresh; what they had defined is gone."
 
 
 def test_an_error_in_one_rank_names_it_and_where_the_others_wait(four):
-    with within(8), pytest.raises(RankError) as caught:
+    with soon(), pytest.raises(RankError) as caught:
         four.run(fail_on(1, raise_error))
     text = str(caught.value)
     assert "rank 1: ValueError: bad batch\n" in text
@@ -300,7 +301,7 @@ def test_errors_of_cells_name_their_lines(four):
     ids=["SIGKILL", "SIGSEGV", "exit"],
 )
 def test_a_rank_that_dies_is_named_with_its_end(four, how, words):
-    with within(8), pytest.raises(RankError) as caught:
+    with soon(), pytest.raises(RankError) as caught:
         four.run(fail_on(2, how))
     assert f"rank 2: the process {words}" in str(caught.value)
     assert "dist.all_reduce(x)" in str(caught.value)
@@ -318,7 +319,7 @@ def test_a_rank_that_died_between_two_calls_is_noticed(four):
     pids = four.run(os.getpid)
     os.kill(pids[3], signal.SIGKILL)
     psutil.wait_procs([psutil.Process(pids[0])], timeout=0.2)
-    with within(8), pytest.raises(RankError, match="rank 3: the process was killed"):
+    with soon(), pytest.raises(RankError, match="rank 3: the process was killed"):
         four.run(rank)
     assert four.run(rank) == [0, 1, 2, 3]
 
@@ -327,13 +328,13 @@ def test_a_skipped_collective_is_found_within_the_time_box(four):
     def skip():
         return 0.0 if rank() == 0 else all_sum()
 
-    with within(8), pytest.raises(RankError, match="ranks 1, 2, 3: did not finish"):
+    with soon(), pytest.raises(RankError, match="ranks 1, 2, 3: did not finish"):
         four.run(skip, timeout=3)
     assert four.run(all_sum) == [6.0] * 4
 
 
 def test_a_collective_gives_up_by_itself():
-    with Ranks(2, timeout=2) as two, within(8):
+    with Ranks(2, timeout=2) as two, soon():
         with pytest.raises(RankError, match="rank 1: "):
             two.run(lambda: 0 if rank() == 0 else all_sum())
         assert two.run(rank) == [0, 1]
@@ -346,7 +347,7 @@ def test_mismatched_shapes_end_in_an_error(four):
 
         dist.all_reduce(torch.ones(1 + rank()))
 
-    with within(12), pytest.raises(RankError):
+    with soon(), pytest.raises(RankError):
         four.run(mismatch, timeout=5)
     assert four.run(all_sum) == [6.0] * 4
 
@@ -356,7 +357,7 @@ def test_an_endless_loop_is_shown_and_ended(four):
         while rank() == 1:
             pass
 
-    with within(8), pytest.raises(RankError) as caught:
+    with soon(), pytest.raises(RankError) as caught:
         four.run(spin, timeout=2)
     assert "rank 1: did not finish" in str(caught.value)
     assert "while rank() == 1" in str(caught.value) or "in spin" in str(caught.value)
@@ -376,7 +377,7 @@ def test_an_interrupt_ends_the_call_and_leaves_working_ranks(
 
     four.run(all_sum)  # the ranks know this file now
     threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
-    with within(10), pytest.raises(KeyboardInterrupt):
+    with soon(), pytest.raises(KeyboardInterrupt):
         four.run({"python": python, "collective": collective}[where])
     assert ("afresh" in capsys.readouterr().out) == (where == "collective")
     assert four.run(all_sum) == [6.0] * 4
@@ -441,7 +442,7 @@ def test_a_script_that_ends_takes_its_ranks_along(ending):
 
 def test_fifty_starts_and_stops_in_a_row():
     for i in range(50):
-        with Ranks(2) as ranks, within(10):
+        with Ranks(2) as ranks, soon():
             assert ranks.run(all_sum, i) == [2.0 * i] * 2
             crew = ranks._crew
             pids = crew.pids
@@ -587,8 +588,8 @@ def test_a_nursery_that_dies_meanwhile_is_told_at_once(four):
         module._state.nursery.process.popen.kill()
 
     threading.Timer(0.5, kill).start()
-    with within(8), pytest.raises(RankError, match="the one that forks ranks did too"):
-        four.run(time.sleep, 20)
+    with soon(), pytest.raises(RankError, match="the one that forks ranks did too"):
+        four.run(time.sleep, 50)
     assert four.run(rank) == [0, 1, 2, 3]
 
 
@@ -710,7 +711,7 @@ def test_ranks_that_lost_their_connections_start_afresh(four):
         if dist.get_rank() != 2:
             dist.monitored_barrier(timeout=timedelta(seconds=1))
 
-    with within(12), pytest.raises(RankError) as caught:
+    with soon(), pytest.raises(RankError) as caught:
         four.run(all_but_two)
     assert str(caught.value).endswith(AFRESH) and "<string>" not in str(caught.value)
     assert four.run(all_sum) == [6.0] * 4
