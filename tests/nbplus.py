@@ -13,6 +13,7 @@
 real GPUs; in every other run simulated ones are forced, whatever HELPERS_GPUS says.
 """
 
+import gc
 import os
 import signal
 import site
@@ -208,6 +209,10 @@ def pytest_collect_file(file_path, parent):
         else node
         for node in (yield)
     ]
+
+
+def pytest_collection_finish(session):
+    gc.freeze()  # judges collect garbage often: they need not look at all this
 
 
 def pytest_itemcollected(item):
