@@ -19,6 +19,7 @@ import contextlib
 import linecache
 import os
 import pickle
+import re
 import secrets
 import shlex
 import shutil
@@ -53,6 +54,7 @@ _DOUBTFUL = (*_LOST, "imeout", "imed out", "pair closure", "monitoredBarrier")
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)  # the network card's name
 SHOWN = 10**7  # bytes of each rank's output that a call shows
 _FORKS = sys.platform == "linux"  # elsewhere each rank is a new Python process
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)\n', re.M)  # of a whole line
 
 
 class RankError(RuntimeError):
@@ -604,16 +606,13 @@ class _Job:
             return []
         path = self.crew.folder / f"{rank}.stack"
         self.crew.signal(rank, signal.SIGUSR1)
-        end, text = time.monotonic() + 1, ""
-        while time.monotonic() < end and "rank_process.py" not in text:
-            time.sleep(0.01)
+        end, found = time.monotonic() + 1, []
+        while time.monotonic() < end:
             text = path.read_text(encoding="utf-8", errors="replace")
-        found = []
-        for line in text.splitlines():
-            if line.startswith('  File "'):
-                file, _, rest = line.removeprefix('  File "').rpartition('", line ')
-                number, _, name = rest.partition(" in ")
-                found.append((file, int(number), name))
+            found = [(file, int(n), name) for file, n, name in _FRAME.findall(text)]
+            if any("rank_process.py" in file for file, *_ in found):
+                break
+            time.sleep(0.01)
         return found[::-1]
 
     # -- what the learner sees ---------------------------------------------------------

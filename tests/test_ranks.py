@@ -10,6 +10,7 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -381,6 +382,22 @@ def test_an_interrupt_ends_the_call_and_leaves_working_ranks(
         four.run({"python": python, "collective": collective}[where])
     assert ("afresh" in capsys.readouterr().out) == (where == "collective")
     assert four.run(all_sum) == [6.0] * 4
+
+
+def test_a_stack_is_read_when_its_lines_are_whole(tmp_path: Path):
+    dump = """Current thread 0x00007f:
+  File "here.py", line 3 in work
+  File "/course/helpers/rank_process.py", line 120 in main
+"""
+    stack = tmp_path / "0.stack"
+
+    def signalled(rank, number):
+        stack.write_text(dump[: dump.index("line 120")])
+        threading.Timer(0.2, stack.write_text, [dump]).start()
+
+    job = SimpleNamespace(crew=SimpleNamespace(folder=tmp_path, signal=signalled))
+    outermost = ("/course/helpers/rank_process.py", 120, "main")
+    assert module._Job._stack(job, 0) == [outermost, ("here.py", 3, "work")]
 
 
 # -- nothing is left -------------------------------------------------------------------
