@@ -25,15 +25,16 @@ TOOK = {
     "peak": 1.1e9, "cpu": 30.0, "clock": 40.0, "others": 5.0, "left": [],
     "sockets": [], "stores": ["a store"], "files": [],
 }  # fmt: skip
-TOO_MUCH = """
+LEAVES_A_SERVER = """
 import subprocess, sys
-from pathlib import Path
-
 server = "import socket, time; s = socket.create_server(('', 0)); "
 server += "print('listens', flush=True); time.sleep(170)"
 words = [sys.executable, "-c", server]
 child = subprocess.Popen(words, start_new_session=True, stdout=subprocess.PIPE)
 assert child.stdout.readline() == b"listens\\n"
+"""
+TOO_MUCH = f"""{LEAVES_A_SERVER}
+from pathlib import Path
 for folder in (Path.home(), Path(".")):
     size = (folder / "written.txt").write_text("here")
 """

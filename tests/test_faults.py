@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests import faults
+from tests.test_budgets import LEAVES_A_SERVER
 from tests.test_harness import Course
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -20,15 +21,7 @@ WHY_NOT = faults.why_not()
 needs_root = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 ALL = "these hold: twice user path home shm network memory"
 ONLY_ONCE = "assert 'again' not in globals(), 'a second time'\nagain = True"
-LEAVES = """
-import subprocess, sys
-server = "import socket, time; s = socket.create_server(('', 0)); "
-server += "print('listens', flush=True); time.sleep(170)"
-words = [sys.executable, "-c", server]
-child = subprocess.Popen(words, start_new_session=True, stdout=subprocess.PIPE)
-assert child.stdout.readline() == b"listens\\n"
-open("written.txt", "w").close()
-"""
+LEAVES = LEAVES_A_SERVER + 'open("written.txt", "w").close()'
 
 
 def run(root: Path, *words: str) -> tuple[int, str]:
