@@ -78,6 +78,16 @@ def sleeps(queue, received):
     time.sleep(2)
 
 
+def sleeps_on(queue, received):
+    makes_new_ones_for(queue)
+    time.sleep(60)
+
+
+def waits_too_short(queue, received):
+    makes_new_ones_for(queue)
+    received.wait(1)
+
+
 def makes_new_ones_for(queue):
     for i in range(4):
         queue.put(torch.full((3,), float(i)))
@@ -252,15 +262,17 @@ WRONG = {
     ],
     "delivers_all": [
         (lambda: (sends_one_memory,), "full of 3: `put` sends a handle"),
-        (lambda: (ends_early,), "let it wait for `received`"),
+        (lambda: (ends_early,), "it must wait for `received`"),
         (lambda: (sends_arrays,), "a ndarray arrives"),
         (lambda: (sends_three,), "3 tensors arrive"),
         (lambda: (sends_five,), "more than four"),
         (lambda: (never_ends,), "goes on after"),
         (lambda: (raises,), "your code raised AttributeError"),
         (lambda: (one_memory_slowly,), "full of 3: `put` sends a handle"),
-        (lambda: (sleeps,), "before `received` was set"),
-        (lambda: (ends_with_names,), "with the default sharing strategy"),
+        (lambda: (sleeps,), "it must wait for `received`"),
+        (lambda: (sleeps_on,), "never asks `received`"),
+        (lambda: (waits_too_short,), "it must wait for `received`"),
+        (lambda: (ends_with_names,), "it must wait for `received`"),
         (lambda: (dies,), "ended by signal 9"),
         (lambda: (None,), "give a function"),
     ],
