@@ -163,7 +163,7 @@ torch.linalg.matrix_rank(s[:, :0])
 torch.linalg.matrix_norm(s)
 torch.linalg.vector_norm(x, 3)
 torch.linalg.pinv(x)
-torch.linalg.lstsq(s, s).solution
+torch.linalg.lstsq(s.double(), y.T.double()).solution
 torch.linalg.matrix_exp(s)
 torch.linalg.matrix_power(s, 3)
 torch.linalg.lu_factor(s)
