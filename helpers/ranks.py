@@ -19,6 +19,7 @@ import contextlib
 import linecache
 import os
 import pickle
+import queue
 import re
 import secrets
 import shlex
@@ -31,6 +32,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import (
     Connection,
     answer_challenge,
@@ -311,11 +313,17 @@ def _new_folder(inside: Path | None = None) -> Path:
 
 
 class _Door:
-    """Where new processes report: a port of this machine alone, and a key to it."""
+    """Where new processes report: a port of this machine alone, and a key to it.
+
+    A stranger may come too, such as a program that looks for another one at a port it
+    has had. It has no key; it is turned away, and nobody waits for it.
+    """
 
     def __enter__(self) -> "_Door":
         self.socket = socket.create_server(("127.0.0.1", 0), backlog=MOST)
-        self.socket.settimeout(0.2)
+        self.socket.settimeout(0.1)
+        self.callers: list[socket.socket] = []
+        self.known: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         self.setting = {
             "address": self.socket.getsockname(), "key": secrets.token_bytes(16),
         }  # fmt: skip
@@ -323,6 +331,9 @@ class _Door:
 
     def __exit__(self, *exc_info) -> None:
         self.socket.close()
+        for caller in self.callers:  # those that have neither given a key nor gone
+            with contextlib.suppress(OSError):
+                caller.shutdown(socket.SHUT_RDWR)
 
     def accept(
         self, seconds: float, processes: list[_Process], folder: Path
@@ -335,8 +346,11 @@ class _Door:
         end = time.monotonic() + seconds
         while True:
             with contextlib.suppress(TimeoutError):
-                peer, _ = self.socket.accept()
-                break
+                caller, _ = self.socket.accept()
+                self.callers.append(caller)
+                threading.Thread(target=self._ask, args=[caller], daemon=True).start()
+            with contextlib.suppress(queue.Empty):
+                return self.known.get(timeout=0.1)
             dead = [p.popen.returncode for p in processes if p.popen.poll() is not None]
             if dead:
                 said = (folder / "start.err").read_text(errors="replace").splitlines()
@@ -346,12 +360,20 @@ class _Door:
                 )
             if time.monotonic() > end:
                 raise RankError(f"no answer from a new process after {seconds:.0f} s")
-        peer.setblocking(True)
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        link = Connection(peer.detach())
-        deliver_challenge(link, self.setting["key"])
-        answer_challenge(link, self.setting["key"])
-        return link
+
+    def _ask(self, caller: socket.socket) -> None:
+        """Let it in if it has the key. It may be long in saying so."""
+        link = Connection(caller.dup().detach())
+        try:
+            caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            deliver_challenge(link, self.setting["key"])
+            answer_challenge(link, self.setting["key"])
+        except (AuthenticationError, EOFError, OSError):
+            link.close()
+            caller.close()
+        else:
+            caller.close()  # first, so that `__exit__` leaves the link alone
+            self.known.put(link)
 
 
 class _State:

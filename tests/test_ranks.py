@@ -4,6 +4,7 @@ import contextlib
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -740,6 +741,35 @@ def test_the_backend_can_be_chosen():
     assert module.current() is None
     with pytest.raises(ValueError, match="use gloo or nccl"):
         Ranks(1, backend="mpi")
+
+
+def test_strangers_at_the_door_are_turned_away(monkeypatch):
+    """As from programs that go on calling at a port that another one has had."""
+    enter, strangers = module._Door.__enter__, []
+
+    def enter_after_strangers(door):
+        enter(door)
+        for words in (b"", b"\0\0", b"\xff" + bytes(9), b"GET / HTTP/1.1\r\n\r\n"):
+            strangers.append(socket.create_connection(door.setting["address"], 20))
+            strangers[-1].sendall(words)
+        socket.create_connection(door.setting["address"], 20).close()
+        return door
+
+    module.close()  # or only the ranks would call, not the nursery too
+    monkeypatch.setattr(module._Door, "__enter__", enter_after_strangers)
+    with Ranks(2) as ranks:
+        assert ranks.run(rank) == [0, 1]
+    assert len(strangers) == (8 if module._FORKS else 4)
+    for stranger in strangers:
+        with stranger, contextlib.suppress(ConnectionResetError):
+            while stranger.recv(1024):
+                pass  # until the other side hangs up, or 20 s of silence
+
+
+def test_who_only_has_strangers_does_not_wait_for_ever(tmp_path):
+    with module._Door() as door, socket.create_connection(door.setting["address"]):
+        with soon(), pytest.raises(RankError, match="no answer from a new process"):
+            door.accept(1, [], tmp_path)
 
 
 @FORKS

@@ -110,7 +110,8 @@ def test_ranks_print_in_order_and_nothing_outlives_a_restart(
         numbers = [c["number"] for c in lesson.cells() if "%%ranks" in c["source"]]
         set_up, ranks_cell = numbers[0] - 2, numbers[0]
         lesson.run(set_up)
-        lesson.output(set_up)
+        words = lesson.output(set_up)
+        assert words.startswith("4 real ranks"), words
         lesson.run(ranks_cell)
         lines = lesson.output(ranks_cell).splitlines()
         assert [line[:3] for line in lines] == ["[0]", "[1]", "[2]", "[3]"], lines
