@@ -1,6 +1,7 @@
 """What the lessons may take is measured right, and what is too much is found."""
 
 import contextlib
+import multiprocessing
 import os
 import re
 import socket
@@ -163,6 +164,12 @@ def test_files_that_change(tmp_path):
     changed = watch.changed(before, watch.files(tmp_path))
     names = [path.removeprefix(f"{tmp_path}/") for path in changed]
     assert names == ["new/made", "removed", "written"]
+
+
+def test_a_semaphore_that_somebody_has():
+    lock = multiprocessing.get_context("spawn").Lock()  # with a name, for the child
+    path = f"{watch.SHARED}/sem.{lock._semlock.name.lstrip('/')}"
+    assert os.path.exists(path) and watch.unused([path]) == []
 
 
 def test_shared_memory_that_nobody_has():

@@ -1,7 +1,9 @@
 """Exercises judge right and wrong answers; oracles can fail."""
 
 import importlib
+import os
 import re
+import sys
 from pathlib import Path
 
 import nbformat
@@ -49,6 +51,17 @@ def test_wrong_answers_fail_with_a_reason(name, build, why):
     verdict = check.EXERCISES[name](*build())
     assert verdict.state == "wrong"
     assert why in verdict.why
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /dev/shm")
+def test_tensors_that_a_wrong_producer_sends_by_name_do_not_stay(tmp_path):
+    def produce(queue, received):
+        (tmp_path / "pid").write_text(str(os.getpid()))
+        ANSWERS["09"].ends_with_names(queue, received)
+
+    assert check.EXERCISES["delivers_all"](produce).state == "wrong"
+    pid = (tmp_path / "pid").read_text()
+    assert list(Path("/dev/shm").glob(f"torch_{pid}_*")) == []
 
 
 @pytest.mark.parametrize("name", check.EXERCISES)

@@ -41,6 +41,7 @@ def descendants() -> list[psutil.Process]:
 @pytest.fixture
 def four():
     with Ranks(4) as ranks:
+        ranks.run(rank)  # they know this file now; no time limit below is for that
         yield ranks
 
 
@@ -377,7 +378,6 @@ def test_an_interrupt_ends_the_call_and_leaves_working_ranks(
     def collective():
         return 0 if rank() == 0 else all_sum()
 
-    four.run(all_sum)  # the ranks know this file now
     threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
     with soon(), pytest.raises(KeyboardInterrupt):
         four.run({"python": python, "collective": collective}[where])

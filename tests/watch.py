@@ -226,17 +226,29 @@ def changed(before: dict[str, tuple], after: dict[str, tuple]) -> list[str]:
 
 def unused(paths: list[str]) -> list[str]:
     """Those of these files that are there, and that no process has open or mapped."""
-    used = set()
+    used = set()  # by inode: a semaphore is mapped under a name that it no longer has
     for pid in _pids():
-        used.update(re.findall(r"\S+$", _read(f"/proc/{pid}/maps").decode(), re.M))
+        for line in _read(f"/proc/{pid}/maps").splitlines():
+            device, inode = line.split()[3:5]
+            major, minor = device.split(b":")
+            used.add((os.makedev(int(major, 16), int(minor, 16)), int(inode)))
         with contextlib.suppress(OSError):
             for link in os.scandir(f"/proc/{pid}/fd"):
-                used.add(os.readlink(link.path))
-    return [path for path in paths if os.path.exists(path) and path not in used]
+                used.update(_identity(link.path))
+    return [path for path in paths if _identity(path) - used]
 
 
-def left(paths: list[str], seconds: float = 5) -> list[str]:
-    """Those that stay unused. A semaphore, say, has a name for a moment only.
+def _identity(path: str) -> set[tuple[int, int]]:
+    """Device and inode of a file; nothing if it is gone."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return set()
+    return {(status.st_dev, status.st_ino)}
+
+
+def left(paths: list[str], seconds: float = 60) -> list[str]:
+    """Those that stay unused. A tensor in a queue, say, is nobody's until it arrives.
 
     Args:
         paths: files that have appeared, of whatever process.
