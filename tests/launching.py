@@ -9,9 +9,8 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
@@ -67,17 +66,6 @@ def launch(name: str, ranks: int, *arguments: str) -> subprocess.CompletedProces
         return subprocess.run(
             command, capture_output=True, text=True, timeout=300, env=environ
         )
-
-
-def wait(
-    condition: Callable, what: str, seconds: float = 300, words: Callable = str
-) -> object:
-    """Wait until `condition()`, and return it; `words()` are for the error."""
-    late = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < late, f"{what} has not come. {words()}"
-        time.sleep(0.02)
-    return found
 
 
 # -- train_elastic.py ------------------------------------------------------------------

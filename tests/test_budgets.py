@@ -16,8 +16,8 @@ import pytest
 
 from helpers.elastic import free_port
 from tests import budgets, watch
-from tests.launching import wait
 from tests.test_harness import Course, outcomes
+from tests.waiting import wait
 
 pytestmark = pytest.mark.skipif(not watch.SOUND, reason="read from /proc")
 NAME = "WATCH_TEST"

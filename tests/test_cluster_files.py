@@ -29,8 +29,8 @@ from tests.launching import (
     starts,
     train_elastic,
     undisturbed,
-    wait,
 )
+from tests.waiting import wait
 
 CLUSTER = ROOT / "notebooks/scripts/cluster"
 SCRIPT = "notebooks/scripts/train_elastic.py"

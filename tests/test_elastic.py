@@ -29,8 +29,8 @@ from tests.launching import (
     starts,
     temporary_folder,
     train_elastic,
-    wait,
 )
+from tests.waiting import wait
 
 SCRIPT = str(SCRIPTS / "train_elastic.py")
 STEPS = 20

@@ -18,6 +18,7 @@ import pytest
 
 from helpers import ranks as module
 from helpers.ranks import MOST, RankError, Ranks
+from tests.waiting import wait
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 FORKS = pytest.mark.skipif(not module._FORKS, reason="no fork here")
@@ -650,22 +651,22 @@ def test_new_ranks_know_the_environment_and_folder(monkeypatch, tmp_path):
     assert "DETAIL" in level and folder == str(tmp_path)
 
 
-def test_two_threads_do_not_mix_their_results(four):
-    refused = []
+def test_two_threads_do_not_mix_their_results(four, tmp_path):
+    go_on, answers = tmp_path / "go on", []
 
-    def call():
-        try:
-            four.run(rank)
-        except RankError as error:
-            refused.append(str(error))
+    def until_told():
+        while not go_on.exists():
+            time.sleep(0.01)
+        return rank()
 
-    thread = threading.Thread(target=lambda: four.run(time.sleep, 1))
+    thread = threading.Thread(target=lambda: answers.append(four.run(until_told)))
     thread.start()
-    time.sleep(0.3)
-    call()
+    wait(four._busy.locked, "the call of the thread", 20)
+    with pytest.raises(RankError, match="^these ranks are at work on another call$"):
+        four.run(rank)
+    go_on.touch()
     thread.join(20)
-    assert refused == ["these ranks are at work on another call"]
-    assert four.run(rank) == [0, 1, 2, 3]
+    assert answers == [[0, 1, 2, 3]] and four.run(rank) == [0, 1, 2, 3]
 
 
 @FORKS
@@ -687,7 +688,8 @@ def test_prints_of_c_and_between_calls_are_shown(four, capsys):
         threading.Timer(0.2, print, ("later",)).start()
 
     four.run(speak_later)
-    time.sleep(0.6)
+    files = [four._crew.output(r) for r in range(4)]
+    wait(lambda: all(b"later" in file.read_bytes() for file in files), "later", 20)
     four.run(rank)
     lines = capsys.readouterr().out.splitlines()
     for r in range(4):

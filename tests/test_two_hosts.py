@@ -28,8 +28,8 @@ from tests.launching import (
     environment,
     starts,
     train_elastic,
-    wait,
 )
+from tests.waiting import wait
 
 sys.path.insert(0, str(NOTEBOOKS))
 from scripts import two_hosts  # noqa: E402

@@ -8,6 +8,7 @@ Windows, and browsers other than Chromium.
 """
 
 import contextlib
+import json
 import re
 import shutil
 import site
@@ -134,6 +135,12 @@ class Lab:
     def processes(self) -> set[psutil.Process]:
         """All that run in it: the server, the kernels, and what kernels started."""
         return set(alive(self.mark))
+
+    def kernels(self) -> list[dict]:
+        """The kernels, in the words of the server."""
+        url = f"{self.url}/api/kernels?token={TOKEN}"
+        with urllib.request.urlopen(url, timeout=SECONDS) as answer:
+            return json.load(answer)
 
     @contextlib.contextmanager
     def opened(self, browser: BrowserContext, name: str) -> Iterator["Notebook"]:

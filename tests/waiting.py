@@ -1,0 +1,15 @@
+"""What the tests wait with; it imports nothing, so that a rank may import it, too."""
+
+import time
+from collections.abc import Callable
+
+
+def wait(
+    condition: Callable, what: str, seconds: float = 300, words: Callable = str
+) -> object:
+    """Wait until `condition()`, and return it; `words()` are for the error."""
+    late = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < late, f"{what} has not come. {words()}"
+        time.sleep(0.02)
+    return found
