@@ -1,4 +1,4 @@
-"""What the tests wait with; it imports nothing, so that a rank may import it, too."""
+"""What the tests wait with; a rank may import it, so it imports next to nothing."""
 
 import time
 from collections.abc import Callable
