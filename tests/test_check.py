@@ -53,6 +53,27 @@ def test_wrong_answers_fail_with_a_reason(name, build, why):
     assert why in verdict.why
 
 
+def test_a_hang_is_not_what_a_rank_spends_on_imports(tmp_path, monkeypatch):
+    text = f"""
+import os
+import time
+
+from tests.answers.answers_12 import gathered
+
+if "RANK" in os.environ:
+    time.sleep({judges.lesson_12.HANGS + 1})
+
+
+def mine(x):
+    return gathered(x)
+"""
+    (tmp_path / "slow_to_import.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    mine = importlib.import_module("slow_to_import").mine
+    verdict = check.EXERCISES["all_gather_in_a_ring"](mine)
+    assert verdict.state == "right", verdict
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /dev/shm")
 def test_tensors_that_a_wrong_producer_sends_by_name_do_not_stay(tmp_path):
     def produce(queue, received):
