@@ -72,6 +72,7 @@ class Measured(Notebook):
             "left": self.kernel.left,
             "sockets": sorted(self.watch.outward),
             "stores": sorted(self.watch.stores),
+            "questions": sorted(self.watch.questions),
             "files": watch.changed(self.before, self.files())
             + sorted(watch.left(list(shared))),
         }
@@ -175,6 +176,6 @@ def pytest_terminal_summary(terminalreporter):
         write(
             f"{figures['notebook']:{width}}  {figures['peak'] / 1e6:7.0f}"
             f"  {figures['cpu']:10.1f}  {figures['clock']:7.1f}"
-            + f"  {stores} stores of torchrun on all addresses"
-            * bool(stores)
+            + f"  {stores} stores of torchrun on all addresses" * bool(stores)
+            + "  asked a name server" * bool(figures["questions"])
         )

@@ -24,7 +24,7 @@ NAME = "WATCH_TEST"
 WAITS = "import sys\nprint(flush=True)\nx = sys.stdin.read()\n"
 TOOK = {
     "peak": 1.1e9, "cpu": 30.0, "clock": 40.0, "others": 5.0, "left": [],
-    "sockets": [], "stores": ["a store"], "files": [],
+    "sockets": [], "stores": ["a store"], "questions": ["a question"], "files": [],
 }  # fmt: skip
 LEAVES_A_SERVER = """
 import subprocess, sys
@@ -133,6 +133,22 @@ def test_the_store_of_torchrun_is_told_from_other_sockets(mark, watching):
     with running(server, mark, RANK="0", MASTER_PORT=port):
         wait(lambda: watching.stores, "the store", 60)
     assert not watching.outward
+
+
+@pytest.mark.parametrize("port, asks", [(53, True), (54, False)])
+def test_who_asks_a_name_server_is_told_from_others(
+    port, asks, mark, watching, monkeypatch
+):
+    monkeypatch.setattr(watch, "_is_loopback", lambda address: False)
+    known, read = b"# ours\nnameserver 127.0.0.1\n", watch._read
+    monkeypatch.setattr(
+        watch, "_read", lambda path: known if "resolv" in path else read(path)
+    )
+    program = "import socket\ns = socket.socket(type=socket.SOCK_DGRAM)\n"
+    with running(f"{program}s.connect(('127.0.0.1', {port}))", mark):
+        wait(lambda: watching.questions or watching.outward, "the socket", 60)
+    assert bool(watching.questions) is asks
+    assert bool(watching.outward) is not asks
 
 
 def test_the_sockets_of_who_has_ended_meanwhile_are_nobodys(watching, monkeypatch):

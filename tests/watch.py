@@ -52,6 +52,9 @@ class Watch(threading.Thread):
         peak: bytes; the most that they had at once, by PSS.
         outward: sockets that another machine could reach or that reach one, in words.
         stores: the same of torchrun, which always listens on all addresses.
+        questions: sockets that ask a name server. `TCPStore` wants to know the name of
+            whoever calls, also of ::ffff:127.0.0.1, which /etc/hosts cannot tell it;
+            nothing can keep it from asking, and it goes on without an answer.
     """
 
     def __init__(self, mark: str) -> None:
@@ -59,6 +62,7 @@ class Watch(threading.Thread):
         self.peak = 0
         self.outward: set[str] = set()
         self.stores: set[str] = set()
+        self.questions: set[str] = set()
         self._mark = mark.encode()
         self._others = _pids()
         self._stopped = threading.Event()
@@ -118,10 +122,13 @@ class Watch(threading.Thread):
             if connection.type == socket.SOCK_DGRAM:
                 kind = "UDP"
             where = " to ".join(f"{end.ip} port {end.port}" for end in ends)
-            listens = kind == psutil.CONN_LISTEN
-            known = listens and _is_store(connection.laddr.port, name, environment)
-            words = f"{kind} {where}, process {pid}: {name[:200]}"
-            (self.stores if known else self.outward).add(words)
+            found = self.outward
+            if kind == psutil.CONN_LISTEN:
+                if _is_store(connection.laddr.port, name, environment):
+                    found = self.stores
+            elif kind == "UDP" and _is_name_server(connection.raddr):
+                found = self.questions
+            found.add(f"{kind} {where}, process {pid}: {name[:200]}")
 
 
 def _pids() -> set[int]:
@@ -174,6 +181,16 @@ def _is_store(port: int, name: str, environment: set[bytes]) -> bool:
     """
     agent = "torch.distributed.run" in name.split()
     return agent or {b"RANK=0", f"MASTER_PORT={port}".encode()} <= environment
+
+
+def _is_name_server(end) -> bool:
+    """Whether this end of a connection is where this machine asks for names."""
+    lines = _read("/etc/resolv.conf").decode(errors="replace").splitlines()
+    return (
+        bool(end)
+        and end.port == 53
+        and ["nameserver", end.ip] in [line.split() for line in lines]
+    )
 
 
 def _command(pid: int) -> str:
