@@ -58,7 +58,7 @@ RUN = """
 import sys, nbformat
 from nbclient import NotebookClient
 notebook = nbformat.read(sys.argv[1], 4)
-client = NotebookClient(notebook, timeout=180, resources={"metadata": {"path": "."}})
+client = NotebookClient(notebook, timeout=400, resources={"metadata": {"path": "."}})
 with client.setup_kernel():
     for again in range(int(sys.argv[2])):
         for number, cell in enumerate(notebook.cells):
