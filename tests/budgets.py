@@ -16,6 +16,7 @@ the whole course), and all systems but Linux.
 """
 
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -30,6 +31,8 @@ from tests.nbplus import HOME, MARK, Notebook, noted
 
 MEMORY = 1.2e9  # bytes of all processes of a notebook together
 SECONDS = 300.0  # nearly twice what the slowest computed on the slowest machine: 160 s
+# whose code says so may ask a name server: see `Watch.questions`
+STORE = re.compile(r"TCPStore|torchrun|torch\.distributed\.run")
 
 
 class Measured(Notebook):
@@ -73,6 +76,7 @@ class Measured(Notebook):
             "sockets": sorted(self.watch.outward),
             "stores": sorted(self.watch.stores),
             "questions": sorted(self.watch.questions),
+            "uses_store": uses_store(self.nb.cells),
             "files": watch.changed(self.before, self.files())
             + sorted(watch.left(list(shared))),
         }
@@ -105,6 +109,12 @@ class Budget(pytest.Item):
         return self.path, 0, self.nodeid
 
 
+def uses_store(cells: list) -> bool:
+    """Whether the code of a notebook is what may ask a name server."""
+    code = (cell.source for cell in cells if cell.cell_type == "code")
+    return any(map(STORE.search, code))
+
+
 def over(figures: dict) -> list[str]:
     """What a notebook took that it must not, in words."""
     found = []
@@ -121,6 +131,8 @@ def over(figures: dict) -> list[str]:
         found.append(f"it took {what}; {SECONDS:.0f} is the most")
     found += [f"left running: {words}" for words in figures["left"]]
     found += [f"a socket not on loopback: {words}" for words in figures["sockets"]]
+    if not figures["uses_store"]:
+        found += [f"asked a name server: {words}" for words in figures["questions"]]
     found += [f"not in the temporary folder: {path}" for path in figures["files"]]
     return found
 
@@ -172,10 +184,15 @@ def pytest_terminal_summary(terminalreporter):
     width = max(len(figures["notebook"]) for figures in measured)
     write(f"{'notebook':{width}}  peak MB  computed s  clock s")
     for figures in sorted(measured, key=lambda figures: figures["notebook"]):
-        stores = len(figures["stores"])
-        write(
-            f"{figures['notebook']:{width}}  {figures['peak'] / 1e6:7.0f}"
-            f"  {figures['cpu']:10.1f}  {figures['clock']:7.1f}"
-            + f"  {stores} stores of torchrun on all addresses" * bool(stores)
-            + "  asked a name server" * bool(figures["questions"])
-        )
+        write(row(figures, width))
+
+
+def row(figures: dict, width: int) -> str:
+    """What a notebook took, as a line of the table at the end of a run."""
+    stores = len(figures["stores"])
+    return (
+        f"{figures['notebook']:{width}}  {figures['peak'] / 1e6:7.0f}"
+        f"  {figures['cpu']:10.1f}  {figures['clock']:7.1f}"
+        + f"  {stores} stores of torchrun on all addresses" * bool(stores)
+        + "  asked a name server" * bool(figures["questions"])
+    )

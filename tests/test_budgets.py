@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from multiprocessing.shared_memory import SharedMemory
 
 import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell
 
 from helpers.elastic import free_port
 from tests import budgets, watch
@@ -24,7 +25,8 @@ NAME = "WATCH_TEST"
 WAITS = "import sys\nprint(flush=True)\nx = sys.stdin.read()\n"
 TOOK = {
     "peak": 1.1e9, "cpu": 30.0, "clock": 40.0, "others": 5.0, "left": [],
-    "sockets": [], "stores": ["a store"], "questions": ["a question"], "files": [],
+    "sockets": [], "stores": ["a store"], "questions": ["a question"],
+    "uses_store": True, "files": [],
 }  # fmt: skip
 LEAVES_A_SERVER = """
 import subprocess, sys
@@ -220,6 +222,7 @@ def test_what_is_allowed():
         ({"clock": 500.0}, "it took 500 s, 5 of them for others"),
         ({"left": ["process 7: sleep"]}, "left running: process 7: sleep"),
         ({"sockets": ["LISTEN 0.0.0.0"]}, "a socket not on loopback: LISTEN 0.0.0.0"),
+        ({"uses_store": False}, "asked a name server: a question"),
         ({"files": ["a.txt"]}, "not in the temporary folder: a.txt"),
     ],
 )
@@ -245,6 +248,28 @@ def test_a_notebook_that_takes_too_much(tmp_path):
     ):
         assert re.search(line, printed), line
     assert "peak MB" in printed
+
+
+def test_the_row_of_a_notebook_says_what_it_used_of_the_network():
+    row = budgets.row({**TOOK, "notebook": "13"}, 4)
+    assert row.startswith("13       1100        30.0     40.0  ")
+    assert row.endswith("  1 stores of torchrun on all addresses  asked a name server")
+    quiet = {**TOOK, "notebook": "01", "stores": [], "questions": []}
+    assert budgets.row(quiet, 2) == "01     1100        30.0     40.0"
+
+
+@pytest.mark.parametrize(
+    "cell, uses",
+    [
+        (new_code_cell("words = ['-m', 'torch.distributed.run']"), True),
+        (new_code_cell("!torchrun a.py"), True),
+        (new_code_cell("store = TCPStore('127.0.0.1', port)"), True),
+        (new_code_cell("import torch.distributed"), False),
+        (new_markdown_cell("In practice: `torchrun`"), False),
+    ],
+)
+def test_only_code_that_uses_a_store_may_ask_a_name_server(cell, uses):
+    assert budgets.uses_store([new_code_cell("a = 1"), cell]) is uses
 
 
 def test_a_part_of_a_notebook_is_not_judged(tmp_path):
