@@ -5,6 +5,7 @@ import contextlib
 import copy
 import functools
 import importlib.util
+import io
 import os
 import subprocess
 import sys
@@ -15,12 +16,13 @@ from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
-import nbformat
 import torch
+import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 from helpers import digits
 from helpers.elastic import MARK, end
+from helpers.ranks import RankError, Ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = ROOT / "notebooks"
@@ -66,6 +68,39 @@ def launch(name: str, ranks: int, *arguments: str) -> subprocess.CompletedProces
         return subprocess.run(
             command, capture_output=True, text=True, timeout=300, env=environ
         )
+
+
+def in_ranks(name: str, ranks: int, *arguments: str) -> str:
+    """Run a script's `main` in ranks on the CPU that have imported PyTorch.
+
+    Its numbers are those of torchrun, for a fraction of the time: there each process
+    imports PyTorch for itself. The ranks meet at a file, not at torchrun's store. The
+    lessons launch each script with torchrun once, in two ranks. Closes ranks that are
+    open.
+
+    Returns:
+        What it prints, also as errors, each line behind the number of its rank.
+    """
+    with tempfile.TemporaryDirectory() as folder, Ranks(ranks, backend="gloo") as it:
+
+        def run() -> None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+            dist.destroy_process_group()  # the script makes its own
+            group = functools.partial(
+                dist.init_process_group,
+                store=dist.FileStore(f"{folder}/store", ranks),
+                rank=int(os.environ["RANK"]),
+                world_size=ranks,
+            )
+            with mock.patch.object(dist, "init_process_group", group):
+                load(name).main(list(arguments))
+
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            try:
+                it.run(run, timeout=300)
+            except RankError as error:
+                raise AssertionError(f"{error}\n{printed.getvalue()}") from error
+    return printed.getvalue()
 
 
 # -- train_elastic.py ------------------------------------------------------------------
@@ -144,6 +179,8 @@ def last_calls(name: str) -> list[str]:
 
 
 def prose_of(lesson: str) -> str:
+    import nbformat  # not for the ranks of `in_ranks`, which import this file
+
     notebook = nbformat.read(NOTEBOOKS / lesson, as_version=4)
     cells = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
     return "\n".join(cells)

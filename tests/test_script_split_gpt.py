@@ -1,10 +1,11 @@
-"""`split_gpt.py`: three ways to split a model, launched by torchrun."""
+"""`split_gpt.py`: three ways to split a model."""
 
 import re
 
 import pytest
+import torch.distributed as dist
 
-from tests.launching import launch, prose_of, shown, text_of
+from tests.launching import in_ranks, load, prose_of, shown, text_of
 
 SPLIT = "split_gpt.py"
 
@@ -19,14 +20,16 @@ SPLIT = "split_gpt.py"
     ],
 )
 def test_each_way_of_splitting_has_the_loss_of_one_process(ranks, arguments):
-    done = launch(SPLIT, ranks, *arguments)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{ranks} ranks: loss 4.3525, after 12 steps 3.4029\n"
+    printed = in_ranks(SPLIT, ranks, *arguments)
+    assert printed == f"[0] {ranks} ranks: loss 4.3525, after 12 steps 3.4029\n"
 
 
-def test_a_split_that_does_not_come_out_even_is_refused():
-    done = launch(SPLIT, 3)
-    assert done.returncode != 0 and "cannot be split in 3" in done.stderr
+def test_a_split_that_does_not_come_out_even_is_refused(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(SystemExit, match="2"):
+        load(SPLIT).main([])
+    assert "cannot be split in 3" in capsys.readouterr().err
+    assert not dist.is_initialized()
 
 
 def test_lesson_14_shows_the_code_as_it_is():

@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from helpers import simgpu, text
-from tests.launching import NOTEBOOKS, SCRIPTS, last_calls, launch, prose_of, text_of
+from tests.launching import (
+    NOTEBOOKS,
+    SCRIPTS,
+    in_ranks,
+    last_calls,
+    prose_of,
+    text_of,
+)
 
 sys.path.insert(0, str(NOTEBOOKS))
 from scripts import train_elastic, train_gpt  # noqa: E402
@@ -41,7 +48,7 @@ def two_gpus():
     simgpu.stop()
 
 
-# -- launched --------------------------------------------------------------------------
+# -- in ranks, and launched ------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -53,16 +60,14 @@ def two_gpus():
 )
 def test_four_ranks_take_the_steps_of_one_process(words, alone, tmp_path: Path):
     """One process goes on where they stopped."""
-    done = launch(
-        GPT, 4, *TINY, *words, "--steps=7", f"--folder={tmp_path}", "--every=7"
-    )
-    assert done.returncode == 0, done.stderr
+    more = "--steps=7", f"--folder={tmp_path}", "--every=7"
+    printed = in_ranks(GPT, 4, *TINY, *words, *more)
     before, after = alone.bits[0], train("--steps=7").bits[1]
-    lines = done.stdout.splitlines()
-    assert lines[0] == (
-        f"4 x cpu: {before:.3f} bits a letter, after step 7 {after:.3f}"
-    )
-    assert [len(line) for line in lines[1:]] == ([9] if "--write=5" in words else [])
+    first, *written = printed.splitlines()
+    said = f"4 x cpu: {before:.3f} bits a letter, after step 7 {after:.3f}"
+    assert first == f"[0] {said}"
+    lengths = [len(line.removeprefix("[0] ")) for line in written]
+    assert lengths == ([9] if "--write=5" in words else [])
     log = (tmp_path / "log.jsonl").read_text()
     assert log.count('"loaded"') == 4 and log.count('"event": "step"') == 28
     whole, spoilt = train_elastic.newest(tmp_path)
