@@ -211,6 +211,12 @@ def be_nursery(notebook: Connection, parent: int, folder: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)  # and the ranks with it
 
+    def tell(what: str, value=None):
+        try:
+            notebook.send((what, value))
+        except OSError:  # it has hung up; a dying one does so before it is dead
+            end()
+
     gc.disable()  # a quarter of the time of these imports is the collector's
     for module in PRELOAD:
         importlib.import_module(module)
@@ -222,7 +228,7 @@ def be_nursery(notebook: Connection, parent: int, folder: str) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the notebook tells the ranks
     me = os.getpid()
-    notebook.send(("ready", None))
+    tell("ready")
     while True:
         ready = wait([notebook, read], 0.5)
         if os.getppid() != parent:
@@ -232,14 +238,14 @@ def be_nursery(notebook: Connection, parent: int, folder: str) -> None:
         if read in ready:
             os.read(read, 4096)
             for pid, status in _ended():
-                notebook.send(("ended", (pid, status)))
+                tell("ended", (pid, status))
             continue
         try:
             setting = notebook.recv()
         except (EOFError, OSError):
             end()
         if setting is None:  # are you there?
-            notebook.send(("yes", None))
+            tell("yes")
             continue
         for rank in range(setting["world_size"]):
             if os.fork() == 0:
