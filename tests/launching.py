@@ -31,7 +31,7 @@ SCRIPTS = NOTEBOOKS / "scripts"
 sys.path.insert(0, str(NOTEBOOKS))
 from scripts import train_elastic  # noqa: E402
 
-# -- launched --------------------------------------------------------------------------
+# -- run -------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -454,18 +454,22 @@ def test_ranks_end_when_the_notebook_is_killed(then, tmp_path):
 def test_a_notebook_that_hangs_up_while_its_nursery_reports_leaves_nothing():
     """A process that is killed hangs up before it is dead, and its ranks end then."""
     module.close()
-    ranks = Ranks(2)
+    ranks = Ranks(8)  # what is sent first to one that has hung up raises nothing
     nursery, pids = module._state.nursery, ranks._crew.pids
-    os.kill(nursery.process.popen.pid, signal.SIGSTOP)
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-    states = [psutil.Process(pid).status for pid in pids]
-    wait(lambda: {state() for state in states} == {"zombie"}, "the ranks' end")
-    nursery.link.close()
-    os.kill(nursery.process.popen.pid, signal.SIGCONT)
-    module._forget()
-    assert nursery.process.popen.wait(10) == 0
-    assert not nursery.folder.exists()
+    process = nursery.process.popen
+    try:
+        os.kill(process.pid, signal.SIGSTOP)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        states = [psutil.Process(pid).status for pid in pids]
+        wait(lambda: {state() for state in states} == {"zombie"}, "the ranks' end", 30)
+        nursery.link.close()
+        os.kill(process.pid, signal.SIGCONT)
+        assert process.wait(10) == 0
+        assert not nursery.folder.exists()
+    finally:
+        module._forget()
+        nursery.close()
 
 
 @pytest.mark.parametrize("ending", ["", "raise SystemExit(3)", "1 / 0"])
