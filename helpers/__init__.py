@@ -25,7 +25,7 @@ _HOMES = {
     "text": "data",
     "timeline": "gpus",
 }
-_MODULES = ("check", "draw", "explore", "gpus", "plan", "ranks", "simgpu")
+_MODULES = ("check", "draw", "explore", "gpus", "ranks", "simgpu")
 
 
 def __getattr__(name: str):

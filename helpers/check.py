@@ -2,20 +2,15 @@
 
 An oracle compares two results that must agree and prints one line on how well they
 do. An exercise is a function of the learner's answers that says not yet, wrong and
-why, or right: `check.copied_bytes(answer)`. Its judge raises `Wrong` with a reason, or
-returns; the judges of each lesson have a file in `helpers/judges`.
+why, or right: `check.copied_bytes(answer)`. `check.hint("00.1")` helps, and
+`check.solution("00.1")` shows a worked solution after a try. The exercises of each
+lesson have a file in `helpers/exercises`.
 """
-
-import contextlib
-import functools
-import importlib
-import math
-from collections.abc import Callable
-from numbers import Real
 
 import torch
 
-from helpers import simgpu
+import simgpu
+from helpers.exercises import exercise
 
 # -- oracles ---------------------------------------------------------------------------
 
@@ -95,120 +90,42 @@ def predicted(
     a, b = (
         f"{x:,}" if isinstance(x, int) else f"{x:,.3f}" for x in (prediction, actual)
     )
-    how = how or ("counted" if simgpu.count() else "measured")
+    how = how or ("counted" if simgpu.is_running() else "measured")
     print(f"predicted {a} {unit}, {how} {b} {unit}: error {error:.1%}")
 
 
 # -- exercises -------------------------------------------------------------------------
 
 
-class NotYet(Exception):
-    """The answer is still missing."""
-
-
-class Wrong(Exception):
-    """The answer is wrong; the message says why."""
-
-
-class Verdict:
-    """What an exercise says of an answer."""
-
-    def __init__(self, exercise: str, state: str, why: str = ""):
-        self.exercise, self.state, self.why = exercise, state, why
-
-    def __repr__(self) -> str:
-        why = f": {self.why}" if self.why else ""
-        return f"exercise {self.exercise}: {self.state}{why}"
-
-
-EXERCISES: dict[str, Callable] = {}  # name of the check -> the check
-
-
-def exercise(number: str):
-    """Make a judge of answers into exercise `number`, such as "01.2"."""
-
-    def register(judge: Callable) -> Callable:
-        @functools.wraps(judge)
-        def check(*answers) -> Verdict:
-            try:
-                if any(answer is ... for answer in answers):
-                    raise NotYet("replace the ... with your answer")
-                judge(*answers)
-            except NotYet as reason:
-                return Verdict(number, "not yet", str(reason))
-            except Wrong as reason:
-                return Verdict(number, "wrong", str(reason))
-            except Exception as error:  # the learner's own code
-                why = f"your code raised {type(error).__name__}: {error}"
-                return Verdict(number, "wrong", why)
-            return Verdict(number, "right")
-
-        check.number = number
-        EXERCISES[judge.__name__] = check
-        return check
-
-    return register
-
-
-def call(function: Callable, *args, when: str = ""):
-    """The result of the learner's function; None means that it is not written yet.
+def hint(number: str) -> exercise.Shown:
+    """The next hint for an exercise: one at a time.
 
     Args:
-        function: the learner's.
-        args: for it.
-        when: said in front of the error that it raises.
-    """
-    try:
-        result = function(*args)
-    except Exception as error:
-        what = f"{when} your code raised {type(error).__name__}: {error}"
-        raise Wrong(what.strip()) from error
-    if result is None:
-        raise NotYet("your function returns nothing so far")
-    return result
-
-
-def number(answer, what: str):
-    """The learner's number: Python's, NumPy's or PyTorch's.
-
-    Args:
-        answer: the learner's.
-        what: it is, for the error.
+        number: of the exercise, such as "13.2".
 
     Raises:
-        Wrong: for anything else, and for what is not finite.
+        TypeError: if the number is not a text.
+        ValueError: if there is no such exercise; the message says which there are.
     """
-    found = answer
-    if hasattr(answer, "item"):
-        with contextlib.suppress(ValueError, RuntimeError):  # more than one
-            found = answer.item()
-    if isinstance(found, Real) and not isinstance(found, bool) and math.isfinite(found):
-        return found
-    kind = f"a {type(answer).__name__}"
-    said = f"{answer!r}, {kind}" if isinstance(answer, (str, float)) else kind
-    raise Wrong(f"{what}: give a number, not {said}")
+    return exercise.load(number).hint()
 
 
-def name_mistake(answer: float, mistakes: dict[float, str], near: float, when: str):
-    """Say what is wrong with a number, if it is one of those that come of a mistake.
+def solution(number: str) -> exercise.Shown:
+    """A worked solution of an exercise, once there has been a try in this kernel.
 
-    Args:
-        answer: the learner's.
-        mistakes: number -> the mistake that leads to it.
-        near: the largest relative difference that counts as equal.
-        when: said in front.
-
-    Raises:
-        Wrong: with the first mistake that fits.
+    Args and errors as of `hint`.
     """
-    for wrong, why in mistakes.items():
-        if abs(answer - wrong) <= near * abs(wrong):
-            raise Wrong(f"{when} {why}")
+    asked = exercise.load(number)
+    if not asked.tried:
+        return exercise.Shown(
+            f"exercise {number}: try it first; when check.{asked.name} has called an "
+            "answer right or wrong, you may look"
+        )
+    return exercise.load_solution(number).shown(asked.name)
 
 
-def __getattr__(name: str) -> Callable:
-    """The exercises, by the names of their judges."""
-    importlib.import_module("helpers.judges")
-    if name in EXERCISES:
-        return EXERCISES[name]
+def __getattr__(name: str) -> exercise.Exercise:
+    """The exercises, by the names of their checks."""
+    if name in exercise.index():
+        return exercise.load(exercise.index()[name])
     raise AttributeError(f"module 'helpers.check' has no attribute {name!r}")

@@ -25,6 +25,8 @@ from pathlib import Path
 
 import psutil
 
+from simgpu.hosts import LOOPBACK
+
 MARK = "HELPERS_ELASTIC_JOB"  # in the environment of all that a job starts
 # quick; PyTorch's own are 30 s for the last call, and 3 times 5 s until one is missed.
 # Ten times 1 s: an agent that a busy machine holds up for 3 s must not count as dead.
@@ -155,10 +157,12 @@ class Job:
         self.environ = {
             **os.environ, MARK: self.name, "OMP_NUM_THREADS": "1",
             "TMPDIR": str(self.folder),  # torchrun leaves a folder there
-            "GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo",
             # or a restarted rank may find the address of the one before it
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }  # fmt: skip
+        if LOOPBACK:
+            for backend in ("GLOO", "TP"):
+                self.environ[f"{backend}_SOCKET_IFNAME"] = LOOPBACK
         self._guard = self._start_guard()
 
     def _start_guard(self) -> subprocess.Popen:

@@ -19,23 +19,11 @@ import psutil
 import torch
 
 from helpers import simgpu
-from helpers.simgpu.cards import parse_memory, show_bytes
+from simgpu.choice import wanted
+from simgpu.device.cards import parse_memory, show_bytes
 
 # asked before any are simulated
-_REAL_GPUS = "not asked" if simgpu.count() else torch.cuda.device_count()
-_CHOICES = ("auto", "simulated", "real")
-
-
-def wanted() -> str:
-    """What the environment variable HELPERS_GPUS asks for.
-
-    Raises:
-        ValueError: if it is none of auto, simulated and real.
-    """
-    choice = os.environ.get("HELPERS_GPUS", "auto")
-    if choice not in _CHOICES:
-        raise ValueError(f"HELPERS_GPUS={choice!r}; use one of {', '.join(_CHOICES)}")
-    return choice
+_REAL_GPUS = "not asked" if simgpu.is_running() else torch.cuda.device_count()
 
 
 def need_gpus(number: int, card: str = "A100", memory: int | str | None = None) -> None:
@@ -56,10 +44,10 @@ def need_gpus(number: int, card: str = "A100", memory: int | str | None = None) 
     Taught in 00-start-here.
     """
     choice = wanted()
-    simgpu.check_request(number, card, memory)
+    wanted_gpus = simgpu.check_request(number, card, memory)
     if choice == "real":
         simgpu.stop()
-    if choice != "simulated" and not simgpu.count():
+    if choice != "simulated" and not simgpu.is_running():
         real = torch.cuda.device_count()
         if real >= number:
             _use_real(number, memory)
@@ -69,7 +57,7 @@ def need_gpus(number: int, card: str = "A100", memory: int | str | None = None) 
                 f"HELPERS_GPUS=real, but this machine has {real} of {number} GPUs; "
                 "set HELPERS_GPUS=simulated"
             )
-    if not simgpu.is_running(number, card, memory):
+    if simgpu.request() != wanted_gpus:
         simgpu.stop()
         simgpu.start(number, card, memory)
     size = show_bytes(torch.cuda.get_device_properties(0).total_memory)
@@ -135,7 +123,7 @@ def count_copies() -> Iterator[Copies]:
     Taught in 02-create-tensors-where-you-need-them.
     """
     copies = Copies()
-    if simgpu.count():
+    if simgpu.is_running():
         with simgpu.timeline().recording() as events:
             yield copies
         copies += [
@@ -183,7 +171,7 @@ def gpu_seconds(program: Callable, *args) -> float:
 
     Taught in 00-start-here.
     """
-    if simgpu.count():
+    if simgpu.is_running():
         simgpu.timeline().clear()
         program(*args)
         return simgpu.timeline().seconds
@@ -205,7 +193,7 @@ def host_seconds() -> float:
 
     Taught in 05-time-it-right.
     """
-    return simgpu.timeline().host if simgpu.count() else time.perf_counter()
+    return simgpu.timeline().host if simgpu.is_running() else time.perf_counter()
 
 
 def host_busy(seconds: float, what: str = "busy") -> None:
@@ -219,7 +207,7 @@ def host_busy(seconds: float, what: str = "busy") -> None:
 
     Taught in 08-feed-the-gpu.
     """
-    if simgpu.count():
+    if simgpu.is_running():
         simgpu.host_busy(seconds, what)
     else:
         time.sleep(seconds)
@@ -230,7 +218,7 @@ def kind_of_time() -> str:
 
     Taught in 00-start-here.
     """
-    return "simulated" if simgpu.count() else "measured"
+    return "simulated" if simgpu.is_running() else "measured"
 
 
 def _wait_for_all() -> None:
@@ -243,7 +231,7 @@ def timeline() -> simgpu.Timeline | str:
 
     Taught in 00-start-here.
     """
-    if simgpu.count():
+    if simgpu.is_running():
         return simgpu.timeline()
     return "The timeline shows simulated GPUs; lesson 05 shows how to record real ones."
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 SECONDS = 300  # that a cell may take
-_SAID = re.compile(r"exercise \d\d\.\d: (right|wrong|not yet)(: .*)?")
-_MARKS = {"right": "●", "wrong": "✗", "not yet": "○"}
+_SAID = re.compile(r"exercise \d\d\.\d: (right|wrong|not yet|not checked)(: .*)?")
+_MARKS = {"right": "●", "wrong": "✗", "not yet": "○", "not checked": "?"}
 
 
 class Lesson(NamedTuple):
@@ -24,7 +24,7 @@ class Lesson(NamedTuple):
 
     number: str
     title: str
-    said: list[str]  # "right", "wrong" or "not yet", in order
+    said: list[str]  # "right", "wrong", "not yet" or "not checked", in order
 
     @property
     def solved(self) -> int:

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from helpers import simgpu
-from helpers.simgpu.memory import Memory
+from simgpu.device.allocator import CachingAllocator
 
 GOLDEN = Path(__file__).parent / "golden"
 MIB = 2**20
@@ -166,7 +166,7 @@ def watched() -> list[list]:
     ]
 
 
-class Replay(Memory):
+class Replay(CachingAllocator):
     """The model, on a card whose addresses are known: ties break as they did there."""
 
     def __init__(self, total: int, addresses=()):
@@ -185,7 +185,7 @@ def replay_trace(golden: dict) -> tuple[list[int], list[int], dict]:
     for kind, *args in golden["steps"]:
         if kind == "alloc":
             try:
-                live.append(memory.allocate(args[0], args[1]))
+                live.append(memory.malloc(args[0], args[1]))
             except torch.OutOfMemoryError:
                 pass
         elif kind == "empty":
@@ -198,7 +198,7 @@ def replay_trace(golden: dict) -> tuple[list[int], list[int], dict]:
             if block is not None and kind == "free":
                 memory.free(block)
             elif block is not None:
-                memory.record_stream(block, 1)
+                memory.record_stream(block, 0, 1)
         allocated.append(memory.allocated)
         reserved.append(memory.reserved)
     return allocated, reserved, flat(memory.stats())
@@ -361,7 +361,7 @@ def faults_of_events(golden: dict) -> list[str]:
         if action == "segment_alloc":
             memory.addresses.append(address)
         elif action == "alloc":
-            live[address] = block = memory.allocate(nbytes, stream)
+            live[address] = block = memory.malloc(nbytes, stream)
             if block.address != address or memory.addresses:
                 return [f"{name}, event {i}: {nbytes} bytes are put elsewhere"]
         elif action == "free_requested":
@@ -369,8 +369,8 @@ def faults_of_events(golden: dict) -> list[str]:
     ours = {
         "allocated": memory.allocated,
         "reserved": memory.reserved,
-        "peak_allocated": memory.all.allocated_bytes.peak,
-        "peak_reserved": memory.all.reserved_bytes.peak,
+        "peak_allocated": memory.both.allocated_bytes.peak,
+        "peak_reserved": memory.both.reserved_bytes.peak,
     }
     return [
         f"{name}: {key} {value}, measured {golden[key]}"

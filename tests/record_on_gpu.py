@@ -26,7 +26,7 @@ if __package__ in (None, ""):  # run as a script, maybe where nothing is install
 import torch
 
 from helpers import simgpu
-from helpers.simgpu.cards import CARDS
+from simgpu.device.cards import CARDS
 from tests import fidelity
 
 

@@ -6,7 +6,6 @@ Nothing here opens a link: that the services answer is not tested.
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,22 +13,17 @@ from pathlib import Path
 import pytest
 
 from helpers import __main__ as commands
+from helpers import badges
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-FILES = [ROOT / "README.md", *NOTEBOOKS]
 
-HOME = (commands.REPOSITORY, commands.BRANCH)
-NOTEBOOK = r"(?P<path>notebooks/[\w.-]+\.ipynb)"
-BINDER = re.compile(
-    r"https://mybinder\.org/v2/gh/(?P<repo>[\w.-]+/[\w.-]+)/(?P<branch>[\w.-]+)"
-    r"\?urlpath=lab/tree/" + NOTEBOOK
-)
-COLAB = re.compile(
-    r"https://colab\.research\.google\.com/github/(?P<repo>[\w.-]+/[\w.-]+)/blob/"
-    r"(?P<branch>[\w.-]+)/" + NOTEBOOK
-)
-CLONE = re.compile(r"https://github\.com/(?P<repo>[\w.-]+/[\w.-]+)\.git")
+HOME = (badges.REPOSITORY, badges.BRANCH)
+LINKS = {  # part of a link: what stands in front of a notebook's name
+    "mybinder.org/v2": "https://mybinder.org/v2/gh/{}/{}?urlpath=lab/tree/notebooks/",
+    "/github/": "https://colab.research.google.com/github/{}/blob/{}/notebooks/",
+}
+CLONE = re.compile(r"https://github\.com/([\w.-]+/[\w.-]+)\.git")
 
 
 def cells(notebook: Path, kind: str) -> str:
@@ -39,64 +33,30 @@ def cells(notebook: Path, kind: str) -> str:
     return "\n".join("".join(cell["source"]) for cell in chosen)
 
 
-def text_with_links(file: Path) -> str:
-    """What a reader sees of a file's prose."""
-    if file.suffix == ".ipynb":
-        return cells(file, "markdown")
-    return file.read_text(encoding="utf-8")
-
-
-def names(paths: list[Path]) -> list[str]:
-    """Paths as test ids."""
-    return [path.name for path in paths]
-
-
 # --- The links that stand in this repository ---------------------------------------
 
 
-def test_there_are_notebooks():
-    assert NOTEBOOKS
-
-
-@pytest.mark.parametrize("file", FILES, ids=names(FILES))
+@pytest.mark.parametrize(
+    "file", [ROOT / "README.md", *NOTEBOOKS], ids=lambda file: file.name
+)
 def test_links_name_this_repository_and_existing_notebooks(file):
-    text = text_with_links(file)
-    for service, pattern in (("mybinder.org/v2", BINDER), ("/github/", COLAB)):
-        found = list(pattern.finditer(text))
-        assert found, f"no link to {service}"
-        assert len(found) == text.count(service), "a link has an unknown form"
-        for link in found:
-            assert (link["repo"], link["branch"]) == HOME
-            assert (ROOT / link["path"]).is_file(), link[0]
-
-
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=names(NOTEBOOKS))
-def test_own_badges_open_the_notebook_itself(notebook):
-    title = cells(notebook, "markdown").split("\n## ")[0]
-    for pattern in (BINDER, COLAB):
-        assert f"notebooks/{notebook.name}" in [
-            link["path"] for link in pattern.finditer(title)
-        ]
-
-
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=names(NOTEBOOKS))
-def test_setup_cell_clones_this_repository(notebook):
-    cloned = [link["repo"] for link in CLONE.finditer(cells(notebook, "code"))]
-    assert set(cloned) <= {commands.REPOSITORY}
+    lesson = file.suffix == ".ipynb"
+    text = cells(file, "markdown") if lesson else file.read_text(encoding="utf-8")
+    for part, start in LINKS.items():
+        names = re.findall(re.escape(start.format(*HOME)) + r"([\w.-]+)", text)
+        assert len(names) == text.count(part) > 0, "none, or one of another form"
+        assert all((ROOT / "notebooks" / name).is_file() for name in names)
+    if lesson:  # its set-up for Colab
+        assert set(CLONE.findall(cells(file, "code"))) == {badges.REPOSITORY}
 
 
 def test_no_other_file_names_the_repository():
     """Else `badges` would leave it behind."""
-    listed = subprocess.run(
-        ["git", "grep", "-lF", "--untracked", commands.REPOSITORY],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    command = ["git", "grep", "-lF", "--untracked", badges.REPOSITORY]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if listed.returncode not in (0, 1):
         pytest.skip("not a git checkout")
-    moved = {"README.md", "helpers/__main__.py"}
+    moved = {"README.md", "helpers/badges.py"}
     moved |= {f"notebooks/{notebook.name}" for notebook in NOTEBOOKS}
     assert set(listed.stdout.splitlines()) <= moved
 
@@ -112,107 +72,87 @@ git clone git@github.com:{repo}.git
 See https://github.com/{repo}. Or https://github.com/{repo}/tree/{branch}.
 <https://github.com/{repo}/issues> "https://github.com/{repo}"
 https://raw.githubusercontent.com/{repo}/{branch}/notebooks/01-a.ipynb
+https://github.com/{repo}/tree/v1.0
 """
 OTHERS = f"""\
 https://github.com/pytorch/pytorch/blob/main/README.md
-https://github.com/{commands.REPOSITORY}-fork/blob/main/README.md
-https://github.com/{commands.REPOSITORY}.github.io
-https://github.com/other-{commands.REPOSITORY}
-https://example.org/{commands.REPOSITORY}/{commands.BRANCH}
+https://github.com/{badges.REPOSITORY}-fork/blob/main/README.md
+https://github.com/{badges.REPOSITORY}.github.io
+https://github.com/other-{badges.REPOSITORY}
+https://notgithub.com/{badges.REPOSITORY}
+https://example.org/{badges.REPOSITORY}/{badges.BRANCH}
 https://colab.research.google.com/github/pytorch/tutorials/blob/main/a.ipynb
-the main branch of {commands.REPOSITORY}
+the main branch of {badges.REPOSITORY}
 """
 
 
-def course_text(repo: str, branch: str) -> str:
+def readme_text(repo: str, branch: str) -> str:
     """Links of this course under a repository and branch, and other links."""
-    tagged = f"https://github.com/{repo}/tree/v1.0\n"
-    return OURS.format(repo=repo, branch=branch) + tagged + OTHERS
+    return OURS.format(repo=repo, branch=branch) + OTHERS
 
 
 def notebook_text(repo: str, branch: str) -> str:
     """A notebook in a layout of its own: tabs, an escape, no newline at the end."""
-    source = json.dumps(course_text(repo, branch).splitlines(keepends=True))
-    return (
-        '{"cells":\t[{"cell_type": "markdown",   "source": '
-        + source
-        + ', "metadata": {"note": "\\u00fc ü"}}],\r\n"nbformat": 4}'
-    )
+    source = json.dumps(readme_text(repo, branch).splitlines(keepends=True))
+    cell = '{"cell_type": "markdown",   "source": ' + source
+    return f'{{"cells":\t[{cell}, "metadata": "\\u00fc ü"}}],\r\n"nbformat": 4}}'
 
 
 @pytest.fixture
 def course(tmp_path) -> Path:
     """A copy of the commands beside a README and notebooks made up here."""
-    (tmp_path / "helpers").mkdir()
-    (tmp_path / "notebooks").mkdir()
-    for name in ("__init__.py", "__main__.py"):
-        shutil.copy(ROOT / "helpers" / name, tmp_path / "helpers")
-    (tmp_path / "README.md").write_text(course_text(*HOME), encoding="utf-8")
-    for name in ("01-a.ipynb", "02-b.ipynb"):
-        path = tmp_path / "notebooks" / name
-        path.write_bytes(notebook_text(*HOME).encode("utf-8"))
+    files = {"README.md": readme_text(*HOME)}
+    files |= {
+        f"notebooks/{name}.ipynb": notebook_text(*HOME) for name in ("01-a", "02-b")
+    }
+    for name in ("__init__.py", "__main__.py", "badges.py"):
+        files[f"helpers/{name}"] = (ROOT / "helpers" / name).read_text()
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(text.encode())
     return tmp_path
 
 
-def badges(course: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def move(course: Path, *arguments: str) -> str:
     """Run `python3 -m helpers badges …` in a copy of the course."""
+    command = [sys.executable, "-m", "helpers", "badges", *arguments]
     return subprocess.run(
-        [sys.executable, "-m", "helpers", "badges", *arguments],
-        cwd=course,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+        command, cwd=course, capture_output=True, text=True, check=True, timeout=60
+    ).stdout
 
 
-def contents(course: Path) -> dict[str, bytes]:
+def contents(course: Path) -> dict[str, str]:
     """All files of the course, without what Python compiled."""
     files = (f for f in course.rglob("*") if f.is_file() and f.suffix != ".pyc")
-    return {str(file.relative_to(course)): file.read_bytes() for file in files}
+    return {str(f.relative_to(course)): f.read_bytes().decode() for f in files}
 
 
 @pytest.mark.parametrize(
     ("arguments", "repo", "branch"),
     [
-        (["ada/fork"], "ada/fork", commands.BRANCH),
+        (["ada/fork"], "ada/fork", badges.BRANCH),
         (["ada/fork.js", "--branch", "v2.x"], "ada/fork.js", "v2.x"),
-        ([commands.REPOSITORY, "--branch=dev"], commands.REPOSITORY, "dev"),
+        ([badges.REPOSITORY, "--branch=dev"], badges.REPOSITORY, "dev"),
     ],
 )
-def test_badges_moves_all_links_of_the_course_and_no_other(
+def test_badges_moves_all_links_and_no_other_there_and_back(
     course, arguments, repo, branch
 ):
     before = contents(course)
-    result = badges(course, *arguments)
-    assert result.returncode == 0, result
-    after = contents(course)
-    assert after.keys() == before.keys()
-    assert after["README.md"].decode() == course_text(repo, branch)
-    for name in ("01-a.ipynb", "02-b.ipynb"):
-        assert after[f"notebooks/{name}"].decode() == notebook_text(repo, branch)
-    source = after["helpers/__main__.py"].decode()
-    assert f'\nREPOSITORY = "{repo}"\nBRANCH = "{branch}"\n' in source
-    changed = [
-        (old, new)
-        for old, new in zip(
-            before["helpers/__main__.py"].decode().splitlines(),
-            source.splitlines(),
-            strict=True,
-        )
-        if old != new
-    ]
-    assert 1 <= len(changed) <= 2
-
-    again = badges(course, *arguments)
-    assert (again.returncode, again.stdout) == (0, "")
-    assert contents(course) == after
-
-
-def test_badges_there_and_back_gives_the_same_bytes(course):
-    before = contents(course)
-    badges(course, "ada/fork", "--branch", "x")
-    assert contents(course) != before
-    badges(course, commands.REPOSITORY, "--branch", commands.BRANCH)
+    constants = '\nREPOSITORY = "{}"\nBRANCH = "{}"\n'
+    old, new = constants.format(*HOME), constants.format(repo, branch)
+    assert old in before["helpers/badges.py"]
+    expected = before | {
+        "README.md": readme_text(repo, branch),
+        "notebooks/01-a.ipynb": notebook_text(repo, branch),
+        "notebooks/02-b.ipynb": notebook_text(repo, branch),
+        "helpers/badges.py": before["helpers/badges.py"].replace(old, new),
+    }
+    assert move(course, *arguments).count(": changed\n") == 4
+    assert contents(course) == expected
+    assert move(course, *arguments) == ""  # once more changes nothing
+    assert contents(course) == expected
+    move(course, badges.REPOSITORY, "--branch", badges.BRANCH)
     assert contents(course) == before
 
 
@@ -232,9 +172,11 @@ def test_badges_there_and_back_gives_the_same_bytes(course):
         (["ada/fork", "main"], "unrecognized arguments"),
     ],
 )
-def test_badges_refuses_bad_arguments(course, arguments, words):
+def test_badges_refuses_bad_arguments(course, monkeypatch, capsys, arguments, words):
+    monkeypatch.setattr(badges, "ROOT", course)
     before = contents(course)
-    result = badges(course, *arguments)
-    assert result.returncode == 2
-    assert words in result.stderr and "Traceback" not in result.stderr
+    with pytest.raises(SystemExit) as ended:
+        commands.main(["badges", *arguments])
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
     assert contents(course) == before

@@ -1,8 +1,16 @@
-"""Exercises judge right and wrong answers; oracles can fail."""
+"""Exercises judge right and wrong answers, help, and own up to failures of their own.
 
+Oracles can fail. What an exercise must call right or wrong is in its lesson's file. The
+tests import copies of these files, so that the answers are in the learner's code.
+"""
+
+import ast
+import functools
 import importlib
 import os
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,27 +18,36 @@ import nbformat
 import pytest
 import torch
 
-from helpers import check, judges, simgpu  # noqa: F401 - the judges register
+from helpers import check, ranks, simgpu
+from helpers.exercises import exercise
+from helpers.exercises.exercise import NotYet, Verdict, Wrong, as_answers, call
 
-HERE = Path(__file__).parent
-ANSWERS = {
-    path.stem.removeprefix("answers_"): importlib.import_module(
-        f"tests.answers.{path.stem}"
-    )
-    for path in sorted((HERE / "answers").glob("answers_*.py"))
+ROOT = Path(__file__).parents[1]
+LESSONS = {
+    path.stem[-2:]: importlib.import_module(f"helpers.exercises.{path.stem}")
+    for path in sorted(exercise.FOLDER.glob("lesson_*.py"))
 }
+EXERCISES = {name: exercise.load(number) for name, number in exercise.index().items()}
 RIGHT = [
-    pytest.param(name, build, id=f"{name}-{i}")
-    for module in ANSWERS.values()
-    for name, builds in module.RIGHT.items()
-    for i, build in enumerate(builds)
+    pytest.param(name, i, id=f"{name}-{i}")
+    for lesson in LESSONS.values()
+    for name, entries in lesson.RIGHT.items()
+    for i in range(len(entries))
 ]
 WRONG = [
-    pytest.param(name, build, why, id=f"{name}-{i}")
-    for module in ANSWERS.values()
-    for name, builds in module.WRONG.items()
-    for i, (build, why) in enumerate(builds)
+    pytest.param(name, i, why, id=f"{name}-{i}")
+    for lesson in LESSONS.values()
+    for name, entries in lesson.WRONG.items()
+    for i, (_, why) in enumerate(entries)
 ]
+# Seconds that a check grants before it calls an answer wrong, for the wrong answers
+# that use them up. A learner's answer has more, since their machine may be busy.
+SHORTER = {
+    "prefetch_safely": {"PATIENCE": 2},
+    "delivers_all": {"ASKS": 4, "STAYS": 1, "ENDS": 2},
+    "all_gather_in_a_ring": {"HANGS": 2},
+    "rotate_without_a_deadlock": {"HANGS": 2},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -40,28 +57,58 @@ def gpus():
     simgpu.stop()
 
 
-@pytest.mark.parametrize("name, build", RIGHT)
-def test_right_answers_pass(name, build):
-    verdict = check.EXERCISES[name](*build())
+@pytest.fixture(scope="module", autouse=True)
+def real_ranks():
+    yield
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def learners(tmp_path_factory):
+    """The answers of a lesson, in a file that is not the course's."""
+    folder = tmp_path_factory.mktemp("ipykernel_0")
+    for number in LESSONS:
+        source = exercise.FOLDER / f"lesson_{number}.py"
+        shutil.copy(source, folder / f"answers_{number}.py")
+    sys.path.insert(0, str(folder))
+    yield lambda name: importlib.import_module(f"answers_{exercise.index()[name][:2]}")
+    sys.path.remove(str(folder))
+
+
+def be_shorter(name: str, monkeypatch) -> None:
+    for constant, seconds in SHORTER.get(name, {}).items():
+        lesson = LESSONS[exercise.index()[name][:2]]
+        assert seconds < getattr(lesson, constant)
+        monkeypatch.setattr(lesson, constant, seconds)
+
+
+@pytest.mark.parametrize("name, i", RIGHT)
+def test_right_answers_pass(name, i, learners, monkeypatch):
+    if name == "delivers_all":  # a right producer stays for as long as it is watched
+        monkeypatch.setattr(LESSONS["09"], "STAYS", 0.3)
+    verdict = EXERCISES[name](*as_answers(learners(name).RIGHT[name][i]))
     assert verdict.state == "right", verdict
 
 
-@pytest.mark.parametrize("name, build, why", WRONG)
-def test_wrong_answers_fail_with_a_reason(name, build, why):
-    verdict = check.EXERCISES[name](*build())
-    assert verdict.state == "wrong"
+@pytest.mark.parametrize("name, i, why", WRONG)
+def test_wrong_answers_fail_with_a_reason(name, i, why, learners, monkeypatch):
+    be_shorter(name, monkeypatch)
+    answer, _ = learners(name).WRONG[name][i]
+    verdict = EXERCISES[name](*as_answers(answer))
+    assert verdict.state == "wrong", verdict
     assert why in verdict.why
 
 
 def test_a_hang_is_not_what_a_rank_spends_on_imports(tmp_path, monkeypatch):
+    be_shorter("all_gather_in_a_ring", monkeypatch)
     text = f"""
 import os
 import time
 
-from tests.answers.answers_12 import gathered
+from helpers.exercises.lesson_12 import gathered
 
 if "RANK" in os.environ:
-    time.sleep({judges.lesson_12.HANGS + 1})
+    time.sleep({LESSONS["12"].HANGS + 1})
 
 
 def mine(x):
@@ -70,7 +117,7 @@ def mine(x):
     (tmp_path / "slow_to_import.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     mine = importlib.import_module("slow_to_import").mine
-    verdict = check.EXERCISES["all_gather_in_a_ring"](mine)
+    verdict = check.all_gather_in_a_ring(mine)
     assert verdict.state == "right", verdict
 
 
@@ -78,30 +125,239 @@ def mine(x):
 def test_tensors_that_a_wrong_producer_sends_by_name_do_not_stay(tmp_path):
     def produce(queue, received):
         (tmp_path / "pid").write_text(str(os.getpid()))
-        ANSWERS["09"].ends_with_names(queue, received)
+        LESSONS["09"].ends_with_names(queue, received)
 
-    assert check.EXERCISES["delivers_all"](produce).state == "wrong"
+    assert check.delivers_all(produce).state == "wrong"
     pid = (tmp_path / "pid").read_text()
     assert list(Path("/dev/shm").glob(f"torch_{pid}_*")) == []
 
 
-@pytest.mark.parametrize("name", check.EXERCISES)
+@pytest.mark.parametrize("name", EXERCISES)
 def test_every_exercise_has_answers(name):
-    exercise = check.EXERCISES[name]
-    module = ANSWERS[exercise.number[:2]]
-    assert module.RIGHT[name] and len(module.WRONG[name]) >= 2
-    assert exercise(...).state == "not yet"
+    asked = EXERCISES[name]
+    lesson = LESSONS[asked.number[:2]]
+    assert lesson.RIGHT.get(name) or exercise.load_solution(asked.number)
+    assert len(lesson.WRONG[name]) >= 2
+    assert EXERCISES[name](...).state == "not yet"
+
+
+def test_no_answer_belongs_to_nothing():
+    for lesson in LESSONS.values():
+        assert not ({*lesson.RIGHT, *lesson.WRONG} - {*EXERCISES})
+
+
+def exercise_cells() -> dict[str, tuple[str, Path]]:
+    """Name of each check that a notebook calls -> the cell, and the notebook."""
+    return {
+        name: (cell.source, path)
+        for path in sorted((ROOT / "notebooks").glob("*.ipynb"))
+        for cell in nbformat.read(path, 4).cells
+        if "exercise" in cell.metadata.get("tags", [])
+        for name in re.findall(r"check\.(\w+)\(", cell.source)
+    }
 
 
 def test_lessons_use_exactly_the_exercises_there_are():
-    used = {}
-    for path in (HERE.parent / "notebooks").glob("*.ipynb"):
-        for cell in nbformat.read(path, 4).cells:
-            if "exercise" in cell.metadata.get("tags", []):
-                for name in re.findall(r"check\.(\w+)\(", cell.source):
-                    used[name] = path.name[:2]
-    there = {name: e.number[:2] for name, e in check.EXERCISES.items()}
+    used = {name: path.name[:2] for name, (_, path) in exercise_cells().items()}
+    there = {name: number[:2] for name, number in exercise.index().items()}
     assert used == there
+
+
+# -- answers that make no sense --------------------------------------------------------
+
+ODD = (
+    None, "text", 3, -1.5, float("nan"), 10**400, [], [1, "x"], {"a": 1}, (1, 2),
+    torch.ones(2), torch.ones(()), torch.ones(3, 4, dtype=torch.int64), object(), int,
+)  # fmt: skip
+SLOW = {  # checks that take long to refuse an answer: they get fewer of them
+    "all_gather_in_a_ring", "rotate_without_a_deadlock", "train_right", "send_bfloat16",
+    "sliced_loss", "clip", "shard_it", "delivers_all", "parallel_accuracy",
+    "within_256", "lean_evaluation",
+}  # fmt: skip
+
+
+def constant(value):
+    return lambda *args, **options: value
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_no_answer_makes_a_check_fail_itself(name, monkeypatch):
+    be_shorter(name, monkeypatch)
+    count = len(as_answers(LESSONS[EXERCISES[name].number[:2]].WRONG[name][0][0]))
+    for value in ODD[:: 6 if name in SLOW else 1]:
+        for answer in (value, constant(value)):
+            verdict = EXERCISES[name](*[answer] * count)
+            assert verdict.state in ("wrong", "not yet"), (value, verdict)
+    assert EXERCISES[name](*[1] * 30).state == "wrong"
+
+
+# -- hints and solutions ---------------------------------------------------------------
+
+
+def missing(of) -> list[str]:
+    return sorted(e.number for e in EXERCISES.values() if not of(e))
+
+
+def test_every_exercise_has_two_hints_and_a_solution():
+    assert missing(lambda e: len(e.hints) == 2 and all(e.hints)) == []
+    assert missing(lambda e: exercise.load_solution(e.number)) == []
+
+
+@functools.cache
+def imports(path: Path) -> dict[str, str]:
+    """Name -> the statement of a notebook's cells that imports it."""
+    found = {}
+    for cell in nbformat.read(path, 4).cells:
+        if cell.cell_type != "code" or cell.source.startswith("%%"):
+            continue
+        python = re.sub(r"^( *)[%!].*", r"\1pass", cell.source, flags=re.M)
+        for node in ast.parse(python).body:
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                for alias in node.names:
+                    bound = (alias.asname or alias.name).partition(".")[0]
+                    found[bound] = ast.unparse(node)
+    return found
+
+
+SOLVED = [e.name for e in EXERCISES.values() if exercise.load_solution(e.number)]
+
+
+@pytest.mark.parametrize("name", SOLVED)
+def test_the_solution_that_is_shown_is_right_in_its_notebook(name, tmp_path):
+    solution = exercise.load_solution(EXERCISES[name].number)
+    cell, path = solution.cell(name), exercise_cells()[name][1]
+    assert solution.function.__doc__, "it explains nothing"
+    given = {what: make() for what, make in solution.given.items()}
+    namespace = {"__name__": "__main__", **given}
+    used = {n.id for n in ast.walk(ast.parse(cell)) if isinstance(n, ast.Name)}
+    for bound in sorted(used & {*imports(path)}):
+        exec(imports(path)[bound], namespace)
+    *_, last = ast.parse(cell).body
+    file = tmp_path / "ipykernel_0.py"
+    file.write_text(cell)
+    body = cell.splitlines()[: last.lineno - 1]
+    exec(compile("\n".join(body), file, "exec"), namespace)
+    said = eval(ast.get_source_segment(cell, last), namespace)
+    assert said.state == "right", said
+
+
+def test_hints_come_one_at_a_time():
+    asked = exercise.Exercise("03.1", lambda answer: None, ("look", "count"))
+    assert repr(asked.hint()) == "exercise 03.1, hint 1 of 2: look"
+    assert repr(asked.hint()) == "exercise 03.1, hint 2 of 2: count"
+    for _ in range(2):
+        assert 'no more hints; after a try, check.solution("03.1")' in asked.hint()
+
+
+def test_a_solution_is_shown_after_a_try(monkeypatch):
+    monkeypatch.setattr(EXERCISES["mib_after_forward"], "tried", False)
+    assert "try it first" in check.solution("03.1")
+    check.mib_after_forward(...)
+    assert "try it first" in check.solution("03.1")
+    check.mib_after_forward(17)
+    shown = check.solution("03.1")
+    assert shown.startswith("exercise 03.1, solved:\n\nOnly the tensors that live")
+    assert shown.endswith("answer = nbytes / 2**20\n\ncheck.mib_after_forward(answer)")
+
+
+def test_a_function_that_is_not_written_is_no_try(monkeypatch):
+    monkeypatch.setattr(EXERCISES["spread"], "tried", False)
+    check.spread(lambda x, n: None)
+    assert "try it first" in check.solution("00.2")
+
+
+@pytest.mark.parametrize("ask", [check.hint, check.solution])
+def test_an_exercise_that_is_not_there(ask):
+    with pytest.raises(ValueError, match=r"'99\.9'; there are those from 00\.1 to 19"):
+        ask("99.9")
+    with pytest.raises(ValueError, match=r"'13\.7'; there are 13\.1, 13\.2, 13\.3"):
+        ask("13.7")
+    with pytest.raises(TypeError, match=r'such as "13\.2", not 13\.2'):
+        ask(13.2)
+    with pytest.raises(AttributeError, match="no attribute 'spreads'"):
+        check.spreads(1)
+
+
+def test_only_the_lessons_own_file_is_loaded():
+    code = (
+        "import sys; from helpers import check; check.place(...); check.hint('02.1');"
+        "print(sorted(m[-2:] for m in sys.modules if '.lesson_' in m))"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "['01', '02']\n", done.stderr
+
+
+# -- whose failure it is ---------------------------------------------------------------
+
+
+def judged(checker, *answers) -> Verdict:
+    return exercise.Exercise("03.2", checker, ())(*answers)
+
+
+def of_the_course(text: str):
+    """A function whose lines are in a file of the course."""
+    namespace = {"call": call}
+    exec(compile(text, exercise.FOLDER / "lesson_99.py", "exec"), namespace)
+    return namespace["checker"]
+
+
+def test_a_failure_of_the_check_is_not_the_learners():
+    checker = of_the_course("def checker(answer):\n    {}['x']\n")
+    assert repr(judged(checker, 1)) == (
+        "exercise 03.2: not checked: the check itself failed (KeyError: 'x'); this is "
+        "no fault of your answer"
+    )
+
+
+def test_a_failure_of_the_learners_is_not_the_checks():
+    def broken(x=0):
+        raise KeyError("oops")
+
+    class Broken:
+        def __len__(self):
+            raise KeyError("oops")
+
+    checker = of_the_course("def checker(answer):\n    call(answer, 1)\n")
+    for answer in (broken, functools.partial(broken, 1), {}.pop, Broken):
+        verdict = judged(checker, answer)
+        assert verdict.state == "wrong" and "your code raised" in verdict.why
+    checker = of_the_course("def checker(answer):\n    len(answer)\n")
+    assert judged(checker, Broken()).why == "your code raised KeyError: 'oops'"
+
+
+def test_a_failure_of_a_check_in_its_ranks_is_not_the_learners(learners, monkeypatch):
+    in_a_rank = of_the_course("def checker(function, most):\n    return {}['x']\n")
+    monkeypatch.setattr(LESSONS["15"], "_clip", in_a_rank)
+    verdict = check.clip(learners("clip").clipped)
+    assert verdict.state == "not checked" and "KeyError: 'x'" in verdict.why
+
+
+@pytest.mark.parametrize("kind", [Wrong, NotYet])
+def test_what_a_check_says_through_the_learners_code_is_kept(kind):
+    def passes_on(part):
+        part()
+
+    def part():
+        raise kind("a reason")
+
+    with pytest.raises(kind, match="^a reason$"):
+        call(passes_on, part)
+
+
+def test_an_unwritten_function_is_not_yet_an_answer():
+    assert check.spread(lambda x, n: None).state == "not yet"
+
+
+def test_a_raising_answer_is_wrong_and_says_so():
+    def broken(x, n):
+        raise KeyError("oops")
+
+    verdict = check.spread(broken)
+    assert repr(verdict) == "exercise 00.2: wrong: your code raised KeyError: 'oops'"
+
+
+# -- oracles ---------------------------------------------------------------------------
 
 
 def test_same_accepts_equal_values_on_any_device(capsys):
@@ -139,15 +395,3 @@ def test_predicted_prints_the_error(capsys):
         check.predicted(101, 100, "bytes")
     with pytest.raises(AssertionError):
         check.predicted(float("nan"), 100, "bytes", tolerance=0.5)
-
-
-def test_an_unwritten_function_is_not_yet_an_answer():
-    assert check.spread(lambda x, n: None).state == "not yet"
-
-
-def test_a_raising_answer_is_wrong_and_says_so():
-    def broken(x, n):
-        raise KeyError("oops")
-
-    verdict = check.spread(broken)
-    assert repr(verdict) == "exercise 00.2: wrong: your code raised KeyError: 'oops'"

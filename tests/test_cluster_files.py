@@ -21,6 +21,7 @@ import torch
 import yaml
 
 from helpers.elastic import MARK, free_port, noted, processes
+from simgpu.hosts import LOOPBACK
 from tests.launching import (
     ROOT,
     check_rows,
@@ -43,7 +44,7 @@ pytestmark = pytest.mark.skipif(
 # Only what is different here: all is on this machine, and no other may reach it.
 HERE = {
     "PET_LOCAL_ADDR": "127.0.0.1", "PET_MONITOR_INTERVAL": "0.1",
-    "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+    "GLOO_SOCKET_IFNAME": str(LOOPBACK),
     "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
 }  # fmt: skip
 

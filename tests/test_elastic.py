@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from helpers import elastic
-from helpers.elastic import Job, JobError, processes
+from helpers.elastic import LOOPBACK, Job, JobError, processes
 from tests.launching import (
     BATCH,
     ROOT,
@@ -234,6 +234,23 @@ def test_a_free_port_is_free_and_below_those_of_the_system():
 def test_nodes_that_torchrun_cannot_read(nodes):
     with pytest.raises(ValueError, match='write a number, or "1:3"'):
         Job("script.py", nodes=nodes)
+
+
+@pytest.mark.parametrize("card, settings", [("lo0", ["lo0", "lo0"]), (None, [])])
+def test_ranks_talk_over_the_loopback_of_this_machine(monkeypatch, card, settings):
+    """As macOS calls it; where the name is not known, Gloo chooses."""
+    names = "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(elastic, "LOOPBACK", card)
+    with Job("script.py") as it:
+        assert [it.environ[name] for name in names if name in it.environ] == settings
+
+
+def test_the_loopback_of_this_machine_is_one_of_its_cards():
+    if LOOPBACK is None:
+        pytest.skip("its name is not known on this system")
+    assert LOOPBACK in psutil.net_if_addrs()
 
 
 # -- the script's parts ----------------------------------------------------------------

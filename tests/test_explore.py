@@ -4,14 +4,18 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from scripts import plan
+from scripts.plan import explore as plan_explorer
 from torch.utils.checkpoint import checkpoint
 
-from helpers import explore, plan, simgpu
-from helpers.simgpu.clock import COPY_LATENCY
+from helpers import explore, simgpu
+from helpers.explore import explorer as base
+from helpers.explore.memory_budget import PRECISIONS
+from simgpu.timing.cost import COPY_LATENCY
 
 ALL = [
     explore.allocator, explore.overlap, explore.ring, explore.pipeline, explore.shards,
-    explore.budget, explore.plan,
+    explore.budget, plan_explorer.plan,
 ]  # fmt: skip
 ALLOCATOR = dict(tensors=9, size=6, free="every second", more=12)
 OVERLAP = dict(chunks=4, megabytes=64, speed=12, compute=6)
@@ -34,7 +38,7 @@ def test_the_picture_follows_the_controls(make):
 @pytest.mark.parametrize("make", ALL)
 def test_a_reader_without_a_kernel_sees_the_picture(make, monkeypatch):
     shown = []
-    monkeypatch.setattr(explore, "display", lambda bundle, raw: shown.append(bundle))
+    monkeypatch.setattr(base, "display", lambda bundle, raw: shown.append(bundle))
     explorer = make()
     explorer._ipython_display_()
     (bundle,) = shown
@@ -180,7 +184,7 @@ STEP = dict(width=64, blocks=4, rows=2048, precision="float32", optimizer="Adam"
 
 @pytest.mark.parametrize(
     "precision, checkpointing, count, length",
-    [(p, *how) for p in explore._PRECISIONS
+    [(p, *how) for p in PRECISIONS
      for how in (("none", 4, 1), ("every block", 4, 1), ("best segments", 24, 2))],
 )  # fmt: skip
 def test_budget_is_what_a_step_of_such_blocks_takes(
@@ -251,13 +255,13 @@ PLAN = dict(machines=8, model="70B", strategy="fsdp", card="H100", batch=1,
 
 
 def test_plan_says_what_fits_and_how_fast_it_is():
-    title = explore.plan_picture(**PLAN).title
+    title = plan_explorer.plan_picture(**PLAN).title
     sizes, step = plan.bytes_per_gpu("70B", 64), plan.step_seconds("70B", 64)
     assert title.startswith(
         f"70B on 64 H100, fsdp: {sizes.total / 1e9:.1f} GB each, fits into 85 GB; "
         f"{step.seconds:.2f} s a step"
     )
-    title = explore.plan_picture(**PLAN | dict(strategy="ddp")).title
+    title = plan_explorer.plan_picture(**PLAN | dict(strategy="ddp")).title
     assert "does not fit into 85 GB; if it did: " in title
 
 
@@ -267,24 +271,24 @@ def test_plan_says_what_fits_and_how_fast_it_is():
 )
 def test_plan_asks_the_host_for_what_is_offloaded(model, machines, held, fits):
     setting = dict(model=model, machines=machines, strategy="fsdp offload")
-    picture = explore.plan_picture(**PLAN | setting)
+    picture = plan_explorer.plan_picture(**PLAN | setting)
     words = "fits" if fits else "does not fit"
     assert "GB each, fits into 85 GB; " in picture.title  # the GPU has room
     assert f"{held} TB in the host of each machine, {words} into 2 TB" in picture.title
     assert ("if it did: " in picture.title) == (not fits)
-    assert "host" not in explore.plan_picture(**PLAN | dict(model=model)).title
+    assert "host" not in plan_explorer.plan_picture(**PLAN | dict(model=model)).title
 
 
 def test_plan_draws_every_choice():
-    explorer = explore.plan()
+    explorer = plan_explorer.plan()
     for name in ("model", "strategy", "card", "twice"):
         for value in explorer.controls[name].options:
             for ends in (dict(machines=1, batch=16), dict(machines=128, batch=1)):
-                picture = explore.plan_picture(**PLAN | ends | {name: value})
+                picture = plan_explorer.plan_picture(**PLAN | ends | {name: value})
                 ElementTree.fromstring(picture._repr_svg_())
 
 
 def test_plan_of_split_matrices_has_the_same_tokens():
-    picture = explore.plan_picture(**PLAN | dict(strategy="fsdp + tensor 8"))
+    picture = plan_explorer.plan_picture(**PLAN | dict(strategy="fsdp + tensor 8"))
     step = plan.step_seconds("70B", 64, strategy="fsdp + tensor 8", batch=8)
     assert f"{step.tokens_per_second:,.0f} tokens/s" in picture.title

@@ -5,12 +5,11 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ["helpers", "tests", "notebooks", "conftest.py"]
 
 
 def ruff(*command: str) -> None:
     run = subprocess.run(
-        [sys.executable, "-m", "ruff", *command, *SOURCES],
+        [sys.executable, "-m", "ruff", *command, "."],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -1,14 +1,22 @@
-"""The pages beside the lessons: links lead somewhere, figures are a lesson's."""
+"""The pages beside the lessons: their links, figures and titles are right."""
 
 import re
 
 import nbformat
 import pytest
 
-from tests.launching import NOTEBOOKS
+from helpers import progress
+from tests.launching import NOTEBOOKS, ROOT, prose_of
 
-PAGES = sorted(NOTEBOOKS.glob("*.md"))
+PAGES = [ROOT / "README.md", *sorted(NOTEBOOKS.glob("*.md"))]
 LINK = re.compile(r"\]\(([^)#]+)\)")
+WEB = re.compile(r"https?://")
+TITLES = {  # of the lessons, by the names of their files
+    path.name: lesson.title
+    for path, lesson in zip(
+        sorted(NOTEBOOKS.glob("*.ipynb")), progress(NOTEBOOKS), strict=True
+    )
+}
 CODE = re.compile(r"[=(/]|^--|^torch\.")
 
 
@@ -31,8 +39,23 @@ def lines() -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
     targets = LINK.findall(page.read_text(encoding="utf-8"))
+    targets = [target for target in targets if not WEB.match(target)]
     assert len(targets) > 20
     assert not [target for target in targets if not (page.parent / target).is_file()]
+
+
+def test_the_readme_has_each_lesson_by_its_title():
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d\d) \| \[(.+?)\]\(notebooks/(.+?)\)", page, re.M)
+    assert rows == [(name[:2], title, name) for name, title in TITLES.items()]
+
+
+@pytest.mark.parametrize("lesson", TITLES)
+def test_a_lesson_names_its_neighbours_by_their_titles(lesson: str):
+    links = re.findall(r"\[(Previous|Next): (.+?)\]\((.+?)\)", prose_of(lesson))
+    assert links
+    for _, words, name in links:
+        assert words == TITLES[name][0].lower() + TITLES[name][1:]
 
 
 @pytest.mark.parametrize("line", lines(), ids=lambda line: line[4:24])

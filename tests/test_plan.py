@@ -5,18 +5,25 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from scripts import plan
+from scripts.plan import torch_private, tracker
+from scripts.plan.memory import PARTS, largest
+from scripts.plan.model import Model
+from scripts.plan.run import Run
+from scripts.plan.step_time import LINK_EFFICIENCY
+from scripts.plan.tracker import TRACKED_LAYERS, check_job, extrapolate, run_tracking
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from helpers import plan, torch_private
-
-TINY = plan.Model("tiny", 2, 32, 4, 2, 48, 50)
+NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
+TINY = Model("tiny", 2, 32, 4, 2, 48, 50)
 COUNTS = {  # from the models' pages on huggingface.co
     "1B": 1_235_814_400,
     "7B": 6_738_415_616,
@@ -33,15 +40,15 @@ JOBS = [
 THIRD = 8  # a number of blocks that is not one of the two that are tracked
 
 
-# A process of `helpers.plan` that also tells what it used: its largest resident bytes
-# and its seconds of a core. `ru_maxrss` would not do on Linux: a process that a large
-# one starts inherits the large one's peak.
+# Tracks as `tracker_process.py` does, and also tells what it used: its largest resident
+# bytes and its seconds of a core. `ru_maxrss` would not do on Linux: a process that a
+# large one starts inherits the large one's peak.
 SERVE = """
 import json, os, re, sys
 from pathlib import Path
 import psutil
-from helpers import plan
-moments = [plan._moments(run) for run in json.load(sys.stdin)]
+from scripts.plan.tracker_process import track
+moments = [track(run) for run in json.load(sys.stdin)]
 if sys.platform == "linux":
     status = Path("/proc/self/status").read_text()
     peak = int(re.search(r"VmHWM:\\s+(\\d+) kB", status)[1]) * 1024
@@ -55,12 +62,12 @@ os._exit(0)
 @pytest.fixture(scope="module")
 def process():
     """What one tracking process answers for all runs of this file, and what it used."""
-    runs = [asdict(plan._tracking(**job)[0]) for job in JOBS]
-    runs = [run | {"layers": n} for run in runs for n in plan.SMALL]
-    runs.append(asdict(plan.Run(plan.MODELS["70B"], 64)) | {"layers": THIRD})
+    runs = [asdict(check_job(**job)[0]) for job in JOBS]
+    runs = [run | {"layers": n} for run in runs for n in TRACKED_LAYERS]
+    runs.append(asdict(Run(plan.MODELS["70B"], 64)) | {"layers": THIRD})
     child = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SERVE], input=json.dumps(runs),
-        stdout=subprocess.PIPE, text=True, check=True, timeout=300,
+        stdout=subprocess.PIPE, text=True, check=True, timeout=300, cwd=NOTEBOOKS,
     )  # fmt: skip
     return json.loads(child.stdout)
 
@@ -77,7 +84,7 @@ def tracked(points):
     """The moments of each job, as `plan.tracked_moments` finds them."""
     layers = [plan.MODELS[job["model"]].layers for job in JOBS]
     return [
-        plan._along(plan.SMALL, found, n)
+        extrapolate(dict(zip(TRACKED_LAYERS, found, strict=True)), n)
         for found, n in zip(points, layers, strict=True)
     ]
 
@@ -200,11 +207,11 @@ def test_shards_are_exact(tracked):
 def test_arithmetic_agrees_with_the_tracker(tracked, i):
     found, planned = tracked[i], plan.moments(**JOBS[i])
     assert list(found) == list(planned)
-    assert all(list(parts) == list(plan.PARTS) for parts in planned.values())
-    peak, ours = plan._largest(found), plan.bytes_per_gpu(**JOBS[i])
+    assert all(list(parts) == list(PARTS) for parts in planned.values())
+    peak, ours = largest(found), plan.bytes_per_gpu(**JOBS[i])
     assert ours.total == pytest.approx(peak.total, rel=0.01)
     assert ours.moment == peak.moment
-    for part in plan.PARTS:
+    for part in PARTS:
         assert ours[part] == pytest.approx(peak[part], rel=0.02, abs=4e6)
     for moment in found:  # but where it is not the largest, forward may be more
         if found[moment].total > 0.8 * peak.total:
@@ -212,14 +219,14 @@ def test_arithmetic_agrees_with_the_tracker(tracked, i):
 
 
 def test_peaks_come_at_different_moments(tracked):
-    moments = [plan._largest(found).moment for found in tracked]
+    moments = [largest(found).moment for found in tracked]
     assert moments == [
         "last block but one", "last block but one", "first block", "head",
     ]  # fmt: skip
 
 
 def test_a_third_number_of_blocks_lies_on_the_line(process, points):
-    line = plan._along(plan.SMALL, points[0], THIRD)
+    line = extrapolate(dict(zip(TRACKED_LAYERS, points[0], strict=True)), THIRD)
     third = process[0][-1]
     assert list(line) == list(third)
     for moment, parts in line.items():
@@ -238,34 +245,34 @@ def test_tracking_leaves_nothing_here(tracked):
     jobs = [JOBS[0] | dict(layers=4), JOBS[1] | dict(layers=5)]
     first, second = plan.tracked_all(jobs)
     assert first.moment == second.moment == "last block but one"
-    assert set(first) == set(plan.PARTS)
-    assert first.total == sum(first.values()) < plan._largest(tracked[0]).total
+    assert set(first) == set(PARTS)
+    assert first.total == sum(first.values()) < largest(tracked[0]).total
     assert not dist.is_initialized()
     assert torch.ones(1).item() == 1
 
 
 def test_a_failure_elsewhere_is_told_here():
-    run = asdict(plan.Run(TINY, 8)) | {"layers": "many"}
+    run = asdict(Run(TINY, 8)) | {"layers": "many"}
     with pytest.raises(RuntimeError, match="tracking failed: TypeError"):
-        plan._elsewhere([run])
+        run_tracking([run])
 
 
 def test_tracking_has_a_time_limit(monkeypatch):
-    monkeypatch.setattr(plan, "SECONDS", 0.2)
+    monkeypatch.setattr(tracker, "SECONDS", 0.2)
     with pytest.raises(RuntimeError, match="more than 0.2 seconds"):
-        plan._elsewhere([asdict(plan.Run(TINY, 8)) | {"layers": 4}])
+        run_tracking([asdict(Run(TINY, 8)) | {"layers": 4}])
     assert not [
         child for child in psutil.Process().children()
-        if "helpers.plan" in child.cmdline()
+        if tracker.PROCESS in child.cmdline()
     ]  # fmt: skip
 
 
 def test_tracking_ends_with_the_one_who_asked():
     code = (
-        "from helpers import plan\n"
+        "from scripts import plan\n"
         "plan.tracked_all([dict(model='405B', gpus=1024)] * 20)\n"
     )
-    asker = subprocess.Popen([sys.executable, "-c", code])
+    asker = subprocess.Popen([sys.executable, "-c", code], cwd=NOTEBOOKS)
     children = []
     try:
         for _ in range(300):
@@ -340,7 +347,9 @@ COUNT = """
 import torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
-from helpers import plan, torch_private
+from scripts import plan
+from scripts.plan import torch_private
+from scripts.plan.tracker_process import shard
 
 class Count(TorchDispatchMode):
     sent = 0
@@ -355,7 +364,7 @@ torch_private.fake_group(16)
 mesh = init_device_mesh("cpu", (16,))
 with torch_private.fake_tensors(), Count() as count:
     model = plan.build("1B", 3, True)
-    plan._shard(model, mesh)
+    shard(model, mesh)
     model(torch.zeros(1, 64, dtype=torch.int64)).sum().backward()
 print(count.sent, flush=True)
 import os; os._exit(0)
@@ -364,7 +373,8 @@ import os; os._exit(0)
 
 def test_traffic_is_what_fsdp_sends():
     command = [sys.executable, "-W", "ignore", "-c", COUNT]
-    counted = int(subprocess.run(command, capture_output=True, check=True).stdout)
+    done = subprocess.run(command, capture_output=True, check=True, cwd=NOTEBOOKS)
+    counted = int(done.stdout)
     small = replace(plan.MODELS["1B"], layers=3)
     planned = plan.traffic(small, 16)
     assert sum(planned.values()) == pytest.approx(counted, rel=0.001)
@@ -411,7 +421,7 @@ def test_a_slow_network_shows():
     assert rates[0] < rates[3] / 10
     slow = plan.step_seconds("8B", 64, network=1)
     sent = plan.traffic("8B", 64)["between"]
-    assert slow.communication == pytest.approx(sent / 0.125e9 / plan.OF_LINK)
+    assert slow.communication == pytest.approx(sent / 0.125e9 / LINK_EFFICIENCY)
     assert plan.step_seconds("8B", 8, network=1) == plan.step_seconds("8B", 8)
 
 

@@ -1,14 +1,18 @@
 """The fixture `simulated_gpus`, in a project of somebody else's."""
 
-import os
-import subprocess
-import sys
+import pytest
+import torch
 
+import simgpu
+
+pytest_plugins = ["pytester"]
 PROJECT = """
+import sys
 import pytest
 import torch
 import torch.distributed as dist
 
+known = set(sys.modules)
 two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
@@ -37,30 +41,41 @@ class TestGroups:
 def test_after_them(request):
     of_all = request.config.option.simulated_gpus or 0
     assert (torch.cuda.device_count(), dist.is_initialized()) == (of_all, False)
+
+
+def test_what_pytester_forgets_is_not_pytorch():
+    new = set(sys.modules) - known
+    assert not [name for name in new if name.startswith(("torch", "simgpu"))]
 """
 
 
-def run(tmp_path, *options: str) -> str:
-    (tmp_path / "test_project.py").write_text(PROJECT, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-rA", "--color=no", *options],
-        cwd=tmp_path,
-        env={k: v for k, v in os.environ.items() if not k.startswith("PYTEST")},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    return done.stdout + done.stderr
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """Imports what the project needs, before `pytester` is there.
+
+    Whatever is imported later, `pytester` forgets; PyTorch cannot be imported twice.
+    """
+    simgpu.start(1)
+    torch.ones(1, device="cuda")
+    simgpu.stop()
 
 
-def test_gpus_for_single_tests(tmp_path):
-    printed = run(tmp_path)
-    assert "4 passed, 1 skipped, 1 error" in printed, printed
+def run(pytester: pytest.Pytester, *options: str) -> pytest.RunResult:
+    """Runs pytest on the project, in this process."""
+    pytester.makepyfile(test_project=PROJECT)
+    return pytester.runpytest_inprocess("-rA", *options)
+
+
+def test_gpus_for_single_tests(pytester):
+    done = run(pytester)
+    done.assert_outcomes(passed=5, skipped=1, errors=1)
+    printed = done.stdout.str()
     assert "needs two GPUs" in printed
     assert "@pytest.mark.simulated_gpus: start() got an unexpected keyword" in printed
 
 
-def test_gpus_for_a_whole_run(tmp_path):
-    printed = run(tmp_path, "--simulated-gpus", "2")
-    assert "5 passed, 1 error" in printed, printed
-    assert "PASSED test_project.py::test_asked_before_any_fixture" in printed
+def test_gpus_for_a_whole_run(pytester):
+    done = run(pytester, "--simulated-gpus", "2")
+    done.assert_outcomes(passed=6, errors=1)
+    asked = "PASSED test_project.py::test_asked_before_any_fixture"
+    assert asked in done.stdout.str()

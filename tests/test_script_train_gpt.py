@@ -1,5 +1,6 @@
 """`train_gpt.py`: every way takes the steps of one process, and goes on from any."""
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import helpers
 from helpers import simgpu, text
 from tests.launching import (
     NOTEBOOKS,
@@ -15,17 +17,22 @@ from tests.launching import (
     last_calls,
     prose_of,
     text_of,
+    train_elastic,
 )
 
 sys.path.insert(0, str(NOTEBOOKS))
-from scripts import train_elastic, train_gpt  # noqa: E402
+from scripts import train_gpt  # noqa: E402
 
 GPT = "train_gpt.py"
 TINY = ("--width=16", "--layers=1", "--context=16")
 
 
+def prepare(*words: str) -> train_gpt.Training:
+    return train_gpt.Training(train_gpt.options([*TINY, *words]))
+
+
 def train(*words: str) -> train_gpt.Training:
-    return train_gpt.Training(train_gpt.options([*TINY, *words])).run()
+    return prepare(*words).run()
 
 
 @pytest.fixture(scope="module")
@@ -35,17 +42,17 @@ def alone() -> train_gpt.Training:
 
 
 def near(losses: list[float], alone: train_gpt.Training, tolerance=1e-4) -> None:
-    reference = alone.losses[len(alone.losses) - len(losses) :]
-    torch.testing.assert_close(
-        torch.tensor(losses), torch.tensor(reference), rtol=0, atol=tolerance
-    )
+    expected = torch.tensor(alone.losses[-len(losses) :])
+    torch.testing.assert_close(torch.tensor(losses), expected, rtol=0, atol=tolerance)
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def two_gpus():
     simgpu.start(2)
-    yield
-    simgpu.stop()
+    try:
+        yield
+    finally:
+        simgpu.stop()
 
 
 # -- in ranks, and launched ------------------------------------------------------------
@@ -61,11 +68,11 @@ def two_gpus():
 def test_four_ranks_take_the_steps_of_one_process(words, alone, tmp_path: Path):
     """One process goes on where they stopped."""
     more = "--steps=7", f"--folder={tmp_path}", "--every=7"
-    printed = in_ranks(GPT, 4, *TINY, *words, *more)
+    first, *written = in_ranks(GPT, 4, *TINY, *words, *more).splitlines()
     before, after = alone.bits[0], train("--steps=7").bits[1]
-    first, *written = printed.splitlines()
-    said = f"4 x cpu: {before:.3f} bits a letter, after step 7 {after:.3f}"
-    assert first == f"[0] {said}"
+    assert first == (
+        f"[0] 4 x cpu: {before:.3f} bits a letter, after step 7 {after:.3f}"
+    )
     lengths = [len(line.removeprefix("[0] ")) for line in written]
     assert lengths == ([9] if "--write=5" in words else [])
     log = (tmp_path / "log.jsonl").read_text()
@@ -77,20 +84,16 @@ def test_four_ranks_take_the_steps_of_one_process(words, alone, tmp_path: Path):
     near(on.losses, alone)
 
 
-def test_an_unmodified_run_on_simulated_gpus(tmp_path: Path):
-    def said(*command: str) -> str:
-        done = subprocess.run(
-            [sys.executable, *command], cwd=NOTEBOOKS.parent,
-            capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    script = str(SCRIPTS / GPT)
+def test_an_unmodified_run_on_simulated_gpus(capfd):
     words = *TINY, "--steps=3", "--write=20"
-    gpus = ("-m", "helpers.simgpu", "--gpus", "4", script, *words, "--device=cuda")
-    parallel = said(*gpus, "--parallel=dp")
-    assert parallel == said(script, *words).replace("cpu", "cuda")
+    gpus = ("-m", "simgpu", "--gpus", "4", str(SCRIPTS / GPT), *words)
+    done = subprocess.run(
+        [sys.executable, *gpus, "--device=cuda", "--parallel=dp"],
+        cwd=NOTEBOOKS.parent, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    train_gpt.main(list(words))
+    assert done.stdout == capfd.readouterr().out.replace("cpu", "cuda")
 
 
 def test_the_end_of_the_script_leaves_at_once():
@@ -105,9 +108,21 @@ def test_the_end_of_the_script_leaves_at_once():
 # -- in this process -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", [(), ("--accumulate=5",), ("--accumulate=16",)])
-def test_parts_do_not_matter(words, alone):
-    near(train("--steps=12", *words).losses, alone)
+@pytest.mark.parametrize(
+    "words, tolerance",
+    [
+        ("", 0.0),
+        ("--accumulate=5", 1e-4),
+        ("--accumulate=16", 1e-4),
+        ("--amp=bfloat16", 0.05),
+        ("--device=cuda", 0.0),
+        ("--device=cuda --parallel=dp", 1e-4),
+        ("--device=cuda --amp=float16", 0.05),
+    ],
+)
+def test_every_way_takes_the_steps_of_the_plain_one(words, tolerance, alone):
+    with two_gpus() if "cuda" in words else contextlib.nullcontext():
+        near(train("--steps=12", *words.split()).losses, alone, tolerance)
 
 
 def test_a_run_goes_on_to_the_bit(alone, tmp_path: Path):
@@ -119,68 +134,51 @@ def test_a_run_goes_on_to_the_bit(alone, tmp_path: Path):
     assert second.bits == [first.bits[1], alone.bits[1]]
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["step-000005.pt", "step-000010.pt"]
-    for mine, theirs in zip(
-        second.model.parameters(), alone.model.parameters(), strict=True
-    ):
-        assert torch.equal(mine, theirs)
+    both = second.model.state_dict(), alone.model.state_dict()
+    torch.testing.assert_close(*both, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    "words, tolerance",
-    [((), 0.0), (("--parallel=dp",), 1e-4), (("--amp=float16",), 0.05)],
-)
-def test_simulated_gpus(words, tolerance, alone, two_gpus):
-    near(train("--steps=12", "--device=cuda", *words).losses, alone, tolerance)
+def test_the_loss_scale_is_in_the_checkpoint(tmp_path: Path):
+    folder = f"--folder={tmp_path}"
+    words = "--device=cuda", "--amp=float16", folder
+    with two_gpus():
+        first = train("--steps=5", *words)
+        assert first.scaler.state_dict()["_growth_tracker"] == 5
+        first.scaler.update(1024.0)
+        first.save()
+        second = prepare(*words)
+        second.load()
+        assert second.scaler.get_scale() == 1024.0
+        train("--steps=6", folder)  # a way without one can go on
+        (tmp_path / "step-000005.pt").unlink()
+        prepare("--device=cpu", folder).save()
+        train("--steps=6", *words)  # and one with it from a checkpoint without
 
 
-def test_bfloat16_on_the_cpu(alone):
-    near(train("--steps=12", "--amp=bfloat16").losses, alone, 0.05)
+def test_a_step_that_overflows_is_left_out():
+    with two_gpus():
+        training = prepare("--device=cuda", "--amp=float16")
+        training.scaler = torch.amp.GradScaler("cuda", init_scale=2.0**40)
+        before = [p.clone() for p in training.model.parameters()]
+        training.take_step()
+        assert training.scaler.get_scale() == 2.0**39 and training.step == 1
+        assert all(map(torch.equal, before, training.model.parameters()))
 
 
-def test_the_loss_scale_is_in_the_checkpoint(two_gpus, tmp_path: Path):
-    words = "--device=cuda", "--amp=float16", f"--folder={tmp_path}"
-    first = train("--steps=5", *words)
-    assert first.scaler.state_dict()["_growth_tracker"] == 5
-    first.scaler.update(1024.0)
-    first.save()
-    second = train_gpt.Training(train_gpt.options([*TINY, *words]))
-    second.load()
-    assert second.scaler.get_scale() == 1024.0
-    train("--steps=6", f"--folder={tmp_path}")  # a way without one can go on
-    (tmp_path / "step-000005.pt").unlink()
-    third = train_gpt.Training(train_gpt.options([*TINY, "--device=cpu", *words[2:]]))
-    third.save()
-    train("--steps=6", *words)  # and one with it from a checkpoint without
-
-
-def test_a_step_that_overflows_is_left_out(two_gpus):
-    words = *TINY, "--device=cuda", "--amp=float16"
-    training = train_gpt.Training(train_gpt.options(list(words)))
-    training.scaler = torch.amp.GradScaler("cuda", init_scale=2.0**40)
-    before = [p.clone() for p in training.model.parameters()]
-    training.take_step()
-    assert training.scaler.get_scale() == 2.0**39 and training.step == 1
-    assert all(map(torch.equal, before, training.model.parameters()))
-
-
-def test_a_folder_is_made_and_a_hold_needs_one(tmp_path: Path, capsys):
+def test_a_folder_is_made(tmp_path: Path):
     folder = tmp_path / "a" / "b"
     train("--steps=0", f"--folder={folder}")
     assert folder.is_dir()
-    with pytest.raises(SystemExit, match="2"):
-        train_gpt.options(["--hold=3"])
-    assert "--hold needs --folder" in capsys.readouterr().err
 
 
-def test_the_ranks_share_the_rows_of_a_step(alone):
-    for ranks in (2, 3, 4):
-        training = train("--steps=0")
-        rows = []
-        for training.rank in range(ranks):
-            training.ranks = ranks
-            rows += training.mine().tolist()
-        training.rank, training.ranks = 0, 1
-        assert sorted(rows) == sorted(training.mine().tolist())
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_the_ranks_share_the_rows_of_a_step(ranks):
+    training = prepare()
+    every, rows = training.mine().tolist(), []
+    training.ranks = ranks
+    for training.rank in range(ranks):
+        rows += training.mine().tolist()
+    assert sorted(rows) == sorted(every)
 
 
 def test_it_learns_and_writes(alone):
@@ -191,23 +189,25 @@ def test_it_learns_and_writes(alone):
 
 
 @pytest.mark.parametrize(
-    "ranks, words",
+    "ranks, words, why",
     [
-        (None, "--parallel ddp"),
-        (4, ""),
-        (4, "--parallel ddp --batch 15 --accumulate 4"),
-        (None, "--batch 3 --accumulate 4"),
-        (None, "--parallel dp"),
-        (None, "--amp float16"),
-        (4, "--parallel fsdp --device cuda --amp float16"),
+        (None, "--parallel ddp", "go with torchrun"),
+        (4, "", "go with torchrun"),
+        (4, "--parallel ddp --batch 15 --accumulate 4", "less than one row"),
+        (None, "--batch 3 --accumulate 4", "less than one row"),
+        (None, "--parallel dp", "dp needs --device cuda"),
+        (None, "--amp float16", "float16 needs --device cuda"),
+        (4, "--parallel fsdp --device cuda --amp float16", "does not go with fsdp"),
+        (None, "--hold=3", "--hold needs --folder"),
     ],
 )
-def test_wrong_arguments_are_refused(ranks, words, monkeypatch):
+def test_wrong_arguments_are_refused(ranks, words, why, monkeypatch, capfd):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     if ranks:
         monkeypatch.setenv("WORLD_SIZE", str(ranks))
     with pytest.raises(SystemExit, match="2"):
         train_gpt.main(words.split())
+    assert why in capfd.readouterr().err
 
 
 # -- the text, the lesson --------------------------------------------------------------
@@ -218,7 +218,7 @@ def test_the_text():
     assert len(data.train) == 191_406 and len(data.test) == 10_074
     assert len(data.letters) == 94 and data.letters.isascii()
     assert data.words(data.train[:20]) == "Special method names"
-    file = Path(simgpu.__file__).parents[1] / "language_reference.txt.gz"
+    file = Path(helpers.__file__).with_name("language_reference.txt.gz")
     assert file.stat().st_size < 80_000
 
 
@@ -232,6 +232,5 @@ def test_the_text():
 )
 def test_lesson_18_shows_the_functions_as_they_are(first, behind):
     script = text_of(GPT)
-    start = script.index(first)
-    function = script[start : script.index(behind, start)]
+    function = script[script.index(first) :].partition(behind)[0]
     assert f"```python\n{function}\n```" in prose_of("18-train-it-all.ipynb")

@@ -1,8 +1,5 @@
 """Ranks with simulated GPUs: NCCL's rules, DDP, what spawned processes see."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,13 +8,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from helpers import messages, simgpu
-from helpers.simgpu import NotSimulated, distributed, placement
-from helpers.simgpu.clock import COPY_LATENCY, LAUNCH, OF_PEAK_BYTES
+import simgpu
+from simgpu import NotSimulated, runtime
+from simgpu.distributed import collectives, messages
+from simgpu.timing.cost import COPY_LATENCY, LAUNCH, OF_PEAK_BYTES
+from tests import programs
 
 SCRIPTS = Path(__file__).parent / "scripts"
-SAID = "simulated GPUs in {} processes: gloo answers for NCCL"
-ALONE = "simulated GPUs in 1 process: gloo answers for NCCL"
+SAID = "simulated GPUs in {}: gloo answers for NCCL"
 
 
 @pytest.fixture
@@ -29,45 +27,24 @@ def gpus():
     simgpu.stop()
 
 
+def join(backend: str, **options) -> None:
+    """Make a process group of one rank, in this process."""
+    dist.init_process_group(
+        backend, store=dist.HashStore(), rank=0, world_size=1, **options
+    )
+
+
 @pytest.fixture
 def group(gpus):
-    """A process group of one rank, in this process."""
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-
-
-def run(command: list, tmp_path, status: int = 0) -> subprocess.CompletedProcess:
-    done = subprocess.run(
-        [sys.executable, *map(str, command)],
-        cwd=tmp_path,
-        env=os.environ | {"HELPERS_GPUS": "simulated", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == status, done.stderr
-    return done
-
-
-def torchrun(ranks: int, script, *arguments, tmp_path, **options):
-    launch = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-    return run(
-        [*launch, "-m", "helpers.simgpu", script, *arguments], tmp_path, **options
-    )
-
-
-def simulated(script, *arguments, tmp_path, **options):
-    command = ["-m", "helpers.simgpu", "--gpus", 2, script, *arguments]
-    return run(command, tmp_path, **options)
+    join("nccl")
 
 
 # -- groups ----------------------------------------------------------------------------
 
 
-def test_a_group_says_nccl_and_that_gloo_answers(gpus, capfd):
+def test_a_group_says_nccl(gpus):
     assert dist.is_nccl_available() and torch.cuda.nccl.version() > (2, 10)
-    where = torch.device("cuda", 1)
-    options = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("nccl", device_id=where, **options)
+    join("nccl", device_id=torch.device("cuda", 1))
     assert dist.get_backend() == "nccl"
     assert dist.get_backend(dist.new_group([0])) == "nccl"
     dist.barrier(device_ids=[1])
@@ -75,8 +52,7 @@ def test_a_group_says_nccl_and_that_gloo_answers(gpus, capfd):
 
 
 def test_a_group_for_both_takes_both(gpus):
-    options = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("cpu:gloo,cuda:nccl", **options)
+    join("cpu:gloo,cuda:nccl")
     for device in ("cpu", "cuda:1"):
         t = torch.ones(2, device=device)
         dist.all_reduce(t)
@@ -84,8 +60,7 @@ def test_a_group_for_both_takes_both(gpus):
 
 
 def test_gloo_stays_gloo(gpus, capfd):
-    options = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("gloo", **options)
+    join("gloo")
     assert dist.get_backend() == "gloo"
     dist.all_reduce(torch.ones(2))
     assert "gloo answers" not in capfd.readouterr().err
@@ -103,9 +78,8 @@ def test_nccl_takes_tensors_of_one_gpu(group):
 
 
 def test_options_of_nccl_are_refused(gpus):
-    options = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     with pytest.raises(NotSimulated, match="pg_options"):
-        dist.init_process_group("nccl", pg_options=object(), **options)
+        join("nccl", pg_options=object())
 
 
 def test_a_mesh_of_gpus_is_refused_and_ends_no_process(group):
@@ -116,14 +90,6 @@ def test_a_mesh_of_gpus_is_refused_and_ends_no_process(group):
         init_device_mesh("cuda", (1,))
     with pytest.raises(NotSimulated, match="DeviceMesh"):
         fully_shard(nn.Linear(2, 2).cuda())
-
-
-def test_all_is_as_before_after_stop():
-    before = dist.is_nccl_available(), DDP.__init__, torch._C.Future.then
-    simgpu.start(2)
-    assert DDP.__init__ is not before[1]
-    simgpu.stop()
-    assert (dist.is_nccl_available(), DDP.__init__, torch._C.Future.then) == before
 
 
 # -- collectives -----------------------------------------------------------------------
@@ -142,7 +108,7 @@ def test_results_and_objects_stay_on_the_gpu(group):
 
 def test_a_collective_takes_the_time_of_a_ring(gpus):
     """What a rank of eight sends: 7/4 of its bytes."""
-    sim = placement.current()
+    sim = runtime.current()
     gpu = sim.gpus[0]
     sim.clock.clear()
     sim.clock.collective(gpu, 0, "all_reduce", nbytes=4 * 10**9, sent=7 * 10**9)
@@ -164,26 +130,25 @@ def test_what_a_collective_moves(name, ranks, parts, moved):
     """Of 400 bytes for each rank; 5 parts are what the root of 4 ranks holds."""
     message = messages.Message("", name, 400, ranks)
     held = [torch.ones(100) for _ in range(parts)]
-    assert distributed._moved(message, held) == moved
+    assert collectives._bytes_sent(message, held) == moved
 
 
-def test_each_collective_is_one_event(group):
+def test_each_collective_is_one_event_on_its_gpu(group):
+    torch.cuda.set_device(1)
     t, out = torch.ones(100, device="cuda"), torch.empty(100, device="cuda")
     simgpu.timeline().clear()
+    dist.all_reduce(t)
     dist.reduce_scatter_tensor(out, t)
     dist.all_gather([out], t)
     dist.barrier()
-    names = [event.name for event in simgpu.timeline().events]
-    assert names == ["reduce_scatter", "all_gather", "barrier"]
-    assert simgpu.timeline().host == simgpu.timeline().events[-1].end  # it waited
-
-
-def test_a_collective_is_on_the_timeline(group):
-    t = torch.ones(1000, device="cuda:1")
-    simgpu.timeline().clear()
-    dist.all_reduce(t)
-    (event,) = simgpu.timeline().events
-    assert (event.name, event.device, event.nbytes) == ("all_reduce", "cuda:1", 4000)
+    events = simgpu.timeline().events
+    assert [(event.name, event.device, event.nbytes) for event in events] == [
+        ("all_reduce", "cuda:1", 400),
+        ("reduce_scatter", "cuda:1", 400),
+        ("all_gather", "cuda:1", 400),
+        ("barrier", "cuda:1", 0),
+    ]
+    assert simgpu.timeline().host == events[-1].end  # it waited
 
 
 # -- DDP -------------------------------------------------------------------------------
@@ -211,13 +176,14 @@ def test_ddp_with_views_of_its_buckets_has_no_second_copy(group):
 
 
 def test_options_and_hooks_of_ddp_agree_with_one_model(tmp_path):
-    done = torchrun(2, SCRIPTS / "ddp_options.py", tmp_path=tmp_path)
+    done = programs.in_ranks(tmp_path, 2, SCRIPTS / "ddp_options.py")
+    assert done.status == 0, done.stderr
     *lines, last = done.stdout.splitlines()
     lines.remove("float16 hook: near")
     lines.remove("PowerSGD, ZeRO: loss falls")
     assert len(lines) == 6 and last == "no_sync: equal on cuda:0"
     assert all(line.endswith(": equal on cuda:0") for line in lines), lines
-    assert done.stderr.count(SAID.format(2)) == 1
+    assert done.stderr.count(SAID.format("2 processes")) == 1
 
 
 MISTAKES = """
@@ -237,7 +203,7 @@ transposed: [2.0, 2.0, 2.0, 2.0]
 sparse gradients: RuntimeError: NCCL does not support all_reduce with sparse tensors.
  Please use dense tensors instead.
 a module on two GPUs: NotSimulated: DistributedDataParallel of a module on several GPUs
- is not simulated. Give each rank one. (helpers.simgpu)
+ is not simulated. Give each rank one. (simgpu)
 not the bound GPU: DistBackendError: Attempt to perform collective on tensor not on
  device passed to init_process_group
 by keyword: cuda:1
@@ -245,36 +211,37 @@ by keyword: cuda:1
 
 
 def test_mistakes_are_found_in_nccls_words(tmp_path):
-    done = torchrun(2, SCRIPTS / "mistakes.py", tmp_path=tmp_path)
+    """Under torchrun itself."""
+    launch = ("-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "simgpu")
+    done = programs.in_new_python(tmp_path, *launch, SCRIPTS / "mistakes.py")
+    assert done.status == 0, done.stderr
     assert done.stdout == MISTAKES.strip().replace("\n ", " ") + "\n"
+
+
+def losses_in(done: programs.Done) -> list[float]:
+    assert done.status == 0, done.stderr
+    return [float(line.split()[-1]) for line in done.stdout.splitlines()]
 
 
 def test_a_trainer_learns_the_same_in_one_process_and_in_ranks(tmp_path):
     """The second half, from a snapshot, in other processes than the first."""
-    trainer = SCRIPTS / "trainer.py"
-    whole = simulated(trainer, "--amp", "--epochs", 2, tmp_path=tmp_path).stdout
-    spawn = ("--amp", "--way", "spawn", "--epochs", 1)
-    first = simulated(trainer, *spawn, tmp_path=tmp_path)
-    assert first.stderr.count(SAID.format(2)) == 1
-    resume = ("--amp", "--way", "ddp", "--resume", "--epochs", 2)
-    rest = torchrun(2, trainer, *resume, tmp_path=tmp_path)
-    expected, found = losses_in(whole), losses_in(first.stdout + rest.stdout)
-    assert len(expected) == 2
-    assert found == pytest.approx(expected, abs=2e-3)  # float16, added in another order
+    trainer = (SCRIPTS / "trainer.py", "--amp", "--epochs")
+    whole = programs.simulated(tmp_path, "--gpus", 2, *trainer, 2)
+    first = programs.in_ranks(tmp_path, 2, *trainer, 1, "--ddp")
+    rest = programs.in_ranks(tmp_path, 2, *trainer, 2, "--ddp", "--resume")
+    assert len(losses_in(whole)) == 2
+    found = losses_in(first) + losses_in(rest)
+    assert found == pytest.approx(losses_in(whole), abs=2e-3)  # float16, another order
 
 
-def losses_in(printed: str) -> list[float]:
-    return [float(line.split()[-1]) for line in printed.splitlines()]
-
-
-KEEPS = """
+SPAWNS = """
 import atexit
-import multiprocessing
 import sys
 import threading
 import time
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch.utils.data import DataLoader
 
 
@@ -282,8 +249,14 @@ class Result:
     number = 7
 
 
-def work(queue):
-    queue.put(Result())
+def run(rank, folder, queue):
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", f"file://{folder}/two", rank=rank, world_size=2)
+    t = torch.ones(1, device="cuda")
+    dist.all_reduce(t)
+    if rank == 1:
+        queue.put((Result(), t.item(), str(t.device)))
+        raise ValueError("rank 1 has had enough")
 
 
 def slow():
@@ -292,69 +265,41 @@ def slow():
 
 
 if __name__ == "__main__":
-    dist.init_process_group("nccl", "file://" + sys.argv[1], rank=0, world_size=1)
+    folder = sys.argv[1]
+    dist.init_process_group("nccl", f"file://{folder}/one", rank=0, world_size=1)
     atexit.register(print, "at exit")
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    child = context.Process(target=work, args=(queue,))
-    child.start()
-    print(queue.get(timeout=60).number)
-    child.join()
     print(len(list(DataLoader(torch.ones(4), num_workers=1))), flush=True)
-    threading.Thread(target=slow).start()
+    queue = mp.get_context("spawn").SimpleQueue()
+    try:
+        mp.spawn(run, args=(folder, queue), nprocs=2)
+    finally:
+        result, total, device = queue.get()
+        print(result.number, total, device, flush=True)
+        threading.Thread(target=slow).start()
 """
 
 
-def test_objects_threads_and_exit_functions_are_as_in_python(tmp_path):
+def test_spawned_ranks_objects_threads_and_exit_functions_are_as_in_python(tmp_path):
     """Also: a worker that was forked has no exit functions to run."""
-    script = tmp_path / "keeps.py"
-    script.write_text(KEEPS, encoding="utf-8")
-    done = simulated(script, tmp_path / "store", tmp_path=tmp_path)
-    assert done.stdout.splitlines() == ["7", "4", "the thread is done", "at exit"]
-
-
-def test_a_launcher_comes_first(tmp_path):
-    launcher = ("-m", "torch.distributed.run", "train.py")
-    command = ["-m", "helpers.simgpu", "--gpus", 2, *launcher]
-    done = run(command, tmp_path, status=2)
-    assert "put the launcher first: torchrun" in done.stderr
-
-
-FAILS = """
-import sys
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-
-
-def run(rank, ranks, file):
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=file, rank=rank, world_size=ranks)
-    t = torch.ones(1, device="cuda")
-    dist.all_reduce(t)
-    print(t.item(), t.device, flush=True)
-    if rank == 1:
-        raise ValueError("rank 1 has had enough")
-
-
-if __name__ == "__main__":
-    mp.spawn(run, args=(2, "file://" + sys.argv[1]), nprocs=2)
-"""
-
-
-def test_a_spawned_rank_that_fails_is_named(tmp_path):
-    script = tmp_path / "fails.py"
-    script.write_text(FAILS, encoding="utf-8")
-    done = simulated(script, tmp_path / "store", tmp_path=tmp_path, status=1)
-    assert "ValueError: rank 1 has had enough" in done.stderr
-    assert "2.0 cuda:1" in done.stdout
+    script = tmp_path / "spawns.py"
+    script.write_text(SPAWNS, encoding="utf-8")
+    command = ("--gpus", 2, script, tmp_path)
+    done = programs.simulated(tmp_path, *command, new_python=True)
+    printed = ["4", "7 2.0 cuda:1", "the thread is done", "at exit"]
+    assert done.stdout.splitlines() == printed, done.stderr
+    assert done.status == 1 and "ValueError: rank 1 has had enough" in done.stderr
+    for processes in ("1 process", "2 processes"):
+        assert done.stderr.count(SAID.format(processes)) == 1
 
 
 @pytest.mark.parametrize(
     ("end", "status", "shown"),
-    [("raise ValueError('enough')", 1, "[rank0]: ValueError: enough"),
-     ("sys.exit(7)", 7, ""), ("sys.exit('enough')", 1, "enough")],
-)  # fmt: skip
+    [
+        ("raise ValueError('enough')", 1, ["[rank0]: ValueError: enough"]),
+        ("sys.exit(7)", 7, []),
+        ("sys.exit('enough')", 1, ["enough"]),
+    ],
+)
 def test_a_rank_ends_as_python_would_end_it(tmp_path, end, status, shown):
     script = tmp_path / "ends.py"
     script.write_text(
@@ -364,9 +309,9 @@ def test_a_rank_ends_as_python_would_end_it(tmp_path, end, status, shown):
         f"print('said')\n{end}\n",
         encoding="utf-8",
     )
-    done = simulated(script, tmp_path=tmp_path, status=status)
+    done = programs.simulated(tmp_path, "--gpus", 2, script)
     said, *error = done.stderr.splitlines()
-    assert (said, done.stdout) == (ALONE, "said\n")
-    assert error[-1:] == ([shown] if shown else [])
+    assert (done.status, done.stdout) == (status, "said\n")
+    assert said == SAID.format("1 process") and error[-1:] == shown
     lines = [line for line in error if ", line " in line]
     assert all("ends.py" in line for line in lines), error  # the learner's own lines

@@ -2,9 +2,6 @@
 
 import gc
 import os
-import subprocess
-import sys
-import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,10 +9,9 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode, _len_torch_function_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _len_torch_dispatch_stack
-from torch.utils.flop_counter import FlopCounterMode
 
-from helpers import simgpu
-from helpers.simgpu import cuda_api, placement
+import simgpu
+from simgpu import patches, runtime
 
 
 @pytest.fixture(autouse=True)
@@ -25,8 +21,16 @@ def stopped():
     simgpu.stop()
 
 
-def everything(owners) -> dict:
-    """Every attribute of these modules and classes, replaced or not."""
+# -- what is replaced ------------------------------------------------------------------
+
+
+def replaced() -> set[tuple]:
+    """(module or class, attribute) of all that is replaced now."""
+    return {(owner, name) for owner, name, _ in runtime.running.patches._undo}
+
+
+def everything(owners: set) -> dict[tuple, object]:
+    """Every attribute of modules and classes, replaced or not."""
     return {
         (owner, name): value for owner in owners for name, value in vars(owner).items()
     }
@@ -34,38 +38,108 @@ def everything(owners) -> dict:
 
 def test_stop_restores_every_attribute():
     simgpu.start(1)  # imports what it needs, and tells what it replaces
-    owners = {owner for owner, _, _ in placement.running.undo}
+    owners = {owner for owner, _ in replaced()}
     simgpu.stop()
     before = everything(owners)
     simgpu.start(3)
-    replaced = {(owner, name) for owner, name, _ in placement.running.undo}
     during = everything(owners)
-    assert len(replaced) > 100
-    for owner, name in replaced:
-        assert vars(owner)[name] is not before.get((owner, name)), name
+    assert len(replaced()) > 100
+    for key in replaced():
+        assert during[key] is not before.get(key), key
     simgpu.stop()
     after = everything(owners)
     assert after.keys() == before.keys() != during.keys()
     assert [key for key in before if before[key] is not after[key]] == []
 
 
+def test_a_start_that_fails_leaves_nothing_replaced(monkeypatch):
+    simgpu.start(1)
+    owners = {owner for owner, _ in replaced()}
+    simgpu.stop()
+    before, table = everything(owners), patches.table
+
+    def broken(now):
+        rows = table(now)
+        return [*rows[: len(rows) // 2], patches.Patch(rows, "append", 1, "fails")]
+
+    monkeypatch.setattr(patches, "table", broken)
+    with pytest.raises(TypeError):
+        simgpu.start(2)
+    monkeypatch.undo()
+    after = everything(owners)
+    assert not simgpu.is_running() and after.keys() == before.keys()
+    assert [key for key in before if before[key] is not after[key]] == []
+    simgpu.start(2)
+    assert torch.ones(1, device="cuda:1").device.index == 1
+
+
 def test_modes_are_gone_even_below_others():
     functions, dispatch = _len_torch_function_stack(), _len_torch_dispatch_stack()
+    seen = []
 
     class Above(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append("function")
             return func(*args, **(kwargs or {}))
 
     class AboveToo(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append("dispatch")
             return func(*args, **(kwargs or {}))
 
     simgpu.start(2)
     with Above(), AboveToo():
         simgpu.stop()
         assert torch.ones(2).add(1).tolist() == [2, 2]
+        assert {"function", "dispatch"} <= set(seen)
     assert _len_torch_function_stack() == functions
     assert _len_torch_dispatch_stack() == dispatch
+
+
+def test_functions_that_others_keep_work_after_stop():
+    simgpu.start(2)
+    tensor, as_tensor, seed = torch.tensor, torch.as_tensor, torch.cuda.manual_seed
+    assert tensor([1], device="cuda:1").is_cuda
+    simgpu.stop()
+    assert tensor([1]).tolist() == as_tensor([1]).tolist() == [1]
+    seed(0)  # PyTorch's own: nothing happens where there is no GPU
+
+
+def test_no_call_reaches_cuda_itself(monkeypatch):
+    """As on a CUDA build without a GPU, whose `torch._C._cuda_...` would fail.
+
+    Not tested, for lack of such a build: that its real `torch.cuda.Stream` and
+    `torch.cuda.Event` are replaced as the CPU build's stand-ins are.
+    """
+
+    def reached(*args, **kwargs):
+        raise AssertionError("the simulator called CUDA")
+
+    for name in (
+        "_cuda_init", "_cuda_getDevice", "_cuda_setDevice", "_cuda_getDeviceCount",
+        "_cuda_synchronize", "_cuda_getCurrentStream", "_cuda_isInBadFork",
+        "_cuda_getCurrentRawStream", "_cuda_exchangeDevice",
+        "_cuda_maybeExchangeDevice", "_accelerator_getAccelerator",
+        "_cuda_resetPeakMemoryStats",
+    ):  # fmt: skip
+        monkeypatch.setattr(torch._C, name, reached, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    simgpu.start(2)
+    model = torch.nn.Linear(4, 4).cuda(1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch.manual_seed(0)
+    with torch.cuda.device(1):
+        model(torch.rand(2, 4, device="cuda")).sum().backward()
+    optimizer.step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats(1)
+    assert torch.accelerator.current_accelerator() == torch.device("cuda")
+    assert torch.cuda.device_count() == 2 and torch.cuda.memory_allocated(1) > 0
+    assert model.weight.grad.device == torch.device("cuda:1")
+    simgpu.stop()
+
+
+# -- what outlives the GPUs ------------------------------------------------------------
 
 
 def test_default_device_does_not_outlive_the_gpus():
@@ -92,6 +166,16 @@ def test_tensors_outlive_the_gpus_as_cpu_tensors():
     gc.collect()
 
 
+def test_stop_twice_and_asking_without_gpus():
+    simgpu.stop()
+    simgpu.stop()
+    with pytest.raises(RuntimeError, match="simgpu.start"):
+        simgpu.timeline()
+
+
+# -- what is asked for -----------------------------------------------------------------
+
+
 def test_starting_again_with_the_same_gpus_changes_nothing():
     simgpu.start(2, "T4")
     x = torch.ones(1, device="cuda:1")
@@ -107,60 +191,104 @@ def test_starting_others_is_refused():
     assert torch.cuda.device_count() == 2
 
 
-@pytest.mark.parametrize("number", [0, -1, 65, 10**9, 2.0, True, "4", None])
-def test_absurd_numbers_are_refused(number):
+@pytest.mark.parametrize(
+    "request_, reason",
+    [
+        *(((number,), "choose 1 to 64") for number in (0, -1, 65, 10**9)),
+        *(((number,), "a whole number") for number in (2.0, True, "4", None)),
+        ((1, "RTX"), "choose one of T4, A100, H100, H200"),
+        ((1, "T4", "a lot"), "512MB"),
+        ((1, "T4", "17GB"), "does not have 17GB"),
+        ((1, "T4", 100), "too little memory"),
+        ((1, "T4", -1), "too little memory"),
+    ],
+)
+def test_absurd_requests_are_refused(request_, reason):
     have = torch.cuda.device_count()
-    with pytest.raises(ValueError):
-        simgpu.start(number)
+    with pytest.raises(ValueError, match=reason):
+        simgpu.start(*request_)
     assert simgpu.count() == 0 and torch.cuda.device_count() == have
 
 
+@pytest.mark.parametrize("visible, count", [("2,0", 2), ("", 0)])
+def test_count_is_what_pytorch_says_and_installed_what_the_machine_has(
+    monkeypatch, visible, count
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    simgpu.start(4, honour_visible=True)
+    assert simgpu.count() == torch.cuda.device_count() == count
+    assert simgpu.is_running() and simgpu.installed() == 4
+
+
+# Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"
 @pytest.mark.parametrize(
-    "card, memory, reason",
-    [
-        ("RTX", None, "choose one of T4, A100, H100, H200"),
-        ("T4", "a lot", "512MB"),
-        ("T4", "17GB", "does not have 17GB"),
-        ("T4", 100, "too little memory"),
-        ("T4", -1, "too little memory"),
-    ],
+    "card, threads, shared, optin",
+    [("T4", 1024, 64, 64), ("A100", 2048, 164, 163), ("H100", 2048, 228, 227)],
 )
-def test_unknown_cards_and_memories_are_refused(card, memory, reason):
-    with pytest.raises(ValueError, match=reason):
-        simgpu.start(1, card, memory)
-    assert simgpu.count() == 0
+def test_properties_are_the_cards_and_none_is_missing(card, threads, shared, optin):
+    simgpu.start(2, card)
+    properties = torch.cuda.get_device_properties(1)
+    assert properties.max_threads_per_multi_processor == threads
+    assert properties.shared_memory_per_multiprocessor == shared * 1024
+    assert properties.shared_memory_per_block_optin == optin * 1024
+    assert properties.max_threads_per_block == 1024
+    assert properties.regs_per_multiprocessor == 65536
+    for name in (  # of `_CudaDeviceProperties` in torch 2.11 and 2.13
+        "name", "major", "minor", "is_multi_gpu_board", "is_integrated",
+        "multi_processor_count", "total_memory", "warp_size", "gcnArchName", "uuid",
+        "pci_bus_id", "pci_device_id", "pci_domain_id", "L2_cache_size",
+        "shared_memory_per_block", "clock_rate", "memory_clock_rate",
+        "memory_bus_width",
+    ):  # fmt: skip
+        assert getattr(properties, name) is not None, name
+    with pytest.raises(AttributeError):
+        properties.no_such_property  # noqa: B018
+
+
+# -- threads and forks -----------------------------------------------------------------
+
+
+def in_threads(work, count: int = 1) -> list:
+    """What `work()` returns in each of several threads, or raises there."""
+    results, ready = [], threading.Barrier(count)
+
+    def run():
+        ready.wait(30)
+        try:
+            results.append(work())
+        except RuntimeError as error:
+            results.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return results
 
 
 def test_only_the_main_thread_starts_and_stops():
-    errors = []
-
-    def attempt(action):
-        try:
-            action()
-        except RuntimeError as error:
-            errors.append(str(error))
-
     for action in (lambda: simgpu.start(2), simgpu.stop):
-        thread = threading.Thread(target=attempt, args=(action,))
-        thread.start()
-        thread.join(10)
-    assert len(errors) == 2 and all("main thread" in error for error in errors)
+        (error,) = in_threads(action)
+        assert "main thread" in str(error)
 
 
 def test_threads_have_the_gpus_and_a_current_one_each():
     simgpu.start(4)
     torch.cuda.set_device(2)
-    found = []
 
     def work():
-        found.append(torch.cuda.current_device())
+        before = torch.cuda.current_device()
         torch.cuda.set_device(3)
-        found.append((torch.ones(2, device="cuda") + 1).device.index)
+        return before, (torch.ones(2, device="cuda") + 1).device.index
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join(10)
-    assert found == [0, 3] and torch.cuda.current_device() == 2
+    assert in_threads(work) == [(0, 3)] and torch.cuda.current_device() == 2
+
+
+def test_threads_never_get_the_same_stream():
+    simgpu.start(1)
+    made = in_threads(lambda: [torch.cuda.Stream(0).stream_id for _ in range(4)], 8)
+    assert sorted(sum(made, [])) == list(range(1, 33))
 
 
 def test_threads_of_a_pool_follow_the_simulator():
@@ -181,187 +309,28 @@ def test_threads_of_a_pool_follow_the_simulator():
             simgpu.start(2)
             made = younger.submit(lambda: torch.ones(1, device="cuda:1")).result(10)
             assert made.device.index == 1
+            assert [e.device for e in simgpu.timeline().events] == ["cuda:1"]
             with pytest.raises(torch.AcceleratorError):
                 younger.submit(lambda: torch.ones(1, device="cuda:2")).result(10)
 
 
-def test_stop_twice_and_asking_without_gpus():
-    simgpu.stop()
-    simgpu.stop()
-    with pytest.raises(RuntimeError, match="simgpu.start"):
-        simgpu.timeline()
-
-
-def test_memory_returns_to_zero_and_is_capped():
-    simgpu.start(2, "T4", "512MB")
-    x = torch.ones(2**20, device="cuda:1")  # 4 MiB
-    view = x[10:]
-    del x
-    assert torch.cuda.memory_allocated(1) == 4 * 2**20
-    with pytest.raises(torch.OutOfMemoryError, match="total capacity of 512.00 MiB"):
-        torch.empty(2**27 + 1, device="cuda:1")
-    view.add_(1)
-    assert torch.cuda.max_memory_allocated(1) == 4 * 2**20
-    with pytest.raises(torch.OutOfMemoryError):
-        torch.stack([view] * 200)
-    assert torch.cuda.memory_allocated(1) == 4 * 2**20
-    del view
-    gc.collect()
-    assert torch.cuda.memory_allocated(1) == 0 == torch.cuda.memory_allocated(0)
-    torch.cuda.reset_peak_memory_stats(1)
-    assert torch.cuda.max_memory_allocated(1) == 0
-
-
-def test_memory_of_training_returns_to_zero():
-    simgpu.start(2)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()).to("cuda:1")
-    optimizer = torch.optim.Adam(model.parameters())
-    for _ in range(3):
-        model(torch.ones(8, 64, device="cuda:1")).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    # weights and two moments, of 64 x 64 and of 64 (in blocks of 512 bytes)
-    assert torch.cuda.memory_allocated(1) == 3 * (64 * 64 * 4 + 512)
-    del model, optimizer
-    gc.collect()
-    assert torch.cuda.memory_allocated(1) == 0
-
-
-def test_four_gpus_are_done_before_one():
-    def seconds(devices):
-        simgpu.timeline().clear()
-        pieces = [torch.ones(512, 512, device=d) for d in devices]
-        for piece in pieces:
-            for _ in range(4):
-                piece = piece @ piece
-        return simgpu.timeline().seconds
-
-    simgpu.start(4, "T4")
-    one, four = seconds(["cuda:0"] * 4), seconds([f"cuda:{i}" for i in range(4)])
-    assert 2.0 < one / four < 4.0
-
-
-def test_flops_are_pytorchs_own():
-    simgpu.start(1)
-    a, b = torch.ones(4, 5, device="cuda"), torch.ones(5, 6, device="cuda")
-    with FlopCounterMode(display=False) as counter:
-        a @ b
-    (event,) = [e for e in simgpu.timeline().events if e.name == "mm"]
-    assert event.flops == counter.get_total_flops() == 2 * 4 * 5 * 6
-    assert event.nbytes == 4 * (20 + 30 + 24)
-
-
-def run(script: str, **environment) -> str:
-    process = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, **environment},
-    )
-    assert process.returncode == 0, process.stderr
-    return process.stdout
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_a_forked_child_cannot_use_the_gpus_but_the_cpu():
-    script = """
-        import os, torch
-        from helpers import simgpu
-
-        simgpu.start(2)
-        x = torch.ones(2, device="cuda")
-        if os.fork() == 0:
-            print((torch.ones(2) + 1).tolist(), flush=True)
-            try:
-                torch.ones(2, device="cuda")
-            except RuntimeError as error:
-                print(error, flush=True)
-            os._exit(0)
-        os.wait()
-        print((x + 1).device)
-    """
-    out = run(script)
-    assert "[2.0, 2.0]" in out and "cuda:0" in out
-    assert "Cannot re-initialize CUDA in forked subprocess" in out
-
-
-def test_no_call_reaches_cuda_itself():
-    """As on a CUDA build without a GPU, whose `torch._C._cuda_...` would fail.
-
-    Not tested, for lack of such a build: that its real `torch.cuda.Stream` and
-    `torch.cuda.Event` are replaced as the CPU build's stand-ins are.
-    """
-    script = """
-        import torch
-
-        def reached(*args, **kwargs):
-            raise AssertionError("the simulator called CUDA")
-
-        for name in ("_cuda_init", "_cuda_getDevice", "_cuda_setDevice",
-                     "_cuda_getDeviceCount", "_cuda_synchronize",
-                     "_cuda_getCurrentStream", "_cuda_isInBadFork",
-                     "_cuda_getCurrentRawStream",
-                     "_cuda_exchangeDevice", "_cuda_maybeExchangeDevice",
-                     "_accelerator_getAccelerator", "_cuda_resetPeakMemoryStats"):
-            setattr(torch._C, name, reached)
-        from helpers import simgpu
-        torch.cuda.is_initialized = lambda: False
-        simgpu.start(2)
-        model = torch.nn.Linear(4, 4).cuda(1)
-        optimizer = torch.optim.AdamW(model.parameters())
-        torch.manual_seed(0)
-        with torch.cuda.device(1):
-            model(torch.rand(2, 4, device="cuda")).sum().backward()
-        optimizer.step()
-        torch.cuda.synchronize()
-        print(torch.cuda.device_count(), torch.accelerator.current_accelerator())
-        print(torch.cuda.memory_allocated(1) > 0, model.weight.grad.device)
-        simgpu.stop()
-    """
-    assert run(script).split() == ["2", "cuda", "True", "cuda:1"]
-
-
-def test_every_public_call_is_answered_or_refused():
-    simgpu.start(1)
-    replaced = {(owner, name) for owner, name, _ in placement.running.undo}
-    kept = {
-        "CudaError", "DeferredCudaCallError", "check_error", "cudaStatus", "has_half",
-        "has_magma", "is_tf32_supported", "ipc_collect", "device", "device_of",
-        "stream", "StreamContext",
-        *cuda_api._MEMORY_CALLS,  # PyTorch's own, over what `_C_MEMORY` answers
-    }  # fmt: skip
-    for module in (
-        torch.cuda,
-        torch.cuda.memory,
-        torch.accelerator,
-        torch.accelerator.memory,
-    ):
-        open_ends = {
-            name
-            for name in module.__all__
-            if callable(getattr(module, name))
-            and not name.endswith("Storage")
-            and (module, name) not in replaced
-        }
-        # legacy tensor types of dtypes that CUDA has no such type for are PyTorch's own
-        assert {n for n in open_ends if not n.endswith("Tensor")} <= kept, module
-    for refused in (
-        torch.cuda.CUDAGraph,
-        torch.cuda.host_memory_stats,
-        torch.cuda.memory.MemPool,
-        *filter(None, [getattr(torch.accelerator, "empty_host_cache", None)]),
-        lambda: torch.compile(lambda x: x),
-        lambda: torch.cuda.nccl.reduce([torch.ones(1)]),
-    ):
-        with pytest.raises(simgpu.NotSimulated):
-            refused()
-
-
-def test_functions_that_others_keep_work_after_stop():
     simgpu.start(2)
-    tensor, as_tensor, seed = torch.tensor, torch.as_tensor, torch.cuda.manual_seed
-    assert tensor([1], device="cuda:1").is_cuda
-    simgpu.stop()
-    assert tensor([1]).tolist() == as_tensor([1]).tolist() == [1]
-    seed(0)  # PyTorch's own: nothing happens where there is no GPU
+    x = torch.ones(2, device="cuda")
+    said, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(write, f"{(torch.ones(2) + 1).tolist()} ".encode())
+            torch.ones(2, device="cuda")
+        except RuntimeError as error:
+            os.write(write, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with open(said, encoding="utf-8") as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    assert text.startswith("[2.0, 2.0] Cannot re-initialize CUDA in forked subprocess")
+    assert (x + 1).device.index == 0

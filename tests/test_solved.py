@@ -29,16 +29,18 @@ def exercise(source: str = "", *said: str):
 
 def test_progress_is_what_the_notebooks_say(tmp_path: Path):
     right, wrong = "exercise 03.1: right", "exercise 03.2: wrong: 7 is too much"
+    failed = "exercise 03.3: not checked: the check itself failed (KeyError: 'x')"
     printed = new_output("stream", name="stdout", text="a line\nexercise 07.1: right\n")
     cell = exercise()
     cell.outputs = [printed]
-    write(tmp_path / "03-one.ipynb", exercise("", right), exercise("", "7", wrong))
+    cells = exercise("", right), exercise("", "7", wrong), exercise("", failed)
+    write(tmp_path / "03-one.ipynb", *cells)
     write(tmp_path / "07-another-one.ipynb", cell, exercise(), new_code_cell("7"))
     found = progress(tmp_path)
     assert repr(found).splitlines() == [
-        "03 One          ● ✗",
+        "03 One          ● ✗ ?",
         "07 Another one  ● ○",
-        "solved: 2 of 4 exercises",
+        "solved: 2 of 5 exercises",
     ]
     assert [lesson.solved for lesson in found] == [1, 1]
 
@@ -54,7 +56,7 @@ def test_the_stored_lessons_are_unsolved():
 
 def test_a_lesson_is_run_and_its_exercises_are_heard(tmp_path: Path, capsys):
     path = tmp_path / "03-one.ipynb"
-    say = "from helpers.check import Verdict; Verdict('03.1', '{}')"
+    say = "from helpers.exercises.exercise import Verdict; Verdict('03.1', '{}')"
     fails = new_code_cell("1 / 0", metadata={"tags": ["raises-exception"]})
     cells = exercise(say.format("right")), fails, exercise("[].pop()"), exercise("7")
     write(path, *cells)

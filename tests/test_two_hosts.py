@@ -220,87 +220,68 @@ def test_two_pairs_do_not_know_of_each_other():
 # -- nothing stays ---------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def program(*words: str, **more: str):
-    """The program while it runs, and the mark of all that it starts."""
-    with environment(**more) as environ:
-        yield (
-            subprocess.Popen(
-                [sys.executable, str(PROGRAM), *words], stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE, text=True, env=environ,
-            ),
-            environ[MARK],
-        )  # fmt: skip
+# stands for torchrun, which is slow to start
+AGENT = """
+import subprocess, sys
+words = [word for word in sys.argv[1:] if word[:2] != "--"]
+sys.exit(subprocess.call([sys.executable, *words]))
+"""
+# starts a child of its own, as data loaders do
+RANK = """
+import pathlib, socket, subprocess, sys
+print(socket.gethostname(), *sys.argv[2:])
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+pathlib.Path(sys.argv[1], socket.gethostname()).touch()
+status = {"ends": 0, "fails": 3}.get(sys.argv[2])
+sys.exit(child.wait() if status is None else status)
+"""
 
 
 @needs_hosts
-def test_the_program_prints_by_host_and_leaves_nothing(tmp_path: Path):
-    script = tmp_path / "who.py"
-    script.write_text(
-        "import os, socket\n"
-        "print(socket.gethostname(), os.environ['RANK'], os.environ['MASTER_ADDR'])\n"
-    )
-    words = ("--ranks=1", "--rate=500", "--", str(script), "--folder=x")
-    with program(*words) as (running, mark):
-        out, err = running.communicate(timeout=150)
-        assert (running.returncode, err) == (0, "")
-        assert spaces_of(running.pid) == [] and processes(mark) == []
-    lines = out.splitlines()
-    for number, line in enumerate(lines[:2]):
-        assert line.startswith(f"host{number}$ torchrun --nnodes=2 --nproc-per-node=1")
-        assert line.endswith(f"{script} --folder=x")
-    said = [re.sub(r"[\d,]+ bytes", "N bytes", line) for line in lines[2:]]
-    assert said[::2] == [f"host{r} sent N bytes and said:" for r in range(2)]
-    # c10d gives the ranks in the order of arrival
-    assert sorted(line.split()[1] for line in said[1::2]) == ["0", "1"]
-    assert [line.split()[0] for line in said[1::2]] == ["host0", "host1"]
-
-
-@needs_hosts
-@pytest.mark.parametrize("how", ["fails", "SIGTERM", "SIGKILL"])
-def test_nothing_stays(how: str, tmp_path: Path):
-    """The ranks start children of their own, as data loaders do.
-
-    An agent that only starts its rank stands for torchrun, which is slow to start.
-    """
-    agent = tmp_path / "torch" / "distributed" / "run.py"
+@pytest.mark.parametrize("how", ["ends", "fails", "SIGTERM", "SIGKILL"])
+def test_the_program_prints_by_host_and_leaves_nothing(how: str, tmp_path: Path):
+    agent, script = tmp_path / "torch/distributed/run.py", tmp_path / "rank.py"
     agent.parent.mkdir(parents=True)
-    (tmp_path / "torch" / "__init__.py").touch()  # or the real one is found
-    agent.write_text(
-        "import subprocess, sys\n"
-        "words = [word for word in sys.argv[1:] if word[:2] != '--']\n"
-        "sys.exit(subprocess.call([sys.executable, *words]))\n"
-    )
-    script = tmp_path / "rank.py"
-    script.write_text(
-        "import pathlib, socket, subprocess, sys\n"
-        "sleep = 'import time; time.sleep(1000)'\n"
-        "child = subprocess.Popen([sys.executable, '-c', sleep])\n"
-        "pathlib.Path(sys.argv[1], socket.gethostname()).touch()\n"
-        "child.wait() if sys.argv[2] != 'fails' else sys.exit(3)\n"
-    )
-    words = ("--", str(script), str(tmp_path), how)
-    with program(*words, PYTHONPATH=str(tmp_path)) as (running, mark):
-        if how != "fails":
+    (tmp_path / "torch/__init__.py").touch()  # or the real one is found
+    agent.write_text(AGENT)
+    script.write_text(RANK)
+    words = ("--ranks=1", "--rate=500", "--", str(script), str(tmp_path), how)
+    with environment(PYTHONPATH=str(tmp_path)) as environ:
+        mark = environ[MARK]
+        running = subprocess.Popen(
+            [sys.executable, str(PROGRAM), *words], stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True, env=environ,
+        )  # fmt: skip
+        if how.startswith("SIG"):
             both = {"host0", "host1"}
             wait(lambda: both <= set(os.listdir(tmp_path)), "both ranks")
             assert len(spaces_of(running.pid)) == 2
             assert len(processes(mark)) >= 7  # program, agents, ranks, children
             running.send_signal(getattr(signal, how))
-            if how == "SIGTERM":
-                running.send_signal(signal.SIGINT)  # must not stop the cleaning up
-        _, err = running.communicate(timeout=300)
-        if how == "fails":
-            assert err == "torchrun ended with [3, 3]\n" and running.returncode == 1
-        elif how == "SIGTERM":
-            assert err == "stopped\n" and running.returncode == 1
-        else:
-            assert running.returncode == -9
+        if how == "SIGTERM":
+            running.send_signal(signal.SIGINT)  # must not stop the cleaning up
+        out, err = running.communicate(timeout=300)
+        assert (running.returncode, err) == {
+            "ends": (0, ""),
+            "fails": (1, "torchrun ended with [3, 3]\n"),
+            "SIGTERM": (1, "stopped\n"),
+            "SIGKILL": (-9, ""),
+        }[how]
+        if how == "SIGKILL":
             # the system ends the hosts' processes; the next to start removes the hosts
             wait(lambda: not processes(mark), "the end of all", 60)
             with TwoHosts():
                 pass
         assert processes(mark) == [] and spaces_of(running.pid) == []
+    commands, said = out.splitlines()[:2], out.splitlines()[2:]
+    for number, line in enumerate(commands):
+        assert line.startswith(f"host{number}$ torchrun --nnodes=2 --nproc-per-node=1")
+        assert line.endswith(f"{script} {tmp_path} {how}")
+    if how in ("ends", "fails"):
+        assert [re.sub(r"[\d,]+ bytes", "N bytes", line) for line in said] == [
+            "host0 sent N bytes and said:", f"  host0 {how}",
+            "host1 sent N bytes and said:", f"  host1 {how}",
+        ]  # fmt: skip
 
 
 @needs_hosts

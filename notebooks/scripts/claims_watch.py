@@ -264,7 +264,7 @@ def gpus_given(when: str) -> int:
         when: CUDA_VISIBLE_DEVICES becomes 2,3,4: "early" or "late" in the script, or in
             the "shell".
     """
-    command = [sys.executable, "-m", "helpers.simgpu", "--gpus", "6"]
+    command = [sys.executable, "-m", "simgpu", "--gpus", "6"]
     script = Path(__file__).parent / "set_gpus.py"
     environ = os.environ | {"HELPERS_GPUS": "simulated"}
     environ.pop("CUDA_VISIBLE_DEVICES", None)

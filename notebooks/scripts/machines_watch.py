@@ -20,7 +20,8 @@ import torch
 from matplotlib import pyplot as plt
 from torch.distributed import TCPStore
 
-from helpers import Job, Ranks, draw, plan
+from helpers import Job, Ranks, draw
+from scripts import plan
 from scripts import train_elastic as script
 
 HERE = Path(__file__).parent

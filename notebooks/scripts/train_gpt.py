@@ -6,7 +6,7 @@
     torchrun --standalone --nproc-per-node=4 train_gpt.py --parallel ddp
     torchrun … --max-restarts=3 train_gpt.py --parallel fsdp --folder FOLDER
 
-Without GPUs, `python -m helpers.simgpu --gpus 4 train_gpt.py …` simulates them. Each
+Without GPUs, `python -m simgpu --gpus 4 train_gpt.py …` simulates them. Each
 step takes the same `--batch` rows, whatever the number of ranks, and every way writes
 the same checkpoint. So a run may move from any way to any other, and its losses stay
 those of one process but for rounding. Needs `train_elastic.py` beside it.

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """What the simulator costs: microseconds an operation, milliseconds a training step.
 
     python tests/benchmarks/simgpu_cost.py
@@ -8,6 +7,7 @@ own FakeTensorMode, and a training step with and without it, all in one run. A
 benchmark, not a test: nothing is asserted, every figure is this machine's.
 """
 
+import argparse
 import os
 import platform
 import statistics
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from helpers import simgpu
+import simgpu
 
 
 def microseconds(call, times: int = 3000, rounds: int = 7) -> float:
@@ -59,6 +59,7 @@ def training_step(device: str):
 
 
 def main() -> None:
+    argparse.ArgumentParser(description="What the simulator costs.").parse_args()
     print(f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}")
     results = {"plain CPU": operations(lambda: torch.ones(8, 8))}
     with FakeTensorMode():

@@ -33,7 +33,11 @@ from playwright.sync_api import (
 )
 
 from helpers.elastic import free_port
-from tests.nbplus import alive, kernel_environment, reap
+from tests.harness.processes import (
+    end_processes,
+    find_processes,
+    kernel_environment,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "of-the-tests"
@@ -119,7 +123,7 @@ class Lab:
             server.wait(SECONDS)
             assert not self.processes(), "the server left processes"
         finally:
-            reap(self.mark)
+            end_processes(self.mark)
 
     def _wait_for(self, server: subprocess.Popen) -> None:
         late = time.monotonic() + SECONDS
@@ -134,7 +138,7 @@ class Lab:
 
     def processes(self) -> set[psutil.Process]:
         """All that run in it: the server, the kernels, and what kernels started."""
-        return set(alive(self.mark))
+        return set(find_processes(self.mark))
 
     def kernels(self) -> list[dict]:
         """The kernels, in the words of the server."""

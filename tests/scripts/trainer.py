@@ -6,11 +6,9 @@ GPUs, and compares what it prints for each way of using them.
 
 import argparse
 import os
-import socket
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
@@ -41,7 +39,7 @@ class Trainer:
         torch.save(snapshot, self.args.snapshot)
 
     def bare(self):
-        wrapped = isinstance(self.model, (DDP, nn.DataParallel))
+        wrapped = isinstance(self.model, DDP)
         return self.model.module if wrapped else self.model
 
     def step(self, x, y):
@@ -78,15 +76,13 @@ def run(rank, world_size, args):
     )
     data = TensorDataset(torch.randn(240, 20), torch.randint(0, 5, (240,)))
     sampler = None
-    if args.way in ("ddp", "spawn"):
+    if args.ddp:
         dist.init_process_group("nccl", rank=rank, world_size=world_size)
         sampler = DistributedSampler(data, shuffle=False)
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     model = model.cuda(rank)
-    if args.way in ("ddp", "spawn"):
+    if args.ddp:
         model = DDP(model, device_ids=[rank], output_device=rank)
-    elif args.way == "dp":
-        model = nn.DataParallel(model)
     loader = DataLoader(data, 48 // world_size, sampler=sampler, pin_memory=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     Trainer(model, loader, optimizer, rank, args).train()
@@ -96,21 +92,14 @@ def run(rank, world_size, args):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--way", choices=("one", "dp", "ddp", "spawn"), default="one")
+    parser.add_argument("--ddp", action="store_true", help="under torchrun")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--amp", action="store_true")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--snapshot", default="snapshot.pt")
     args = parser.parse_args()
-    if args.way == "ddp":
+    if args.ddp:
         run(int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]), args)
-    elif args.way == "spawn":
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
-        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
-        gpus = torch.cuda.device_count()
-        mp.spawn(run, args=(gpus, args), nprocs=gpus)
     else:
         run(0, 1, args)
 

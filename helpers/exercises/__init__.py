@@ -1,0 +1,47 @@
+"""The exercises, one file for each lesson: `lesson_03.py` has those of lesson 03.
+
+A lesson's file has, from top to bottom, for each of its exercises
+
+    @exercise("03.1", hints=("where to begin", "the step that most people miss"))
+    def mib_after_forward(answer) -> None:
+        "What is asked. Raises `Wrong` with a reason, `NotYet`, or returns: right."
+
+    @solution("03.1")
+    def solution_1():
+        "Why this is the answer, as prose that a learner reads before the code."
+        weights, hidden = 8, 16
+        return 2 * weights + 2 * hidden
+
+and then `RIGHT` and `WRONG`: answers, by the name of the check, with the functions that
+they need in front. The tests give every one of them to its check, run every solution,
+and ask for two hints and a solution in each exercise.
+
+Hints. The first says where to look and asks a question; the second names the step that
+is usually missed, and leaves the last one to the learner. Neither gives the answer.
+
+Solutions. `check.solution("03.1")` shows the docstring and, below it, the body as a
+cell that can be run: `return a, b` is shown as `check.mib_after_forward(a, b)`. What
+the learner writes is a function or a class inside the body, under the name that the
+notebook gives it. The body may use what the notebook's own cells import, and nothing
+else from this file; a test runs the text that is shown, in a namespace that has those
+imports and no more. What else the notebook has made by then is a parameter, with a
+function that makes one for the test:
+
+    @solution("06.3", results=lambda: {"float32": trained()})
+    def solution_3(results):
+
+Answers. The solution is a right answer already; `RIGHT` has others that differ in kind,
+and `WRONG` has pairs: an answer, and part of the reason that it is given. A tuple holds
+the answers that the check takes; anything else is the one answer that it takes.
+`Later(function)` is for answers that cost something to make, or that draw random
+numbers: the function is called when the test begins. The tests import a copy of the
+lesson's file from a folder of their own, so that these answers are in the learner's
+code and not in the course's, as in a notebook.
+
+Whatever the learner has written is called by `call`, or in ranks by `in_ranks`: what it
+raises is the learner's. An error in which no line of the learner's had a part is the
+check's own, and is never called wrong. Shared by the lessons: `exercise.py` (what an
+exercise is), `counted.py` (numbers and lists of words), `ring.py` (bytes that go round
+a ring), `learning.py` (gradients and weights that must equal those of one process),
+`results.py` (what a function returns) and `in_ranks.py` (code that runs in real ranks).
+"""

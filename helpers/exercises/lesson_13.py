@@ -1,0 +1,605 @@
+"""The exercises of lesson 13: buckets, a loop that is wrong twice, and a hook.
+
+Two of them run the learner's function in real ranks, which end the ranks that were open
+before.
+"""
+
+import functools
+import inspect
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from helpers import Messages
+from helpers.exercises.counted import counted, is_near, name_mistake
+from helpers.exercises.exercise import (
+    NotYet,
+    Wrong,
+    exercise,
+    must_be_callable,
+    run,
+    solution,
+)
+from helpers.exercises.in_ranks import device, in_ranks
+from helpers.exercises.learning import factor, gradients, off, weights
+from helpers.exercises.results import near
+
+TWO, THREE = 2, 3  # ranks
+
+
+@exercise(
+    "13.1",
+    hints=(
+        "Two numbers make the messages, the buckets of one `backward()` and the "
+        "calls of `backward()` in a step. What does the lesson say about when a "
+        "bucket is full, and with which layer does DDP begin?",
+        "From the second step on, the first bucket is full when it has reached 1 "
+        "MiB and the others at 25 MiB. Add up the bytes of weights and biases from "
+        "the last layer on, and see which tensor fills the first bucket. Does "
+        "anything in the loop make DDP wait for the second half?",
+    ),
+)
+def messages_and_bytes(messages, nbytes) -> None:
+    """DDP, the fifth step, two small batches a step, no `no_sync`."""
+    mistakes = {
+        12: "DDP does not send each of the six tensors; it sends buckets",
+        6: "the last layer alone does not fill a bucket of 1 MiB",
+        3: "the last layer alone does not fill a bucket of 1 MiB",
+        1: "one bucket for all is only the first step; and count `backward()`",
+        2: "each `backward()` sends, since nothing says `no_sync`",
+    }
+    why = "count the buckets, and how often `backward()` runs in a step"
+    counted(messages, 4, mistakes, why, what="messages")
+    first, second, third = 256 * 1024 + 1024, 1024 * 1024 + 1024, 1024 * 100 + 100
+    parameters = first + second + third
+    mistakes = {
+        parameters: "a float32 has 4 bytes, and `backward()` runs twice in a step",
+        2 * parameters: "a float32 has 4 bytes",
+        4 * parameters: "that is one `backward()`; a step has two",
+        4 * 4 * parameters: "one rank hands over its own gradients, not those of all",
+        8 * 4 * parameters: "one rank hands over its own gradients, not those of all",
+        8 * (parameters - 1024 - 1024 - 100): "biases are parameters, too",
+    }
+    why = "4 bytes for each parameter, biases included, each `backward()`"
+    counted(nbytes, 8 * parameters, mistakes, why, what="nbytes", unit=1)
+
+
+@solution("13.1")
+def solution_1():
+    """Each `backward()` sends all gradients, in two buckets, and a step has two calls.
+
+    DDP fills its buckets from the last layer on. The last layer alone has 0.4 MB, which
+    is less than 1 MiB, so the middle layer joins it in the first bucket and fills it.
+    The first layer has 1.05 MB and is the second bucket, which may have up to 25 MiB.
+
+    Nothing says `no_sync`, so both halves send. A rank hands over one float32 number
+    for each parameter, biases included, in each `backward()`.
+    """
+    model = nn.Sequential(
+        nn.Linear(256, 1024),
+        nn.ReLU(),
+        nn.Linear(1024, 1024),
+        nn.ReLU(),
+        nn.Linear(1024, 100),
+    )
+    buckets = [0]  # bytes of each
+    for p in reversed(list(model.parameters())):
+        full = 2**20 if len(buckets) == 1 else 25 * 2**20
+        if buckets[-1] >= full:
+            buckets.append(0)
+        buckets[-1] += p.nbytes
+    halves = 2
+    messages = halves * len(buckets)
+    nbytes = halves * sum(buckets)
+    return messages, nbytes
+
+
+# -- real ranks ------------------------------------------------------------------------
+
+
+class _Rows(Dataset):
+    """Random rows that note who asked for them."""
+
+    def __init__(self, count: int):
+        generator = torch.Generator().manual_seed(13)
+        self.x = torch.randn(count, 8, generator=generator)
+        self.y = torch.randint(0, 4, (count,), generator=generator)
+        self.asked: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.asked.append(row)
+        return self.x[row], self.y[row]
+
+
+def _linear() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(8, 4)
+
+
+def _train(function, count: int, epochs: int) -> tuple[list[int], torch.Tensor]:
+    """The rows that this rank took, in order, and its weights."""
+    rows, model = _Rows(count), _linear().to(device())
+    rows.x, rows.y = rows.x.to(device()), rows.y.to(device())
+    run(function, DistributedDataParallel(model), rows, epochs)
+    return rows.asked, weights(model)
+
+
+def _reference(asked: list[list[int]], rows: _Rows, scale: float) -> torch.Tensor:
+    """The weights of one process that takes the rows of both ranks together."""
+    model = _linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for start in range(0, len(asked[0]), 16):
+        these = [row for own in asked for row in own[start : start + 16]]
+        optimizer.zero_grad()
+        (cross_entropy(model(rows.x[these]), rows.y[these]) * scale).backward()
+        optimizer.step()
+    return weights(model)
+
+
+@exercise(
+    "13.2",
+    hints=(
+        "One mistake is in the order of the rows, and the other one in the size of "
+        "the gradient. What must the sampler be told, and what does DDP do to the "
+        "gradients of all ranks in `backward()`?",
+        "The number of the epoch changes in every epoch, and the sampler must hear "
+        "of it each time. DDP takes the mean over the ranks, not the sum. By how "
+        "many is the gradient then divided in all?",
+    ),
+)
+def train_right(function) -> None:
+    """A loop with `set_epoch` and a loss that is divided by nothing."""
+    must_be_callable(function)
+    count, epochs = 64, 3
+    results = in_ranks(TWO, _train, function, count, epochs)
+    asked, (own, others) = zip(*results, strict=True)
+    if not asked[0]:
+        if near(own, weights(_linear())):
+            raise NotYet("your function takes no rows so far")
+        raise Wrong("no rows were taken in the rank itself; leave `num_workers` at 0")
+    each = count // TWO
+    if any(len(rows) != each * epochs for rows in asked):
+        raise Wrong(
+            f"in {epochs} epochs rank 0 took {len(asked[0])} rows and rank 1 "
+            f"{len(asked[1])}; each has half of {count} in an epoch"
+        )
+    order = [asked[0][i * each : (i + 1) * each] for i in range(epochs)]
+    if order[0] == order[1]:
+        raise Wrong("epochs 0 and 1 have the same order: who tells the sampler?")
+    if order[1] == order[2]:
+        raise Wrong("epochs 1 and 2 have the same order; tell the sampler each epoch")
+    if set(order[0]) & set(asked[1][:each]):
+        raise Wrong("both ranks took the same rows; keep the DistributedSampler")
+    if not near(own, others, atol=1e-5):
+        raise Wrong("the ranks end with different weights; use the model as it comes")
+    for scale, reason in (
+        (1 / TWO, "the loss is still divided by the ranks, which DDP does already"),
+        (TWO, "the gradients are too large: DDP takes the mean, so leave the loss"),
+    ):
+        if near(own, _reference(asked, _Rows(count), scale), atol=1e-5):
+            raise Wrong(reason)
+    if not near(own, _reference(asked, _Rows(count), 1.0), atol=1e-5):
+        raise Wrong(
+            "the weights are not those of one process with the same rows; keep SGD "
+            "with lr=0.5, 16 rows a rank, and one step for each batch"
+        )
+
+
+@solution("13.2")
+def solution_2():
+    """The sampler must know the epoch, and only DDP divides by the number of ranks.
+
+    A `DistributedSampler` shuffles by its seed plus the number of the epoch. Nobody has
+    told it that number, so every epoch had the same order. `set_epoch` at the start of
+    each epoch changes that.
+
+    `cross_entropy` takes the mean over the rows of a rank, and DDP takes the mean over
+    the ranks. The result is the mean over all rows already. Another division by the
+    number of ranks makes each step too small.
+    """
+    from torch.utils.data import DataLoader
+
+    def train_right(model, data, epochs):
+        sampler = DistributedSampler(data)
+        loader = DataLoader(data, batch_size=16, sampler=sampler)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for epoch in range(epochs):
+            sampler.set_epoch(epoch)
+            for x, y in loader:
+                loss = cross_entropy(model(x), y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+
+    return train_right
+
+
+def _checked(hook):
+    """The hook, with a reason where DDP would end the process or report a bug.
+
+    It waits for the result, which is harmless with the one bucket of `_step_with`.
+    """
+
+    @functools.wraps(hook)
+    def checked(state, bucket):
+        future = run(hook, state, bucket)
+        if not isinstance(future, torch._C.Future):  # the base class: as a Work's is
+            what = type(future).__name__
+            raise Wrong(f"the hook returned {what}; DDP wants a future")
+        value = run(future.wait)
+        if isinstance(value, list):
+            raise Wrong("the future of an all-reduce holds a list; take [0] with .then")
+        if not isinstance(value, torch.Tensor):
+            what = type(value).__name__
+            raise Wrong(f"the future holds {what}; DDP wants a tensor")
+        elements, wanted = value.numel(), bucket.buffer().numel()
+        if elements != wanted:
+            raise Wrong(f"the future holds {elements} numbers instead of {wanted}")
+        return future
+
+    return checked
+
+
+def _step_with(hook) -> tuple[list, torch.Tensor, torch.Tensor]:
+    """Messages of a step, gradients with the hook, gradients without."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x = torch.randn(32, 24, generator=generator).to(device())
+    found = []
+    for use in (hook, None):
+        torch.manual_seed(0)
+        layers = nn.Linear(24, 64), nn.ReLU(), nn.Linear(64, 3)
+        model = DistributedDataParallel(nn.Sequential(*layers).to(device()))
+        if use is not None:
+            model.register_comm_hook(None, _checked(use))
+        with Messages() as messages:
+            model(x).square().mean().backward()
+        log = [(m.name, m.dtype, m.nbytes) for m in messages.log]
+        found += [log, gradients(model)]
+    return found[0], found[1], found[3]
+
+
+class _Bucket:
+    """Stands for a bucket, to see whether a hook looks at it."""
+
+    def __getattr__(self, name: str):
+        raise LookupError(name)
+
+
+def _is_unwritten(hook) -> bool:
+    try:
+        return hook(None, _Bucket()) is None
+    except Exception:  # it does something
+        return False
+
+
+@exercise(
+    "13.3",
+    hints=(
+        "The hook stands in place of DDP's own all-reduce. Who then divides by the "
+        "number of ranks, and which dtype must the tensor have that you give to "
+        "`dist.all_reduce`?",
+        "The future of an all-reduce holds a list, and DDP wants a future of one "
+        "flat tensor. What does the function that you give to `then` get, and what "
+        "must it return? Divide exactly once.",
+    ),
+)
+def send_bfloat16(hook) -> None:
+    """A communication hook that averages in bfloat16."""
+    if not inspect.isroutine(hook):
+        raise Wrong(f"a function is wanted, not {hook!r}")
+    if "bucket" not in inspect.signature(hook).parameters:
+        raise Wrong("call the second parameter `bucket`; DDP looks for that name")
+    if _is_unwritten(hook):
+        raise NotYet("your hook returns nothing so far")
+    results = in_ranks(THREE, _step_with, hook)  # so that 2 is a wrong divisor
+    elements = results[0][1].numel()
+    log = results[0][0]
+    sent = sum(nbytes for _, _, nbytes in log)
+    for name, _, _ in log:
+        if name != "all_reduce":
+            raise Wrong(f"it uses {name}; an all-reduce is enough")
+    if not log:
+        raise Wrong("nothing was sent, so each rank keeps its own gradients")
+    if sent == 4 * elements:
+        raise Wrong(f"it sends {sent} bytes, as many as without a hook")
+    if {dtype for _, dtype, _ in log} != {"bfloat16"}:
+        raise Wrong(f"it sends {log[0][1]}, not bfloat16")
+    if sent != 2 * elements:
+        raise Wrong(f"it sends {sent} bytes; 2 for each of {elements} would be enough")
+    for rank, (_, found, exact) in enumerate(results):
+        _check_mean(rank, found, exact)
+
+
+@solution("13.3")
+def solution_3():
+    """The hook replaces DDP's all-reduce, so it must also take the mean itself.
+
+    The gradients are made bfloat16 before they are sent, 2 bytes a number. Each rank
+    divides its own by the number of ranks, so the sum over all ranks is the mean.
+
+    With `async_op=True` the all-reduce begins, and `backward()` goes on. Its future
+    holds a list with one tensor. `then` returns a new future, whose value is what
+    `take_result` returns when the numbers have arrived. `copy_` writes them into the
+    bucket's own memory, and makes float32 of them again.
+    """
+
+    def send_bfloat16(state, bucket):
+        flat = bucket.buffer()
+        small = flat.bfloat16() / dist.get_world_size()
+        future = dist.all_reduce(small, async_op=True).get_future()
+
+        def take_result(future):
+            average = future.value()[0]
+            return flat.copy_(average)
+
+        return future.then(take_result)
+
+    return send_bfloat16
+
+
+def _check_mean(rank: int, found: torch.Tensor, exact: torch.Tensor) -> None:
+    """The gradients are the mean over the ranks, as near as bfloat16 comes."""
+    times = factor(found, exact, 0.02)
+    if times is not None and not is_near(times, 1, 0.02):
+        name_mistake(
+            times,
+            {
+                THREE: "the gradients are the sum over the ranks; a mean is wanted",
+                1 / THREE: "the gradients were divided twice by the number of ranks",
+            },
+            0.02,
+        )
+        raise Wrong(
+            f"the gradients are {times:.2f} times the mean over {THREE} ranks; "
+            "ask `dist.get_world_size()`"
+        )
+    error = off(found, exact)
+    if not error < 0.02:
+        raise Wrong(
+            f"rank {rank}: the gradients are {error:.0%} off; does the future hold "
+            "the result of the all-reduce, and has it arrived?"
+        )
+
+
+# -- answers ---------------------------------------------------------------------------
+
+NUMBERS = 256 * 1024 + 1024 + 1024 * 1024 + 1024 + 1024 * 100 + 100
+
+
+def loop(model, rows, epochs, sampler, told=True, scale=1.0, lr=0.5, workers=0):
+    loader = DataLoader(rows, batch_size=16, sampler=sampler, num_workers=workers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    for epoch in range(epochs):
+        if told:
+            sampler.set_epoch(epoch)
+        for x, y in loader:
+            loss = cross_entropy(model(x), y) * scale
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+
+def repaired(model, data, epochs):
+    loop(model, data, epochs, DistributedSampler(data))
+
+
+def another_seed(model, data, epochs):
+    loop(model, data, epochs, DistributedSampler(data, seed=7))
+
+
+def as_found(model, data, epochs):
+    loop(model, data, epochs, DistributedSampler(data), told=False, scale=1 / 2)
+
+
+def untold(model, data, epochs):
+    loop(model, data, epochs, DistributedSampler(data), told=False)
+
+
+def told_once(model, data, epochs):
+    sampler = DistributedSampler(data)
+    loop(model, data, 1, sampler)
+    sampler.set_epoch(1)
+    loop(model, data, epochs - 1, sampler, told=False)
+
+
+def divided(model, data, epochs):
+    loop(model, data, epochs, DistributedSampler(data), scale=1 / 2)
+
+
+def multiplied(model, data, epochs):
+    loop(model, data, epochs, DistributedSampler(data), scale=2)
+
+
+def without_ddp(model, data, epochs):
+    loop(model.module, data, epochs, DistributedSampler(data))
+
+
+def everyone_all(model, data, epochs):
+    loop(model, data, epochs, DistributedSampler(data, num_replicas=1, rank=0))
+
+
+def another_rate(model, data, epochs):
+    loop(model, data, epochs, DistributedSampler(data), lr=0.1)
+
+
+def with_workers(model, data, epochs):
+    loop(model, data, epochs, DistributedSampler(data), workers=1)
+
+
+def raises(model, data, epochs):
+    raise KeyError("sampler")
+
+
+def hook(state, bucket):
+    small = bucket.buffer().bfloat16() / dist.get_world_size()
+    work = dist.all_reduce(small, async_op=True)
+    return work.get_future().then(lambda f: bucket.buffer().copy_(f.value()[0]))
+
+
+def divides_later(state, bucket):
+    future = dist.all_reduce(bucket.buffer().bfloat16(), async_op=True).get_future()
+    return future.then(lambda f: f.value()[0].float() / dist.get_world_size())
+
+
+def waits(state, bucket):
+    small = bucket.buffer().to(torch.bfloat16)
+    dist.all_reduce(small)
+    future = torch.futures.Future()
+    future.set_result(small.float() / dist.get_world_size())
+    return future
+
+
+def stays_bfloat16(state, bucket):
+    small = bucket.buffer().bfloat16() / dist.get_world_size()
+    future = dist.all_reduce(small, async_op=True).get_future()
+    return future.then(lambda f: f.value()[0])
+
+
+def guarded(state, bucket):
+    if bucket is None:
+        return None
+    return hook(state, bucket)
+
+
+def sends_float32(state, bucket):
+    big = bucket.buffer().bfloat16().float() / dist.get_world_size()
+    future = dist.all_reduce(big, async_op=True).get_future()
+    return future.then(lambda f: f.value()[0])
+
+
+def sends_fp16(state, bucket):
+    small = bucket.buffer().half() / dist.get_world_size()
+    future = dist.all_reduce(small, async_op=True).get_future()
+    return future.then(lambda f: f.value()[0].float())
+
+
+def sums(state, bucket):
+    future = dist.all_reduce(bucket.buffer().bfloat16(), async_op=True).get_future()
+    return future.then(lambda f: f.value()[0].float())
+
+
+def divides_twice(state, bucket):
+    small = bucket.buffer().bfloat16() / dist.get_world_size()
+    future = dist.all_reduce(small, async_op=True).get_future()
+    return future.then(lambda f: f.value()[0].float() / dist.get_world_size())
+
+
+def sends_nothing(state, bucket):
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer().bfloat16().float())
+    return future
+
+
+def throws_the_result_away(state, bucket):
+    small = bucket.buffer().bfloat16() / dist.get_world_size()
+    future = dist.all_reduce(small, async_op=True).get_future()
+    return future.then(lambda f: bucket.buffer())
+
+
+def no_future(state, bucket):
+    dist.all_reduce(bucket.buffer().bfloat16())
+    return bucket.buffer()
+
+
+def forgets_to_return(state, bucket):
+    small = bucket.buffer().bfloat16() / dist.get_world_size()
+    dist.all_reduce(small, async_op=True).get_future().then(lambda f: f.value()[0])
+
+
+def without_then(state, bucket):
+    small = bucket.buffer().bfloat16() / dist.get_world_size()
+    return dist.all_reduce(small, async_op=True).get_future()
+
+
+def other_name(state, b):
+    return hook(state, b)
+
+
+def divides_by(count):
+    def fixed(state, bucket):
+        small = bucket.buffer().bfloat16() / count
+        future = dist.all_reduce(small, async_op=True).get_future()
+        return future.then(lambda f: f.value()[0].float())
+
+    return fixed
+
+
+def gathers(state, bucket):
+    small = bucket.buffer().bfloat16()
+    all_of_them = [torch.empty_like(small) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_of_them, small)
+    future = torch.futures.Future()
+    future.set_result(torch.stack(all_of_them).float().mean(0))
+    return future
+
+
+def one_number(state, bucket):
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer()[:1])
+    return future
+
+
+RIGHT = {
+    "messages_and_bytes": [(4, 8 * NUMBERS)],
+    "train_right": [repaired, another_seed],
+    "send_bfloat16": [
+        hook,
+        divides_later,
+        waits,
+        stays_bfloat16,
+        guarded,
+    ],
+}
+WRONG = {
+    "messages_and_bytes": [
+        ((12, 8 * NUMBERS), "it sends buckets"),
+        ((6, 8 * NUMBERS), "does not fill a bucket"),
+        ((2, 4 * NUMBERS), "nothing says `no_sync`"),
+        ((1, 4 * NUMBERS), "only the first step"),
+        ((5, 4 * NUMBERS), "count the buckets"),
+        ((4, 4 * NUMBERS), "that is one `backward()`"),
+        ((4, 2 * NUMBERS), "4 bytes"),
+        ((4, 8 * (NUMBERS - 2148)), "biases"),
+        ((4, 16 * NUMBERS), "not those of all"),
+        ((4, 17), "4 bytes for each parameter"),
+        ((None, None), "give a number"),
+        (("4", 8 * NUMBERS), "give a number"),
+        ((4, [8 * NUMBERS]), "give a number"),
+    ],
+    "train_right": [
+        (as_found, "epochs 0 and 1 have the same order"),
+        (untold, "epochs 0 and 1 have the same order"),
+        (told_once, "epochs 1 and 2 have the same order"),
+        (divided, "which DDP does already"),
+        (multiplied, "too large"),
+        (without_ddp, "different weights"),
+        (everyone_all, "each has half of 64"),
+        (another_rate, "keep SGD"),
+        (with_workers, "leave `num_workers` at 0"),
+        (raises, "KeyError: 'sampler'"),
+    ],
+    "send_bfloat16": [
+        (sends_float32, "as many as without a hook"),
+        (sends_fp16, "not bfloat16"),
+        (sums, "a mean is wanted"),
+        (divides_twice, "divided twice"),
+        (sends_nothing, "nothing was sent"),
+        (throws_the_result_away, "has it arrived"),
+        (no_future, "the hook returned Tensor; DDP wants a future"),
+        (forgets_to_return, "the hook returned NoneType"),
+        (without_then, "holds a list; take [0] with .then"),
+        (other_name, "call the second parameter `bucket`"),
+        (divides_by(2), "1.50 times the mean over 3 ranks"),
+        (divides_by(4), "0.75 times the mean over 3 ranks"),
+        (gathers, "it uses all_gather"),
+        (one_number, "holds 1 numbers instead of"),
+        (None, "a function is wanted"),
+    ],
+}

@@ -1,0 +1,551 @@
+"""The exercises of lesson 15: fewest GPUs, a norm in parts, and what to shard together.
+
+Two of them run the learner's function in two real ranks, which end the ranks that were
+open before.
+"""
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.functional import cross_entropy
+
+from helpers.exercises.counted import counted, number
+from helpers.exercises.exercise import (
+    NotYet,
+    Wrong,
+    call,
+    exercise,
+    must_be_callable,
+    run,
+    solution,
+)
+from helpers.exercises.in_ranks import device, in_ranks
+from helpers.exercises.learning import flat, weights
+from helpers.exercises.results import near
+
+TWO = 2  # ranks
+
+
+@exercise(
+    "15.1",
+    hints=(
+        "Look at the formula under *Cost*: some of the bytes stay whole on each GPU, "
+        "and the others are divided by the number of GPUs. Which bytes are whole at "
+        "each stage, and how much of the 60 GB do they leave for the divided ones?",
+        "The float32 copy of the weights is part of the optimizer's 12 bytes, so all "
+        "12 are divided from stage 1 on. You can use whole GPUs only, so decide in "
+        "which direction to round.",
+    ),
+)
+def fewest_gpus(zero_1, zero_2, zero_3) -> None:
+    """13 billion parameters, 2 + 2 + 12 bytes each, 60 GB."""
+    why = (
+        "of each parameter's 16 bytes every GPU holds {} whole, and a part of the "
+        "others"
+    )
+    mistakes = {
+        19: "19 GPUs need 60.2 GB each: round up",
+        13: "the float32 copy of the weights belongs to the optimizer's bytes",
+        6: "60 GB are left for this, not 80",
+        4: "at this stage weights and gradients are whole on each GPU",
+    }
+    counted(zero_1, 20, mistakes, why.format(4), what="ZeRO-1")
+    mistakes = {
+        5: "5 GPUs need 62.4 GB each: round up",
+        4: "the float32 copy of the weights counts, and of 80 GB 60 are left",
+        20: "at this stage the gradients are divided as well",
+    }
+    counted(zero_2, 6, mistakes, why.format(2), what="ZeRO-2")
+    mistakes = {
+        3: "3 GPUs need 69.3 GB each: 16 bytes a parameter, 60 GB, rounded up",
+        6: "at this stage the weights are divided as well",
+    }
+    counted(zero_3, 4, mistakes, why.format(0), what="ZeRO-3")
+
+
+@solution("15.1")
+def solution_1():
+    """Subtract what is whole on each GPU, then divide the rest by what remains.
+
+    Every stage has the same 16 bytes for each parameter. At stage 1 the optimizer's 12
+    bytes are divided; weights and gradients are whole. At stage 2 the gradients are
+    divided as well, and at stage 3 everything is.
+
+        GPUs = divided bytes / (60 GB - whole bytes)
+
+    The result is rounded up, because with fewer GPUs each one holds more than 60 GB.
+    """
+    import math
+
+    parameters = 13 * 10**9
+    room = 60 * 10**9
+    weights = 2 * parameters
+    gradients = 2 * parameters
+    optimizer = 12 * parameters
+    everything = weights + gradients + optimizer
+
+    zero_1 = math.ceil(optimizer / (room - weights - gradients))
+    zero_2 = math.ceil((gradients + optimizer) / (room - weights))
+    zero_3 = math.ceil(everything / room)
+    return zero_1, zero_2, zero_3
+
+
+# -- two real ranks --------------------------------------------------------------------
+
+
+def _gradient() -> torch.Tensor:
+    """The whole gradient: its norm is 13, that of its halves 5 and 12."""
+    return torch.tensor([3.0, 4.0, 0.0, 0.0, 0.0, 12.0])
+
+
+def _clip(function, most: float) -> tuple[float, torch.Tensor]:
+    """What this rank's function returned, and this rank's parts afterwards."""
+    half = _gradient().chunk(TWO)[dist.get_rank()].to(device())
+    parts = [half[:2].clone(), half[2:].clone()]
+    given = list(parts)
+    norm = number(call(function, parts, most), "the norm")
+    return norm, flat(given)
+
+
+@exercise(
+    "15.2",
+    hints=(
+        "The norm is the root of a sum over all numbers of the whole gradient. Which "
+        "part of this sum can a rank compute alone, and which collective brings the "
+        "total to all ranks?",
+        "Norms of parts cannot be added, and neither can they be compared with `most`. "
+        "All ranks must decide with the same number whether to scale, and scaling must "
+        "change the tensors that they were given.",
+    ),
+)
+def clip(function) -> None:
+    """The norm of a gradient of which each rank has parts."""
+    must_be_callable(function)
+    (norm, low), (other, high) = in_ranks(TWO, _clip, function, 1.0)
+    if abs(norm - other) > 1e-4:
+        raise Wrong(
+            f"the ranks disagree on the norm ({norm:g} and {other:g}), and would "
+            "scale differently: ask all ranks"
+        )
+    mistakes = {
+        17.0: "norms cannot be added; add up the squares, then take the root",
+        12.0: "the whole norm is not the larger of the ranks' norms",
+        169.0: "that is the sum of squares; the root is missing",
+        119.0: "add up the squares of all parts, then take one root",
+        (169 / 2) ** 0.5: "squares are added up over the ranks, not averaged",
+        1.0: "return the norm before the clipping",
+    }
+    why = f"the whole norm is 13, yours is {norm:g}"
+    counted(norm, 13, mistakes, why, near=1e-4)
+    after = torch.cat([low, high])
+    if torch.equal(after, _gradient()):
+        raise Wrong("the parts are unchanged: scale them in place, as with `mul_`")
+    if not near(after, _gradient() / 13, rtol=0, atol=1e-4):
+        raise Wrong(
+            f"with most=1 the whole gradient's norm is {after.norm():g} afterwards"
+        )
+    (_, low), (_, high) = in_ranks(TWO, _clip, function, 6.5)
+    if not near(torch.cat([low, high]), _gradient() / 2, rtol=0, atol=1e-4):
+        raise Wrong(
+            "with most=6.5 one rank scaled and the other did not: decide by the whole "
+            "norm, not by the rank's own"
+        )
+    (_, low), (_, high) = in_ranks(TWO, _clip, function, 20.0)
+    if not torch.equal(torch.cat([low, high]), _gradient()):
+        raise Wrong("with most=20 there is nothing to scale: 13 is less")
+
+
+@solution("15.2")
+def solution_2():
+    """Squares can be added over the ranks, norms cannot.
+
+    Each rank adds up the squares of its own parts. One all-reduce of a single number
+    makes the sum over all ranks, and its root is the norm of the whole gradient.
+
+    All ranks have the same norm now, so all make the same decision and scale by the
+    same factor. A rank that asked its own norm would leave its parts alone while
+    another one scales, and the gradient would change its direction.
+
+    `mul_` works in place. `part = part * factor` would make a new tensor, and the
+    gradient would stay as it was.
+    """
+
+    def clip(parts, most):
+        squares = sum(part.square().sum() for part in parts)
+        dist.all_reduce(squares)
+        norm = squares.sqrt()
+        if norm > most:
+            for part in parts:
+                part.mul_(most / norm)
+        return norm
+
+    return clip
+
+
+# -- 15.3 ------------------------------------------------------------------------------
+
+WIDTH, BLOCKS, WORDS = 32, 6, 20
+MOST_GATHERS = 2 + BLOCKS
+
+
+class _Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class _Model(nn.Module):
+    """The model of the exercise, always with the same weights."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(_Block() for _ in range(BLOCKS))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def _steps(model: nn.Module, rank: int, size: int, where: str, messages=None) -> None:
+    """Three steps on this rank's rows; `messages` notes the last one."""
+    generator = torch.Generator().manual_seed(15)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(3):
+        x = torch.randint(0, WORDS, (32,), generator=generator)[rank::size].to(where)
+        with messages if messages and step == 2 else contextlib.nullcontext():
+            cross_entropy(model(x), (x + 1) % WORDS).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _train(function):
+    """Names of parameters that are not sharded, messages, whole weights."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+
+    from helpers import Messages
+
+    mesh = init_device_mesh(device(), (TWO,))
+    model = run(function, _Model(), mesh)
+    if not isinstance(model, nn.Module):
+        return None
+    plain = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
+    if plain:
+        return plain, [], None
+    messages = Messages()
+    run(_steps, model, dist.get_rank(), TWO, device(), messages)
+    log = [
+        (m.name, m.nbytes * (m.ranks if "gather" in m.name else 1))
+        for m in messages.log
+    ]
+    return plain, log, flat(p.full_tensor() for p in model.parameters())
+
+
+_MEANINGS = {
+    "Invariant encountered": (
+        "call fully_shard for the inner modules first and for the whole model last"
+    )
+}
+
+
+@exercise(
+    "15.3",
+    hints=(
+        "Look at the messages that the cell with `report.log` prints. How many "
+        "all-gathers does a module with its own `fully_shard` cost in a step, and how "
+        "many does the root cost?",
+        "One call for each block makes too many all-gathers, and one call for the "
+        "whole model makes a message that is too large. Look for groups in between. "
+        "Which call takes the embedding and the head, and does it come first or last?",
+    ),
+)
+def shard_it(function) -> None:
+    """Which modules are gathered together, counted; and trained as one process does."""
+    must_be_callable(function)
+    result = in_ranks(TWO, _train, function, meanings=_MEANINGS)[0]
+    if result is None:
+        raise NotYet("your function returns no model so far")
+    plain, log, found = result
+    if len(plain) == len(list(_Model().parameters())):
+        raise Wrong("no parameter is sharded")
+    if plain:
+        raise Wrong(
+            f"{plain[0]} is not sharded, so nobody averages its gradient: call "
+            "fully_shard for the whole model as well, at last"
+        )
+    block = sum(p.nbytes for p in _Block().parameters())
+    largest = max(nbytes for _, nbytes in log)
+    gathers = sum(name == "all_gather" for name, _ in log)
+    if largest > 2 * block:
+        raise Wrong(
+            f"a message carries {largest:,} bytes, which is {largest / block:.1f} "
+            "blocks: what one fully_shard takes is gathered at once"
+        )
+    if gathers > MOST_GATHERS:
+        raise Wrong(
+            f"{gathers} all-gathers in a step, at most {MOST_GATHERS}: each module "
+            "with a fully_shard of its own that is not kept whole costs two, one "
+            "forward and one backward; the root costs one"
+        )
+    model = _Model()
+    _steps(model, 0, 1, "cpu")
+    if not near(found, weights(model), rtol=0, atol=1e-4):
+        raise Wrong("the weights are not those of one process after three steps")
+
+
+@solution("15.3")
+def solution_3():
+    """What one `fully_shard` takes is gathered in one message.
+
+    Each such group costs two all-gathers in a step, one in the forward pass and one in
+    the backward pass. The root costs one, because it stays whole in between.
+
+        all-gathers = 2 · groups + 1
+
+    Six groups of one block make 13, which is too many. Three groups of two blocks make
+    7, and no message is larger than two blocks. The list tells `fully_shard` to treat
+    two modules as one group.
+
+    The last call is for the whole model. The root takes what no other call has taken,
+    here the embedding and the head. Without this call nobody would average their
+    gradients.
+
+    Another answer is one call for each block with `reshard_after_forward=False`: then
+    no block is gathered again, and 6 + 1 all-gathers remain. A rank pays with memory,
+    because the whole model is there at the end of the forward pass.
+    """
+
+    def shard_it(model, mesh):
+        for first in range(0, len(model.blocks), 2):
+            pair = [model.blocks[first], model.blocks[first + 1]]
+            fully_shard(pair, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model
+
+    return shard_it
+
+
+# -- answers ---------------------------------------------------------------------------
+
+
+def clipped(parts, most):
+    squares = sum(p.square().sum() for p in parts)
+    dist.all_reduce(squares)
+    norm = squares.sqrt()
+    if norm > most:
+        for p in parts:
+            p *= most / norm
+    return norm
+
+
+def clipped_one_by_one(parts, most):
+    total = 0.0
+    for p in parts:
+        square = p.norm() ** 2
+        dist.all_reduce(square)
+        total += square.item()
+    scale = min(1.0, most / total**0.5)
+    for p in parts:
+        p.mul_(scale)
+    return total**0.5
+
+
+def clips_alone(parts, most):
+    return nn.utils.clip_grad_norm_([as_parameter(p) for p in parts], most)
+
+
+def as_parameter(part):
+    p = nn.Parameter(torch.zeros_like(part))
+    p.grad = part
+    return p
+
+
+def adds_norms(parts, most):
+    norm = torch.cat(parts).norm()
+    dist.all_reduce(norm)
+    [p.mul_(most / norm) for p in parts]
+    return norm
+
+
+def decides_alone(parts, most):
+    own = torch.cat(parts).norm()
+    square = own**2
+    dist.all_reduce(square)
+    if own > most:
+        [p.mul_(most / square.sqrt()) for p in parts]
+    return square.sqrt()
+
+
+def takes_the_largest(parts, most):
+    norm = torch.cat(parts).norm()
+    dist.all_reduce(norm, op=dist.ReduceOp.MAX)
+    [p.mul_(most / norm) for p in parts]
+    return norm
+
+
+def without_root(parts, most):
+    squares = torch.cat(parts).square().sum()
+    dist.all_reduce(squares)
+    return squares
+
+
+def averages(parts, most):
+    squares = torch.cat(parts).square().sum()
+    dist.all_reduce(squares)
+    return (squares / dist.get_world_size()).sqrt()
+
+
+def only_looks(parts, most):
+    squares = torch.cat(parts).square().sum()
+    dist.all_reduce(squares)
+    parts = [p * most / squares.sqrt() for p in parts]
+    return squares.sqrt()
+
+
+def always_scales(parts, most):
+    squares = torch.cat(parts).square().sum()
+    dist.all_reduce(squares)
+    [p.mul_(most / squares.sqrt()) for p in parts]
+    return squares.sqrt()
+
+
+def scales_by_the_square(parts, most):
+    squares = torch.cat(parts).square().sum()
+    dist.all_reduce(squares)
+    [p.mul_(most / squares) for p in parts]
+    return squares.sqrt()
+
+
+def returns_the_new_norm(parts, most):
+    clipped(parts, most)
+    return clipped(parts, most)
+
+
+def rank_0_alone(parts, most):
+    norm = torch.cat(parts).norm()
+    if dist.get_rank() == 0:
+        raise ValueError("rank 0 has given up")
+    return norm
+
+
+def stays_whole(model, mesh):
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def root_alone(model, mesh):
+    return fully_shard(model, mesh=mesh)
+
+
+def blocks_alone(model, mesh):
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return model
+
+
+def each_block(model, mesh):
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def each_linear(model, mesh):
+    for block in model.blocks:
+        fully_shard(block.up, mesh=mesh)
+        fully_shard(block.down, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def pairs_and_ends(model, mesh):
+    for i in range(0, 6, 2):
+        fully_shard([model.blocks[i], model.blocks[i + 1]], mesh=mesh)
+    fully_shard(model.embed, mesh=mesh)
+    fully_shard(model.head, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def root_first(model, mesh):
+    fully_shard(model, mesh=mesh)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=False)
+    return model
+
+
+def threes(model, mesh):
+    fully_shard(list(model.blocks[:3]), mesh=mesh)
+    fully_shard(list(model.blocks[3:]), mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def nothing(model, mesh):
+    return model
+
+
+def in_bfloat16(model, mesh):
+    options = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=False, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def raises(model, mesh):
+    raise KeyError("blocks")
+
+
+RIGHT = {
+    "clip": [clipped_one_by_one],
+    "shard_it": [stays_whole],
+}
+WRONG = {
+    "fewest_gpus": [
+        ((19, 6, 4), "round up"),
+        ((20, 5, 4), "62.4"),
+        ((20, 6, 3), "69.3"),
+        ((13, 4, 3), "float32 copy"),
+        ((6, 4, 3), "not 80"),
+        ((20, 20, 4), "gradients are divided"),
+        ((20, 6, 6), "weights are divided"),
+        ((4, 4, 4), "whole on each GPU"),
+        ((20, 7, 4), "every GPU holds 2 whole"),
+        (([20], 6, 4), "not a list"),
+        (("20", 6, 4), "give a number, not '20'"),
+    ],
+    "clip": [
+        (decides_alone, "decide by the whole norm"),
+        (clips_alone, "the ranks disagree"),
+        (adds_norms, "norms cannot be added"),
+        (takes_the_largest, "larger of"),
+        (without_root, "root is missing"),
+        (averages, "not averaged"),
+        (only_looks, "in place"),
+        (always_scales, "nothing to scale"),
+        (scales_by_the_square, "norm is 0.07"),
+        (returns_the_new_norm, "before the clipping"),
+        (rank_0_alone, "in 2 ranks: rank 0"),
+    ],
+    "shard_it": [
+        (root_alone, "gathered at once"),
+        (threes, "gathered at once"),
+        (blocks_alone, "embed.weight is not sharded"),
+        (each_block, "13 all-gathers"),
+        (each_linear, "all-gathers in a step"),
+        (pairs_and_ends, "10 all-gathers in a step, at most 8: each module"),
+        (root_first, "the inner modules first"),
+        (nothing, "no parameter is sharded"),
+        (in_bfloat16, "not those of one process"),
+        (raises, "KeyError"),
+    ],
+}

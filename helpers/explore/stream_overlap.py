@@ -1,0 +1,67 @@
+"""The overlap explorer: copy and compute in chunks, on one stream and on two."""
+
+from helpers import draw
+from helpers.explore.explorer import Explorer, slider
+from simgpu.timing.cost import COPY_LATENCY
+
+
+def overlap() -> Explorer:
+    """Copy and compute in chunks, on one stream and on two.
+
+    Taught in 04-overlap-with-streams.
+    """
+    return Explorer(
+        overlap_picture,
+        chunks=slider("chunks", 4, 1, 16),
+        megabytes=slider("MB to copy", 64, 1, 256),
+        speed=slider("GB/s of the link", 12, 1, 64),
+        compute=slider("ms to compute", 6, 1, 30),
+    )
+
+
+def overlap_times(
+    chunks: int, megabytes: int, speed: int, compute: int
+) -> list[tuple[float, float, float]]:
+    """When each chunk's copy ends, its computing starts and ends, in seconds.
+
+    The copies follow each other; a chunk is computed once it is there and the one
+    before it is done.
+    """
+    copy = COPY_LATENCY + megabytes * 1e6 / chunks / (speed * 1e9)
+    work = compute * 1e-3 / chunks
+    times, free = [], 0.0
+    for i in range(chunks):
+        there = (i + 1) * copy
+        start = max(there, free)
+        free = start + work
+        times.append((there, start, free))
+    return times
+
+
+def overlap_picture(
+    chunks: int, megabytes: int, speed: int, compute: int
+) -> draw.Picture:
+    """Both schedules on one time axis, with their seconds."""
+    times = overlap_times(chunks, megabytes, speed, compute)
+    copy, work = times[0][0], times[0][2] - times[0][1]
+    one, two = chunks * (copy + work), times[-1][2]
+    title = (
+        f"One stream {one * 1e3:.2f} ms, two streams {two * 1e3:.2f} ms (simulated): "
+        f"{one / two:.2f} times as fast"
+    )
+    picture = draw.Picture(draw.WIDEST, 156, title)
+    picture.text(8, 20, title, 14, weight="bold")
+    scale = (draw.WIDEST - 120) / one
+
+    def box(row, start, seconds, fill):
+        x, y = 108 + start * scale, 34 + 38 * row
+        picture.box(x, y, max(seconds * scale, 0.5), 30, fill)
+
+    for row, words in enumerate(("one stream", "copy stream", "compute")):
+        picture.text(8, 54 + 38 * row, words)
+    for i, (there, start, _) in enumerate(times):
+        box(0, i * (copy + work), copy, draw.HOST)
+        box(0, i * (copy + work) + copy, work, draw.colour("cuda:0"))
+        box(1, there - copy, copy, draw.HOST)
+        box(2, start, work, draw.colour("cuda:0"))
+    return picture

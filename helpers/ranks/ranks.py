@@ -1,0 +1,223 @@
+"""`Ranks`, what a notebook opens: it calls functions and runs cells in every rank.
+
+It starts the ranks, starts them afresh after a crash or a hang, and ends them.
+"""
+
+import atexit
+import linecache
+import os
+import pickle
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import cloudpickle
+
+from helpers.ranks import fork_server
+from helpers.ranks.call import GRACE_SECONDS, Call
+from helpers.ranks.report import RankError, may_have_lost_connections
+from helpers.ranks.worker_group import WorkerGroup
+from simgpu import frames
+
+MOST_RANKS = 32
+RUN_SECONDS = 60.0  # that a call or a cell may take
+COLLECTIVE_SECONDS = 20.0  # before a collective gives up
+KEPT_CELLS = 100  # whose lines are kept, to be shown in an error
+_current: "Ranks | None" = None  # that are open in this notebook
+
+
+class Ranks:
+    """N real processes, each one rank of a process group.
+
+    Opening ranks closes those that were open before.
+
+    Args:
+        size: how many ranks (the world size), 1 to 32.
+        timeout: seconds before a collective that waits for another rank gives up.
+        threads: of PyTorch in each rank.
+        backend: "gloo" or "nccl"; None chooses.
+
+    Raises:
+        ValueError: for a number of ranks or a backend that cannot be.
+        RankError: if they do not come up.
+
+    Taught in 12-talk-between-ranks.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        timeout: float = COLLECTIVE_SECONDS,
+        threads: int = 1,
+        backend: str | None = None,
+    ):
+        global _current
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise ValueError(f"the number of ranks is a whole number, not {size!r}")
+        if not 1 <= size <= MOST_RANKS:
+            raise ValueError(
+                f"{size} ranks cannot be started; choose 1 to {MOST_RANKS}"
+            )
+        if backend not in (None, "gloo", "nccl"):
+            raise ValueError(f"backend={backend!r}; use gloo or nccl")
+        if _current is not None:
+            _current.close()
+        self.size = size
+        self.backend = backend or _choose_backend(size)
+        self._timeout = timeout
+        self._threads = threads
+        self._cells = 0
+        self._busy = threading.Lock()
+        self._workers: WorkerGroup | None = None
+        self._start()
+        _current = self
+        where = "GPUs" if self.backend == "nccl" else "the CPU"
+        ranks = "rank" if size == 1 else "ranks"
+        print(f"{size} real {ranks}: processes on {where}, backend {self.backend}.")
+
+    def run(
+        self, function: Callable, *args, timeout: float = RUN_SECONDS, **kwargs
+    ) -> list:
+        """Call a function in every rank.
+
+        Args:
+            function: may be defined in a cell; what it needs is sent along.
+            args, kwargs: for it, the same in every rank.
+            timeout: seconds after which ranks that still run are given up.
+
+        Returns:
+            What it returned; item r came from rank r.
+
+        Raises:
+            RankError: naming the ranks that failed, and where.
+            TypeError: if the function or an argument cannot be sent.
+        """
+        try:
+            payload = cloudpickle.dumps((function, args, kwargs))
+        except Exception as error:
+            raise TypeError(f"cannot send this to the ranks: {error}") from None
+        results = self._call("call", payload, timeout)
+        try:
+            return [pickle.loads(result) for result in results]
+        except Exception as error:
+            raise RankError(f"a result cannot be read here: {error}") from None
+
+    def cell(self, source: str, timeout: float = RUN_SECONDS) -> None:
+        """Run the text of a cell in every rank's own namespace, as `%%ranks` does."""
+        self._cells = self._cells % KEPT_CELLS + 1
+        name = f"{frames.CELL} {self._cells}>"
+        lines = source.splitlines(keepends=True)
+        linecache.cache[name] = (len(source), None, lines, name)
+        self._call("cell", (name, source), timeout)
+
+    def _call(self, kind: str, payload: object, timeout: float) -> list:
+        """The answers of all ranks, in their order."""
+        if self._workers is None:
+            raise RankError("these ranks are closed; open new ones with Ranks(...)")
+        if not self._busy.acquire(blocking=False):
+            raise RankError("these ranks are at work on another call")
+        try:
+            return self._call_alone(kind, payload, timeout)
+        finally:
+            self._busy.release()
+
+    def _call_alone(self, kind: str, payload: object, timeout: float) -> list:
+        call = Call(self._workers)
+        # until all has gone well: an answer may still come, or half of one was read
+        usable = False
+        count = "rank has" if self.size == 1 else f"{self.size} ranks have"
+        afresh = f"The {count} been started afresh; what they had defined is gone."
+        try:
+            call.send(kind, payload)
+            call.wait(timeout)
+            report = call.finish()
+            usable = not call.broken and (
+                not may_have_lost_connections(report) or self._can_still_talk()
+            )
+        except KeyboardInterrupt:
+            usable = call.interrupt()
+            if not usable:
+                print(afresh)
+            raise
+        finally:
+            if not usable:
+                self._restart()
+        if report:
+            raise RankError(report if usable else f"{report}\n{afresh}")
+        return [call.results[rank] for rank in range(self.size)]
+
+    def _can_still_talk(self) -> bool:
+        """Whether a barrier succeeds: a time-out costs gloo its connections."""
+        call = Call(self._workers)
+        call.send("barrier", None)
+        call.wait(GRACE_SECONDS)
+        return call.finish() == ""
+
+    def _start(self) -> None:
+        self._workers = WorkerGroup(
+            self.size, self.backend, self._timeout, self._threads
+        )
+
+    def _restart(self) -> None:
+        workers, self._workers = self._workers, None
+        workers.close()
+        self._start()
+
+    def close(self) -> None:
+        """End the ranks. Does nothing if they have ended."""
+        global _current
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
+        if _current is self:
+            _current = None
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._workers is None else self.backend
+        return f"Ranks({self.size}, {state})"
+
+
+def _choose_backend(size: int) -> str:
+    """NCCL where there are enough real GPUs."""
+    if os.environ.get("HELPERS_GPUS") == "simulated":
+        return "gloo"
+    if sys.platform == "linux" and not list(Path("/dev").glob("nvidia[0-9]*")):
+        return "gloo"  # without importing PyTorch here
+    from helpers import gpus
+
+    real = gpus._REAL_GPUS
+    return "nccl" if isinstance(real, int) and real >= size else "gloo"
+
+
+def current() -> Ranks | None:
+    """The ranks that are open in this notebook."""
+    return _current
+
+
+def close() -> None:
+    """End the ranks, and the fork server, which `Ranks.close` keeps."""
+    if _current is not None:
+        _current.close()
+    fork_server.stop()
+
+
+def _forget() -> None:
+    """A forked child of the notebook has no ranks; it must not end its parent's."""
+    global _current
+    if _current is not None:
+        _current._workers = None
+    _current = None
+    fork_server.forget()
+
+
+atexit.register(close)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

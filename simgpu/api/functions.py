@@ -1,0 +1,42 @@
+"""Functions that read on the host what may be on a GPU, as CUDA's own do."""
+
+import torch
+
+_raw_ctc_loss = torch.ctc_loss
+_raw_tensor_split = torch.Tensor.tensor_split
+
+
+def ctc_loss(log_probs, targets, input_lengths, target_lengths, *args, **kwargs):
+    """torch.ctc_loss: the lengths may be anywhere, CUDA reads them on the host."""
+    lengths = [
+        value.tolist() if isinstance(value, torch.Tensor) else value
+        for value in (input_lengths, target_lengths)
+    ]
+    return _raw_ctc_loss(log_probs, targets, *lengths, *args, **kwargs)
+
+
+def tensor_split(self, indices_or_sections=None, dim=0, **kwargs):
+    if indices_or_sections is None:  # by one of its other names
+        (indices_or_sections,) = kwargs.values()
+    if isinstance(indices_or_sections, torch.Tensor) and indices_or_sections.is_cuda:
+        raise RuntimeError(
+            "tensor_split expected tensor_indices_or_sections to be on cpu, but it's "
+            f"on {indices_or_sections.device}"
+        )
+    return _raw_tensor_split(self, indices_or_sections, dim)
+
+
+def group_by_device_and_dtype(lists, with_indices=False):
+    """Optimizers make one group for each device and dtype."""
+    groups: dict = {}
+    for i, first in enumerate(lists[0]):
+        key = (first.device, first.dtype)
+        if key not in groups:
+            groups[key] = ([[] for _ in lists], [])
+        columns, indices = groups[key]
+        for column, tensors in zip(columns, lists, strict=True):
+            if tensors:
+                column.append(tensors[i])
+        if with_indices:
+            indices.append(i)
+    return groups

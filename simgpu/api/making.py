@@ -1,0 +1,143 @@
+"""Functions that build tensors from data: `torch.tensor`, `as_tensor`, sparse ones.
+
+Factories that fill memory (`zeros`, `new_ones`, ...) reach the dispatch mode as
+operations (`dispatch/factories.py`).
+"""
+
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+from simgpu.api.naming import as_device
+from simgpu.dispatch.copies import log_copy
+from simgpu.dispatch.devices import find_gpu
+from simgpu.dispatch.placement import gpu_of, place
+
+_raw_tensor = torch.tensor
+_raw_as_tensor = torch.as_tensor
+_raw_asarray = torch.asarray
+_raw_range = torch.range
+_raw_new = torch.Tensor.new
+_SPARSE = (
+    "sparse_coo_tensor", "sparse_csr_tensor", "sparse_csc_tensor", "sparse_bsr_tensor",
+    "sparse_bsc_tensor", "sparse_compressed_tensor",
+)  # fmt: skip
+
+
+def _made(made, device):
+    """A tensor that was just built on the host, where `device` asks for it."""
+    gpu = find_gpu(device)
+    if gpu is not None:
+        place(made, gpu)
+        log_copy(None, gpu, made.numel() * made.element_size())
+    return made
+
+
+def _default(device):
+    """What `device=` means where it was left out: the default device."""
+    device = as_device(device)
+    if device is None:
+        contexts = (
+            mode.device
+            for mode in reversed(_get_current_function_mode_stack())
+            if isinstance(mode, DeviceContext)
+        )
+        device = next(contexts, None)
+    return device or torch.device("cpu")
+
+
+def tensor(data, *, dtype=None, device=None, requires_grad=False,
+                         pin_memory=False):  # fmt: skip
+    """torch.tensor"""
+    raw = _raw_tensor
+    if isinstance(data, torch.Tensor):
+        device = as_device(device) or data.device
+        made = data.detach().to(device, dtype, copy=True)
+        return made.requires_grad_() if requires_grad else made
+    device = _default(device)
+    if device.type not in ("cuda", "cpu"):
+        return raw(data, dtype=dtype, device=device, requires_grad=requires_grad)
+    with torch._C.DisableTorchFunction():  # or the mode would send it here again
+        made = raw(data, dtype=dtype, device="cpu")
+    made = _made(made, device)
+    _log_read_back(data)
+    if pin_memory:
+        made = made.pin_memory()
+    return made.requires_grad_() if requires_grad else made
+
+
+def _log_read_back(data) -> None:
+    """GPU scalars in a list are read back one by one."""
+    if isinstance(data, (list, tuple)):
+        for item in data:
+            _log_read_back(item)
+    elif isinstance(data, torch.Tensor) and gpu_of(data) is not None:
+        log_copy(gpu_of(data), None, data.element_size())
+
+
+def as_tensor(data, dtype=None, device=None):
+    if isinstance(data, torch.Tensor):
+        return data.to(as_device(device) or data.device, dtype or data.dtype)
+    device = _default(device)
+    if device.type not in ("cuda", "cpu"):
+        return _raw_as_tensor(data, dtype=dtype, device=device)
+    made = _raw_as_tensor(data, dtype=dtype, device="cpu")
+    return made.to(device)  # a copy: what numpy shares stays on the host
+
+
+def range(*args, device=None, **kwargs):
+    """torch.range, which asks no mode what its device means."""
+    made = _raw_range(*args, device="cpu", **kwargs)
+    return place(made, find_gpu(_default(device)))
+
+
+def asarray(obj, *, dtype=None, device=None, copy=None, requires_grad=False):
+    if isinstance(obj, torch.Tensor):
+        device = as_device(device) or obj.device
+        if copy is False and device != obj.device:
+            raise ValueError("can't alias tensor with different device")
+        made = obj.to(device, dtype or obj.dtype, copy=bool(copy))
+        return made.detach().requires_grad_(True) if requires_grad else made
+    made = _raw_asarray(obj, dtype=dtype, device="cpu", copy=copy)
+    made = made.to(_default(device))
+    return made.requires_grad_() if requires_grad else made
+
+
+def new_tensor(self, data, *, dtype=None, device=None, requires_grad=False,
+                pin_memory=False):  # fmt: skip
+    return tensor(
+        data,
+        dtype=dtype or (None if isinstance(data, torch.Tensor) else self.dtype),
+        device=as_device(device) or self.device,
+        requires_grad=requires_grad,
+        pin_memory=pin_memory,
+    )
+
+
+def new(self, *args, **kwargs):
+    device = as_device(kwargs.pop("device", None)) or self.device
+    return _made(_raw_new(self, *args, **kwargs), device)
+
+
+def _sparse_factory(name: str):
+    """torch.sparse_coo_tensor and its kin, whose values may decide the device."""
+    raw = getattr(torch, name)
+    position = 1 if name == "sparse_coo_tensor" else 2
+
+    def make(*args, device=None, **kwargs):
+        values = args[position] if len(args) > position else kwargs.get("values")
+        here = values.device if isinstance(values, torch.Tensor) else _default(None)
+        device = as_device(device) or here
+        args = [a.to(device) if isinstance(a, torch.Tensor) else a for a in args]
+        kwargs = {
+            key: value.to(device) if isinstance(value, torch.Tensor) else value
+            for key, value in kwargs.items()
+        }
+        with torch._C.DisableTorchFunction():  # or the mode would send it here again
+            made = raw(*args, device="cpu", **kwargs)
+        return place(made, find_gpu(device))
+
+    return make
+
+
+sparse_factories = {name: _sparse_factory(name) for name in _SPARSE}

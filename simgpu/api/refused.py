@@ -1,0 +1,64 @@
+"""Every public call of torch.cuda and torch.accelerator without an answer: refused."""
+
+import torch
+import torch.accelerator.memory
+import torch.cuda.nccl
+
+from simgpu.errors import NotSimulated
+
+
+def refuse(call: str):
+    def refused(*args, **kwargs):
+        raise NotSimulated(call)
+
+    refused.__name__ = call.rsplit(".", 1)[-1]
+    return refused
+
+
+def _refused_class(call: str):
+    def refused(cls, *args, **kwargs):
+        raise NotSimulated(call)
+
+    return type(call.rsplit(".", 1)[-1], (), {"__new__": refused})
+
+
+# names of torch.cuda that work as they are, or are data
+_KEPT = {
+    "CudaError", "DeferredCudaCallError", "check_error", "cudaStatus", "has_half",
+    "has_magma", "device", "device_of", "is_tf32_supported", "ipc_collect",
+    "StreamContext", "stream",
+}  # fmt: skip
+_MODULES = {
+    torch.cuda: torch.cuda.__all__,
+    torch.cuda.memory: torch.cuda.memory.__all__,
+    torch.cuda.streams: ("ExternalStream",),
+    torch.accelerator: torch.accelerator.__all__,
+    torch.accelerator.memory: torch.accelerator.memory.__all__,
+    torch: ("compile",),
+    torch.cuda.nccl: (
+        "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter",
+    ),
+}  # fmt: skip
+
+
+def unanswered(answered: set[tuple[str, str]], kept: set[str]) -> list[tuple]:
+    """(module, name, what refuses it) of every public call without an answer.
+
+    Args:
+        answered: ("torch.cuda" or "torch.accelerator", name) of what is replaced.
+        kept: names that work as they are.
+    """
+    found = []
+    for module, names in _MODULES.items():
+        family = ".".join(module.__name__.split(".")[:2])
+        for name in names:
+            value = getattr(module, name, None)
+            known = name in kept or name in _KEPT or (family, name) in answered
+            if known or not callable(value):
+                continue
+            if name.endswith(("Tensor", "Storage")):  # tensor_types.py; legacy storages
+                continue
+            call = f"{module.__name__}.{name}"
+            make = _refused_class if isinstance(value, type) else refuse
+            found.append((module, name, make(call)))
+    return found

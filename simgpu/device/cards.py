@@ -1,0 +1,161 @@
+"""The graphics cards that can be simulated, from their makers' datasheets.
+
+Models: memory size, peak arithmetic rates, memory and link bandwidth, and what
+`torch.cuda.get_device_properties` reports. Leaves out: clocks that change with load,
+cache sizes in the cost of an operation, and any card not in the table.
+
+Rates of matrix products (float64 through tensor cores where a card has them). A T4 has
+no bfloat16 units, and its datasheet no rate for it: it computes in float32.
+Sources: NVIDIA's datasheets for T4 (2019), A100 80GB SXM (2021), H100 SXM (2023) and
+H200 SXM (2024). Rates are dense (no sparsity). `total_memory` is what PyTorch's
+out-of-memory messages in public reports name as the total capacity, to 0.01 GiB; it
+varies a little with the driver.
+"""
+
+import re
+from dataclasses import dataclass
+
+KIB, MIB, GIB = 1024, 1024**2, 1024**3
+
+
+@dataclass(frozen=True)
+class Card:
+    """One model of graphics card. Rates in 1/s, bandwidths in bytes/s."""
+
+    name: str  # what get_device_name() says on a real one
+    total_memory: int  # bytes
+    capability: tuple[int, int]  # compute capability (major, minor)
+    multi_processors: int
+    flops: dict[str, float]  # dtype name -> floating-point operations a second
+    memory_bandwidth: float  # of the card's own memory
+    pcie_bandwidth: float  # host to card, one direction
+    nvlink_bandwidth: float  # card to card, one direction; 0 where there is none
+    l2_cache: int  # bytes
+    threads_per_multi_processor: int
+    shared_memory: int  # bytes of a multiprocessor
+    clock: int  # kHz, at most
+    memory_clock: int  # kHz
+    memory_bus: int  # bits
+
+
+def _rates(
+    float32: float, float16: float, float64: float, tf32: float, bfloat16: float
+) -> dict[str, float]:
+    return {
+        "float64": float64,
+        "float32": float32,
+        "tf32": tf32,
+        "float16": float16,
+        "bfloat16": bfloat16,
+    }
+
+
+CARDS = {
+    "T4": Card(
+        name="Tesla T4",
+        total_memory=int(14.74 * GIB),
+        capability=(7, 5),
+        multi_processors=40,
+        flops=_rates(8.1e12, 65e12, 0.25e12, 8.1e12, 8.1e12),
+        memory_bandwidth=320e9,
+        pcie_bandwidth=16e9,
+        nvlink_bandwidth=0,
+        l2_cache=4 * MIB,
+        threads_per_multi_processor=1024,
+        shared_memory=64 * KIB,
+        clock=1_590_000,
+        memory_clock=5_001_000,
+        memory_bus=256,
+    ),
+    "A100": Card(
+        name="NVIDIA A100-SXM4-80GB",
+        total_memory=int(79.25 * GIB),
+        capability=(8, 0),
+        multi_processors=108,
+        flops=_rates(19.5e12, 312e12, 19.5e12, 156e12, 312e12),
+        memory_bandwidth=2039e9,
+        pcie_bandwidth=32e9,
+        nvlink_bandwidth=300e9,
+        l2_cache=40 * MIB,
+        threads_per_multi_processor=2048,
+        shared_memory=164 * KIB,
+        clock=1_410_000,
+        memory_clock=1_593_000,
+        memory_bus=5120,
+    ),
+    "H100": Card(
+        name="NVIDIA H100 80GB HBM3",
+        total_memory=int(79.19 * GIB),
+        capability=(9, 0),
+        multi_processors=132,
+        flops=_rates(67e12, 989.4e12, 67e12, 494.7e12, 989.4e12),
+        memory_bandwidth=3350e9,
+        pcie_bandwidth=64e9,
+        nvlink_bandwidth=450e9,
+        l2_cache=50 * MIB,
+        threads_per_multi_processor=2048,
+        shared_memory=228 * KIB,
+        clock=1_980_000,
+        memory_clock=2_619_000,
+        memory_bus=5120,
+    ),
+    "H200": Card(
+        name="NVIDIA H200",
+        total_memory=int(139.81 * GIB),
+        capability=(9, 0),
+        multi_processors=132,
+        flops=_rates(67e12, 989.4e12, 67e12, 494.7e12, 989.4e12),
+        memory_bandwidth=4800e9,
+        pcie_bandwidth=64e9,
+        nvlink_bandwidth=450e9,
+        l2_cache=60 * MIB,
+        threads_per_multi_processor=2048,
+        shared_memory=228 * KIB,
+        clock=1_980_000,
+        memory_clock=3_201_000,
+        memory_bus=6144,
+    ),
+}
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+
+
+def find_card(name: str) -> Card:
+    """The card of that name, in any case.
+
+    Raises:
+        ValueError: for a name that is not in the table; the message lists them.
+    """
+    card = CARDS.get(str(name).upper())
+    if card is None:
+        raise ValueError(f"unknown card {name!r}; choose one of {', '.join(CARDS)}")
+    return card
+
+
+def parse_memory(size: int | str) -> int:
+    """Bytes in `size`: a number of bytes, or text such as "512MB" or "1.5 GiB".
+
+    As everywhere in PyTorch, MB and MiB both mean 1024 * 1024 bytes.
+
+    Raises:
+        ValueError: for what is not a size, and for less than 1 MiB.
+    """
+    if not isinstance(size, (int, str)):
+        raise ValueError(f'cannot read {size!r} as memory; write "512MB" or "16GB"')
+    if isinstance(size, str):
+        match = _SIZE.fullmatch(size.strip())
+        if not match:
+            raise ValueError(f'cannot read {size!r} as memory; write "512MB" or "16GB"')
+        unit = 1024 ** " KMGT".index(match[2].upper() or " ")
+        size = int(float(match[1]) * unit)
+    if size < MIB:
+        raise ValueError(f"{size} bytes is too little memory for a GPU (at least 1 MB)")
+    return size
+
+
+def show_bytes(size: int) -> str:
+    """`size` as PyTorch's allocator writes it: "512.00 MiB", but "1024.00 MiB"."""
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if size > unit:
+            return f"{size / unit:.2f} {name}"
+    return f"{size} bytes"

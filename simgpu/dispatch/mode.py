@@ -1,0 +1,56 @@
+"""The dispatch mode: sees every operation below autograd and makes a `Call` of it."""
+
+import contextlib
+
+import torch
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from simgpu import runtime as state
+from simgpu.dispatch.call import Call
+from simgpu.dispatch.function_mode import FunctionMode
+from simgpu.dispatch.operation import operation_of
+
+_active_mode = torch._C._get_dispatch_mode
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+_PLAIN = torch.Tensor.__torch_dispatch__
+_NO_KWARGS: dict = {}  # never changed: who has other arguments makes a new one
+
+
+class DispatchMode(TorchDispatchMode):
+    """Runs each operation on the simulated GPU of its tensors. One for each thread."""
+
+    def __init__(self, runtime: state.Runtime):
+        super().__init__()
+        self.runtime = runtime
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: the wrapper would import torch._dynamo and slow every operation."""
+        return False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        __tracebackhide__ = True  # notebooks then show the learner's lines only
+        if self.runtime is not state.running:  # this thread has outlived its runtime
+            if state.running is None:
+                return func(*args, **(kwargs or {}))
+            self.runtime = state.running
+        if _active_mode(_FAKE) is not None:  # nothing is computed: pass it through
+            return func(*args, **(kwargs or {}))
+        for kind in types:
+            if kind.__torch_dispatch__ is not _PLAIN:
+                return NotImplemented  # tensor subclasses unwrap themselves first
+        operation = operation_of(func)
+        call = Call(self.runtime, operation, func, args, kwargs or _NO_KWARGS)
+        return operation.run(call)
+
+
+@contextlib.contextmanager
+def modes_in_this_thread(runtime: state.Runtime):
+    """Modes are per thread: enter them, unless this thread has."""
+    stack = _python_dispatch._get_current_dispatch_mode_stack()
+    if any(isinstance(mode, DispatchMode) for mode in stack):
+        yield
+    else:
+        with FunctionMode(runtime), DispatchMode(runtime):
+            yield

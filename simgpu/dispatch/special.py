@@ -1,0 +1,129 @@
+"""Operations that are not run in the usual way: indexing, packed sequences, lists.
+
+Factories and copies have files of their own.
+"""
+
+import torch
+
+from simgpu.dispatch.call import Call
+from simgpu.dispatch.copies import log_copy
+from simgpu.dispatch.cpp_tensors import is_of_this_call
+from simgpu.dispatch.errors import scalar_type_name
+from simgpu.dispatch.mode import DispatchMode
+from simgpu.dispatch.operation import handles
+from simgpu.dispatch.placement import gpu_of, place_all, tensors_in
+from simgpu.errors import NotSimulated
+
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_CONJUGATE = torch._C.DispatchKey.Conjugate
+_NEGATIVE = torch._C.DispatchKey.Negative
+_CPU_KERNEL = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+_ON_HOST_OR_SAME = (
+    "indices should be either on cpu or on the same device as the indexed tensor ({})"
+)
+
+
+@handles("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index")
+def index(call: Call):
+    """`x[i, j]`: indices may be on the host; the rest must agree."""
+    __tracebackhide__ = True
+    gpu = gpu_of(call.tensors[0])
+    indices = [tensor for tensor in call.args[1] if tensor is not None]
+    for tensor in indices:
+        its = gpu_of(tensor)
+        if its is not None and its is not gpu:
+            device = gpu.device if gpu else "cpu"
+            raise RuntimeError(_ON_HOST_OR_SAME.format(device))
+    rest = [t for t in call.tensors if not any(t is tensor for tensor in indices)]
+    if gpu is not None:
+        for tensor in indices:
+            if gpu_of(tensor) is None and not is_of_this_call(call.runtime, tensor):
+                log_copy(None, gpu, tensor.numel() * tensor.element_size())
+    call.with_tensors(rest).common_gpu()
+    is_mask = [tensor.dtype in (torch.bool, torch.uint8) for tensor in indices]
+    if gpu is not None and any(is_mask):  # the host must know how many it selects
+        log_copy(gpu, None, 8)
+    return call.run_on(gpu)
+
+
+@handles("foreach")
+def foreach(call: Call):
+    """`torch._foreach_*` takes lists; each position may be on its own device."""
+    __tracebackhide__ = True
+    gpus = {gpu_of(tensor) for tensor in call.tensors}
+    if len(gpus) == 1:
+        return call.run_on(gpus.pop())
+    if call.operation.name == "_foreach_copy_":  # the one that may cross devices
+        for target, source in zip(call.args[0], call.args[1], strict=True):
+            target.copy_(source)
+        return None
+    lists = [value for value in call.args if _is_list_of_tensors(value)]
+    length, results = len(lists[0]), []
+    for i in range(length):
+        args = [[v[i]] if _has_length(v, length) else v for v in call.args]
+        one = call.with_tensors(tensors_in(args))
+        one.args = args
+        out = one.run_on(one.common_gpu())
+        results += out if isinstance(out, (list, tuple)) else []
+    return results or None
+
+
+def _is_list_of_tensors(value) -> bool:
+    return isinstance(value, (list, tuple)) and bool(tensors_in((value,)))
+
+
+def _has_length(value, length: int) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) == length
+
+
+@handles("_pack_padded_sequence")
+def pack_padded_sequence(call: Call):
+    """Lengths and batch sizes stay on the host, as on CUDA."""
+    data, lengths = call.tensors
+    gpu = gpu_of(data)
+    if gpu_of(lengths) is not None:
+        raise RuntimeError(
+            "'lengths' argument should be a 1D CPU int64 tensor, but got "
+            f"{lengths.dim()}D {gpu_of(lengths).device} {scalar_type_name(lengths)} "
+            "tensor"
+        )
+    packed, batch_sizes = call.func(*call.args, **call.kwargs)
+    if gpu is not None:
+        blocks = place_all([packed], gpu)
+        if call.is_logged():
+            call.tensors = [data]
+            call.log(gpu, packed, [packed], blocks)
+    return packed, batch_sizes
+
+
+@handles("_linalg_check_errors")
+def check_errors(call: Call):
+    """The host reads whether a decomposition went well, and so waits."""
+    gpu = gpu_of(call.tensors[0])
+    if gpu is not None:
+        log_copy(gpu, None, 4 * call.tensors[0].numel())
+    return call.func(*call.args, **call.kwargs)
+
+
+@handles("record_stream")
+def record_stream(call: Call):
+    raise NotSimulated("record_stream called from C++")
+
+
+@handles("composite")
+def decompose(call: Call):
+    """Inference mode sends composite operations whole: see their parts."""
+    with DispatchMode(call.runtime), _including(_CONJUGATE), _including(_NEGATIVE):
+        return call.func._op_dk(_COMPOSITE, *call.args, **call.kwargs)
+
+
+@handles("python kernel")
+def run_python_kernel(call: Call):
+    """A custom operation: the simulator must see what its Python code does."""
+    with DispatchMode(call.runtime), _including(_CONJUGATE), _including(_NEGATIVE):
+        return call.func.redispatch(_CPU_KERNEL, *call.args, **call.kwargs)
+
+
+def _including(key):
+    """A mode may run with this key off, and then a lazy `conj()` would be lost."""
+    return torch._C._SetExcludeDispatchKeyGuard(key, False)

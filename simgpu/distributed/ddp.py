@@ -1,0 +1,62 @@
+"""`DistributedDataParallel`: what its C++ makes is on the GPU of the replica."""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from simgpu import runtime
+from simgpu.dispatch.placement import gpu_of
+from simgpu.errors import NotSimulated
+
+
+@contextlib.contextmanager
+def _cpp_tensors_on(gpu) -> Iterator[None]:
+    """What C++ makes inside, such as the reducer's buckets, is on `gpu`."""
+    thread = runtime.current().thread
+    before, thread.gpu_of_cpp_tensors = thread.gpu_of_cpp_tensors, gpu
+    try:
+        yield
+    finally:
+        thread.gpu_of_cpp_tensors = before
+
+
+def on_replica(name: str):
+    """A method of DDP in which C++ makes tensors that go with the replica."""
+    raw = getattr(DistributedDataParallel, name)
+
+    @functools.wraps(raw)
+    def method(ddp, *args, **kwargs):
+        __tracebackhide__ = True
+        replica = ddp
+        if name == "__init__":
+            replica = kwargs.get("module", args[0] if args else None)
+            _check_replica(replica)
+        with _cpp_tensors_on(_gpu_of_module(replica)):
+            return raw(ddp, *args, **kwargs)
+
+    return method
+
+
+def _gpu_of_module(module):
+    if not isinstance(module, torch.nn.Module):
+        return None  # DDP will say so
+    first = next(module.parameters(), None)
+    return None if first is None else gpu_of(first)
+
+
+def _check_replica(module) -> None:
+    """The reducer's buckets would be on one GPU.
+
+    Raises:
+        NotSimulated: for a module on several.
+    """
+    if isinstance(module, torch.nn.Module):
+        gpus = {gpu_of(parameter) for parameter in module.parameters()}
+        if len(gpus - {None}) > 1:
+            raise NotSimulated(
+                "DistributedDataParallel of a module on several GPUs",
+                "Give each rank one.",
+            )

@@ -1,0 +1,41 @@
+"""Which lines of a stack are the learner's own, and how to show them.
+
+Standard library only, because ranks use it before PyTorch is there.
+"""
+
+import linecache
+import os
+import sysconfig
+from pathlib import Path
+
+_FOREIGN = [
+    *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")},
+    str(Path(__file__).parent) + os.sep,
+    "<frozen",
+    "<string>",
+]
+CELL = "<ranks cell"  # how the file name of a `%%ranks` cell begins
+
+
+def add_foreign(folder: Path) -> None:
+    """Whatever is in `folder` is not the learner's either."""
+    if (path := str(folder) + os.sep) not in _FOREIGN:
+        _FOREIGN.append(path)
+
+
+def is_learners(filename: str) -> bool:
+    """Whether a file is neither Python's, nor a package's, nor the course's."""
+    packages = {"site-packages", "dist-packages"} & set(Path(filename).parts)
+    return not packages and not filename.startswith(tuple(_FOREIGN))
+
+
+def shown(filename: str) -> str:
+    """The name of a file, the same on every machine if it is a notebook's cell."""
+    if filename.startswith(CELL):
+        return "this cell"
+    return "this notebook" if "ipykernel_" in filename else filename
+
+
+def text(filename: str, line: int) -> str:
+    """What stands in a line, as far as it is known."""
+    return linecache.getline(filename, line).strip()

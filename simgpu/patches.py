@@ -1,0 +1,320 @@
+"""All of PyTorch and Python that is replaced while GPUs are simulated, in one table.
+
+`table(runtime)` lists it; `startup.start()` applies it and `stop()` undoes it. Nothing
+is replaced anywhere else, but for the kernels of `torch.autocast` (`api/autocast.py`).
+Operations of PyTorch are not replaced: the dispatch mode sees them (`dispatch/`).
+"""
+
+import multiprocessing.spawn
+import threading
+from concurrent.futures import Future
+from concurrent.futures.thread import _WorkItem
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
+
+import torch
+import torch.accelerator.memory
+import torch.cuda.nccl
+import torch.cuda.nvtx
+import torch.nn.parallel._functions
+import torch.utils.dlpack
+from torch.autograd.function import BackwardCFunction
+from torch.distributed import constants, distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.storage import UntypedStorage, _StorageBase
+
+from simgpu.api import (
+    asking,
+    autocast,
+    autograd,
+    data_parallel,
+    devices,
+    events,
+    functions,
+    making,
+    memory,
+    moving,
+    naming,
+    nvtx,
+    random_generators,
+    refused,
+    storages,
+    streams,
+    tensor_memory,
+    tensor_types,
+    threads,
+)
+from simgpu.api.asking import Property
+from simgpu.api.patch import Patch, patches
+from simgpu.distributed import children, collectives, ddp, groups
+
+MOST_GPUS = 64
+
+
+def table(runtime) -> list[Patch]:
+    """Every replacement, for the runtime that is about to start."""
+    answered = [*_tensors(), *_torch(), *_cuda(runtime), *_threads(), *_distributed()]
+    return [*answered, *_refused(answered)]
+
+
+def _tensors() -> list[Patch]:
+    """Methods of tensors and storages."""
+    return [
+        *patches(
+            torch.Tensor, "moves between simulated devices",
+            to=moving.to, cuda=moving.cuda, cpu=moving.cpu, copy_=moving.copy_,
+            type_as=moving.type_as, __setitem__=moving.setitem,
+        ),
+        *patches(
+            torch.Tensor, "C++ knows a CPU tensor; the device is on its storage",
+            device=Property(asking.device_of), is_cuda=Property(asking.is_cuda),
+            is_cpu=Property(asking.is_cpu), get_device=asking.get_device,
+            type=asking.type_of, __repr__=asking.represent,
+        ),
+        *patches(
+            torch.Tensor, "C++ sees two CPU tensors and compares no devices",
+            grad=Property(asking.get_grad, asking.set_grad, asking.delete_grad),
+        ),
+        *patches(
+            torch.Tensor, "a GPU tensor must be copied before it leaves PyTorch",
+            numpy=tensor_memory.numpy, tolist=tensor_memory.tolist,
+            __dlpack__=tensor_memory.dlpack,
+            __dlpack_device__=tensor_memory.dlpack_device,
+            __cuda_array_interface__=Property(tensor_memory.cuda_array_interface),
+        ),
+        *patches(
+            torch.utils.dlpack, "a simulated GPU has no memory to share",
+            to_dlpack=tensor_memory.to_dlpack,
+        ),
+        *patches(
+            torch.Tensor, "memory is simulated: addresses, pinning, streams, sharing",
+            pin_memory=tensor_memory.pin_memory, is_pinned=tensor_memory.is_pinned,
+            record_stream=tensor_memory.record_stream,
+            data_ptr=tensor_memory.data_ptr,
+            share_memory_=tensor_memory.share_memory_,
+            is_shared=tensor_memory.is_shared,
+        ),
+        *patches(torch.Tensor, "builds its result in C++", new=making.new),
+        *patches(
+            torch.Tensor, "builds its result in C++", "both",
+            new_tensor=making.new_tensor,
+        ),
+        *patches(
+            torch.Tensor, "CUDA wants the indices on the host", "call",
+            tensor_split=functions.tensor_split,
+        ),
+        *patches(
+            UntypedStorage, "the device and the memory are simulated",
+            device=Property(storages.device), data_ptr=storages.data_ptr,
+            resize_=storages.resize_, _share_cuda_=storages.share_cuda,
+        ),
+        *patches(
+            _StorageBase, "copies of GPU memory",
+            clone=storages.clone, cpu=storages.cpu, cuda=storages.cuda, to=storages.to,
+        ),
+    ]  # fmt: skip
+
+
+def _torch() -> list[Patch]:
+    """Functions of torch, of autograd and of what they call in C++."""
+    return [
+        *patches(
+            torch, "builds its result in C++", "both",
+            tensor=making.tensor, as_tensor=making.as_tensor, asarray=making.asarray,
+            **making.sparse_factories,
+        ),
+        *patches(torch, "asks no mode what its device means", range=making.range),
+        *patches(
+            torch, "asks C++ for the device", "both", get_device=asking.get_device
+        ),
+        *patches(
+            torch, "torch.device(1) asks C++ for an accelerator", "call",
+            device=naming.new_device,
+        ),
+        *patches(
+            torch, "CUDA wants the indices on the host", "call",
+            tensor_split=functions.tensor_split,
+        ),
+        *patches(
+            torch, "CUDA reads the lengths on the host", ctc_loss=functions.ctc_loss
+        ),
+        *patches(
+            torch, "old names that mean a device",
+            set_default_tensor_type=tensor_types.set_default_tensor_type,
+            **tensor_types.tensor_types(torch, on_gpu=False),
+        ),
+        *patches(
+            torch.cuda, "old names that mean a device",
+            **tensor_types.tensor_types(torch.cuda, on_gpu=True),
+        ),
+        *patches(
+            torch._C._nn, "Module.to(1) asks C++ for an accelerator", "both",
+            _parse_to=moving.parse_module_to,
+        ),
+        *patches(
+            torch._C, "optimizers group tensors by device",
+            _group_tensors_by_device_and_dtype=functions.group_by_device_and_dtype,
+        ),
+        *patches(
+            torch.autograd, "the engine compares the devices of gradients",
+            _engine_run_backward=autograd.run_backward,
+        ),
+        *patches(
+            torch.autograd.Function, "its node must know where its tensors are",
+            apply=classmethod(autograd.apply_function),
+        ),
+        *patches(
+            BackwardCFunction, "the engine makes and compares its gradients",
+            apply=autograd.apply_backward,
+        ),
+        *patches(
+            torch, "autocast for CUDA needs kernels and a cache",
+            set_autocast_enabled=autocast.set_enabled,
+            clear_autocast_cache=autocast.clear_cache,
+        ),
+        # a CUDA build would make a real CUDA tensor beside the first fake one
+        *patches(
+            torch._subclasses.fake_tensor, "there is no CUDA context",
+            init_gpu_context=lambda device: None,
+        ),
+    ]  # fmt: skip
+
+
+def _cuda(runtime) -> list[Patch]:
+    """torch.cuda, torch.accelerator, and what they ask of C++."""
+    random = {
+        name: getattr(random_generators, name)
+        for name in ("manual_seed", "manual_seed_all", "seed", "seed_all",
+                     "initial_seed", "get_rng_state", "get_rng_state_all",
+                     "set_rng_state", "set_rng_state_all")
+    }  # fmt: skip
+    same_stream_classes = {"Stream": streams.CudaStream, "Event": events.CudaEvent}
+    return [
+        *patches(
+            torch.cuda, "which GPUs there are",
+            is_available=devices.is_available, device_count=devices.device_count,
+            get_device_name=devices.get_device_name,
+            get_device_capability=devices.get_device_capability,
+            get_device_properties=devices.get_device_properties,
+            can_device_access_peer=devices.can_device_access_peer,
+            get_arch_list=devices.get_arch_list,
+            is_bf16_supported=devices.is_bf16_supported,
+        ),
+        *patches(
+            torch.cuda, "which GPU is current",
+            current_device=devices.current_device, set_device=devices.set_device,
+            _exchange_device=devices.exchange_device,
+            _maybe_exchange_device=devices.exchange_device,
+        ),
+        *patches(
+            torch.cuda, "there is no CUDA to initialise",
+            init=devices.init, _lazy_init=devices.init,
+            is_initialized=devices.is_initialized,
+            _is_in_bad_fork=devices.is_in_bad_fork,
+            _initialized=True,  # checkpoints ask, to keep random states
+        ),
+        *patches(torch.cuda.memory, "there is no CUDA", _lazy_init=devices.init),
+        *patches(torch.cuda, "waits in simulated time",
+                 synchronize=devices.synchronize),
+        *patches(torch.cuda, "memory is counted", mem_get_info=memory.mem_get_info),
+        *patches(torch.cuda.memory, "memory is counted",
+                 mem_get_info=memory.mem_get_info),
+        *patches(torch._C, "memory is counted", **memory.C_FUNCTIONS),
+        *patches(torch.cuda, "random numbers of each GPU", **random,
+                 default_generators=runtime.generators),
+        *patches(torch.cuda.random, "random numbers of each GPU", **random),
+        *patches(torch, "random numbers of each GPU",
+                 Generator=random_generators.Generator),
+        *patches(torch, "streams are simulated",
+                 Stream=streams.Stream, Event=events.Event),
+        *patches(torch.cuda, "streams are simulated", **same_stream_classes,
+                 current_stream=streams.current_stream,
+                 default_stream=streams.default_stream, set_stream=streams.set_stream),
+        *patches(torch.cuda.streams, "streams are simulated", **same_stream_classes),
+        *patches(torch.cuda, "there are no CUDA graphs",
+                 is_current_stream_capturing=lambda: False),
+        *patches(torch.cuda.nvtx, "there is no profiler", _nvtx=nvtx.Nvtx()),
+        *patches(torch.backends.cuda, "programs ask", is_built=lambda: True),
+        *patches(torch.backends.cudnn, "the CPU's kernels run",
+                 is_acceptable=lambda tensor: False),
+        *patches(
+            torch.accelerator, "the accelerator is the simulated GPU",
+            is_available=devices.is_available, device_count=devices.device_count,
+            current_accelerator=devices.current_accelerator,
+            current_device_index=devices.current_device,
+            current_device_idx=devices.current_device,
+            set_device_index=devices.set_device, set_device_idx=devices.set_device,
+            device_index=devices.device_index, synchronize=devices.synchronize,
+            get_memory_info=memory.mem_get_info,
+            current_stream=streams.accelerator_stream, set_stream=streams.set_stream,
+        ),
+        *patches(torch.accelerator.memory, "memory is counted",
+                 get_memory_info=memory.mem_get_info),
+        *patches(torch._C, "nn.DataParallel's copies between GPUs",
+                 **data_parallel.C_FUNCTIONS),
+        *patches(torch.cuda.nccl, "copies stand for NCCL in one process",
+                 is_available=lambda tensors: False, version=groups.nccl_version),
+        *patches(torch.nn.parallel._functions, "one stream for each GPU",
+                 _streams=[None] * MOST_GPUS),
+    ]  # fmt: skip
+
+
+def _threads() -> list[Patch]:
+    """Threads see the GPUs, and each has a time of its own."""
+    return [
+        *patches(
+            threading.Thread, "modes and simulated time are per thread",
+            start=threads.start, join=threads.join, _bootstrap_inner=threads.run_thread,
+        ),
+        *patches(
+            _WorkItem, "threads of a pool may be older than the simulator",
+            __init__=threads.new_item, run=threads.run_item,
+        ),
+        *patches(
+            Future, "who asks for a result is at least as late as it",
+            set_result=threads.set_result, set_exception=threads.set_exception,
+            result=threads.result, exception=threads.exception,
+        ),
+    ]  # fmt: skip
+
+
+def _distributed() -> list[Patch]:
+    """torch.distributed and multiprocessing."""
+    # PyTorch's own time limit, where it is built with NCCL
+    limit = {"default_pg_nccl_timeout": timedelta(minutes=10)}
+    return [
+        *patches(
+            distributed_c10d, "gloo carries the values for NCCL",
+            _new_process_group_helper=groups.new_group,
+            _get_object_coll_device=groups.object_device,
+            is_nccl_available=lambda: True, **limit,
+        ),
+        *patches(constants, "gloo carries the values for NCCL", **limit),
+        *patches(torch.distributed, "gloo carries the values for NCCL",
+                 is_nccl_available=lambda: True),
+        *patches(DeviceMesh, "not simulated yet", __init__=groups.init_mesh),
+        *patches(torch._C.Future, "gloo's threads have no modes",
+                 then=collectives.then),
+        *patches(torch._C._distributed_c10d.Work, "gloo copies out of a buffer",
+                 wait=collectives.wait),
+        *patches(
+            DistributedDataParallel, "its reducer makes tensors in C++",
+            **{name: ddp.on_replica(name)
+               for name in ("__init__", "_pre_forward", "_post_forward")},
+        ),
+        *patches(multiprocessing.spawn, "children have the same GPUs",
+                 get_preparation_data=children.preparation_data),
+        *patches(BaseProcess, "a child with gloo must not abort at its end",
+                 _bootstrap=children.bootstrap),
+    ]  # fmt: skip
+
+
+def _refused(answered: list[Patch]) -> list[Patch]:
+    """What has no answer raises NotSimulated and names the call."""
+    families = (torch.cuda, torch.accelerator)
+    known = {(p.owner.__name__, p.name) for p in answered if p.owner in families}
+    return [
+        Patch(owner, name, new, "not simulated")
+        for owner, name, new in refused.unanswered(known, memory.KEPT)
+    ]

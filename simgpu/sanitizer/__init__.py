@@ -1,0 +1,1 @@
+"""Races between streams, found by PyTorch's own stream sanitizer."""

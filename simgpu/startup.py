@@ -1,0 +1,222 @@
+"""Starts and stops the simulated GPUs of this process."""
+
+import os
+import threading
+
+import torch
+from torch.overrides import _len_torch_function_stack, _pop_mode, _push_mode
+from torch.utils import _python_dispatch
+
+from simgpu import patches
+from simgpu import runtime as state
+from simgpu.api import autocast, random_generators
+from simgpu.api.patch import Patches
+from simgpu.device.cards import find_card, parse_memory
+from simgpu.dispatch import (  # noqa: F401 - the files register what runs operations
+    copies,
+    factories,
+    special,
+    sync_batch_norm,
+)
+from simgpu.dispatch.function_mode import FunctionMode
+from simgpu.dispatch.mode import DispatchMode
+from simgpu.runtime import Request, Runtime
+from simgpu.sanitizer.sanitizer import MODES
+from simgpu.timing.timeline import Timeline
+
+MOST_GPUS = patches.MOST_GPUS
+
+
+def start(
+    number: int = 4, card: str = "A100", memory=None, *, honour_visible: bool = False,
+    races: str = "raise",
+) -> None:  # fmt: skip
+    """Give this process `number` simulated GPUs.
+
+    Starting again with the same arguments changes nothing. A thread that was running
+    before, other than a pool's of `concurrent.futures`, does not see the GPUs. Should
+    it fail, nothing of PyTorch stays replaced.
+
+    Args:
+        number: 1 to 64.
+        card: "T4", "A100", "H100" or "H200".
+        memory: of each card, in bytes or as text ("512MB"); None is all it has.
+        honour_visible: whether CUDA_VISIBLE_DEVICES hides some of them, as it does
+            in a new process on a real machine.
+        races: what happens where two streams use the same memory in no order: "raise"
+            an error; or "show": the read returns what the memory held before.
+
+    Raises:
+        ValueError: for a number, card, memory or way with races that cannot be.
+        RuntimeError: if other GPUs are simulated already, if CUDA is in use for real,
+            or outside the main thread.
+
+    Taught in 00-start-here.
+    """
+    request = check_request(number, card, memory, races)
+    _check_thread("start")
+    if state.running is not None:
+        if state.running.request == request:
+            return
+        raise RuntimeError(
+            f"{state.running.request.number} simulated GPUs are running; call "
+            "simgpu.stop() before you start others"
+        )
+    if torch.cuda.is_initialized():
+        raise RuntimeError(
+            "CUDA is in use for real in this process; simulate in a fresh one "
+            "(restart the kernel)"
+        )
+    runtime = Runtime(request, honour_visible)
+    random_generators.give_generators(runtime)
+    runtime.patches = Patches()
+    state.running = runtime
+    try:
+        _enter(runtime)
+    except BaseException:
+        _exit(runtime)
+        raise
+
+
+def _enter(runtime: Runtime) -> None:
+    """Replace what is in the table, and enter the modes."""
+    runtime.patches.apply(patches.table(runtime))
+    runtime.functions = runtime.patches.functions
+    runtime.modes = (FunctionMode(runtime), DispatchMode(runtime))
+    for mode in runtime.modes:
+        mode.__enter__()
+    autocast.start()
+
+
+def stop() -> None:
+    """Take the simulated GPUs away and restore all that `start()` replaced.
+
+    Tensors that lived on them go on as CPU tensors. Does nothing if none is running.
+    One thing stays: PyTorch's C++ remembers that CUDA was initialised, so that
+    `torch.zeros(1, device="cuda")` still fails, but in other words than before.
+
+    Raises:
+        RuntimeError: outside the main thread.
+    """
+    _check_thread("stop")
+    if state.running is not None:
+        _exit(state.running)
+
+
+def _exit(runtime: Runtime) -> None:
+    """Undo what `_enter` did, or as much of it as was done."""
+    try:
+        _leave_modes(runtime)
+    finally:
+        runtime.patches.undo()
+        for gpu in runtime.gpus:
+            gpu.alive = False
+        state.running = None
+
+
+def _leave_modes(runtime: Runtime) -> None:
+    """The thread has no mode of ours, and no default device that is simulated."""
+    if torch.get_default_device().type == "cuda":
+        torch.set_default_device(None)
+    if runtime.modes:
+        function_mode, dispatch_mode = runtime.modes
+        _remove(function_mode, _len_torch_function_stack, _pop_mode, _push_mode)
+        _remove(
+            dispatch_mode,
+            _python_dispatch._len_torch_dispatch_stack,
+            _python_dispatch._pop_mode,
+            _python_dispatch._push_mode,
+        )
+    autocast.stop(runtime)
+
+
+def _remove(mode, length, pop, push) -> None:
+    """Remove `mode` from its stack, wherever other modes have left it."""
+    above = []
+    while length():
+        top = pop()
+        if top is mode:
+            break
+        above.append(top)
+    for other in reversed(above):
+        push(other)
+
+
+def _check_thread(action: str) -> None:
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError(f"{action} the simulated GPUs from the main thread")
+
+
+def check_request(number: int, card: str, memory, races: str = "raise") -> Request:
+    """What `start()` is asked for, as a `Request`.
+
+    Raises:
+        ValueError: for a number, card, memory or way with races that cannot be.
+    """
+    if races not in MODES:
+        raise ValueError(f"races={races!r}; use one of {', '.join(MODES)}")
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise ValueError(f"the number of GPUs must be a whole number, not {number!r}")
+    if not 1 <= number <= MOST_GPUS:
+        raise ValueError(f"{number} GPUs cannot be simulated; choose 1 to {MOST_GPUS}")
+    found = find_card(card)
+    total = found.total_memory if memory is None else parse_memory(memory)
+    if total > found.total_memory:
+        raise ValueError(f"a {card} does not have {memory} of memory")
+    return Request(number, found, total, races)
+
+
+def request() -> Request | None:
+    """What the GPUs that are running were asked for; None if there are none."""
+    return None if state.running is None else state.running.request
+
+
+def is_running() -> bool:
+    """Whether GPUs are simulated in this process, visible or not."""
+    return state.running is not None
+
+
+def count() -> int:
+    """How many simulated GPUs the program sees, as `torch.cuda.device_count()` says.
+
+    0 if none is running, and where CUDA_VISIBLE_DEVICES hides them all.
+    """
+    return 0 if state.running is None else state.running.count()
+
+
+def installed() -> int:
+    """How many simulated GPUs the machine has, whatever CUDA_VISIBLE_DEVICES hides."""
+    return 0 if state.running is None else state.running.request.number
+
+
+def host_busy(seconds: float, what: str = "busy") -> None:
+    """Let the simulated host do something else for so long, such as loading a batch.
+
+    Its clock counts launches and waits, and no Python; this moves it on. Work that was
+    launched before goes on meanwhile. The timeline shows `what` in the host's lane.
+
+    Raises:
+        RuntimeError: if the simulator is not running.
+        ValueError: for negative seconds.
+    """
+    if not seconds >= 0:
+        raise ValueError(f"the host cannot be busy for {seconds} seconds")
+    state.current().clock.busy(seconds, what)
+
+
+def timeline() -> Timeline:
+    """The log of what ran on the simulated GPUs; it draws itself in a notebook.
+
+    Raises:
+        RuntimeError: if the simulator is not running.
+    """
+    return Timeline(state.current().clock)
+
+
+def _after_fork() -> None:
+    if state.running is not None:
+        state.running.after_fork()
+
+
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_after_fork)

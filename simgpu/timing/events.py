@@ -1,0 +1,36 @@
+"""What the clock writes down: kernels, copies, waits, and positions in streams."""
+
+from typing import NamedTuple
+
+
+class Event(NamedTuple):
+    """One thing that ran: a kernel on a GPU, or a copy to or from one."""
+
+    kind: str  # "kernel" or "copy"
+    name: str  # the operation: "addmm"; for a copy "cpu to cuda:1"
+    device: str  # whose stream it ran on
+    start: float  # simulated seconds since the simulator started
+    end: float
+    nbytes: int  # bytes read and written, or copied
+    flops: int
+    source: str = ""  # of a copy
+    target: str = ""
+    stream: int = 0  # number of the stream on its device; 0 is the default one
+    launched: float = 0.0  # when the host launched it
+    source_stream: int = 0  # of a copy between GPUs: the stream that it held up there
+
+
+class Wait(NamedTuple):
+    """A time in which the host waited, or was busy with something else."""
+
+    name: str  # "wait for cuda:0", "pin", or what `host_busy` was told
+    start: float
+    end: float
+
+
+class StreamPosition(NamedTuple):
+    """A point in the work of a stream: what CUDA's event record remembers."""
+
+    time: float  # simulated seconds at which all work before it is done
+    number: int  # names it
+    clock: object  # the `Clock` whose time it is

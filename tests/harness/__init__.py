@@ -1,0 +1,11 @@
+"""How notebooks are run as tests: loaded by the conftest.py at the root, in every run.
+
+notebooks.py  the pytest plugin: cells as tests, outputs compared, the end of a run
+kernels.py    one kernel
+processes.py  all processes of a kernel: what they see, how they are found and ended
+budgets.py    what a notebook may take, and what it took
+usage.py      memory and sockets of its processes, sampled
+files.py      files that it wrote or left
+
+small_course.py has the notebooks on which all this is tested.
+"""

@@ -1,0 +1,89 @@
+"""Files that a notebook wrote, and shared memory that it left: Linux only."""
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+# where two processes may leave memory that they shared
+SHARED_MEMORY = Path("/dev/shm")
+# what others write in a repository while tests run: git, caches, editors
+PASSED_OVER = (
+    ".git", ".hypothesis", ".ipynb_checkpoints", ".pytest_cache", ".ruff_cache",
+    ".venv", ".virtual_documents", "__pycache__",
+)  # fmt: skip
+# what IPython and matplotlib keep in a home folder, whatever a notebook does
+KEPT_AT_HOME = (".ipython", ".cache/matplotlib", ".config/matplotlib")
+
+
+def files(folder: str | Path) -> dict[str, tuple[int, int]]:
+    """Returns when each file under a folder was written, and its bytes, by path."""
+    try:
+        entries = list(os.scandir(folder))
+    except FileNotFoundError:  # it has gone meanwhile
+        return {}
+    found = {}
+    for entry in entries:
+        if entry.name in PASSED_OVER:
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            found |= files(entry.path)
+            continue
+        with contextlib.suppress(FileNotFoundError):
+            status = entry.stat(follow_symlinks=False)
+            found[entry.path] = (status.st_mtime_ns, status.st_size)
+    return found
+
+
+def files_at_home(home: Path) -> dict[str, tuple[int, int]]:
+    """Returns the same of the home folder of notebooks, less `KEPT_AT_HOME`."""
+    return {
+        path: written
+        for path, written in files(home).items()
+        if not path.removeprefix(f"{home}/").startswith(KEPT_AT_HOME)
+    }
+
+
+def changed(before: dict[str, tuple], after: dict[str, tuple]) -> list[str]:
+    """Returns the files that were written, made or removed."""
+    paths = sorted(before.keys() | after.keys())
+    return [path for path in paths if before.get(path) != after.get(path)]
+
+
+def unused(paths: list[str]) -> list[str]:
+    """Returns the files that are there and that no process has open or mapped."""
+    used = set()  # by inode: a semaphore is mapped under a name that it no longer has
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            for line in (process / "maps").read_bytes().splitlines():
+                device, inode = line.split()[3:5]
+                major, minor = (int(number, 16) for number in device.split(b":"))
+                used.add((os.makedev(major, minor), int(inode)))
+        with contextlib.suppress(OSError):
+            for link in os.scandir(process / "fd"):
+                used.add(_identity(link.path))
+    return [path for path in paths if _identity(path) not in used | {None}]
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    """Returns device and inode of a file; None if it has gone."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def still_unused(paths: list[str], seconds: float = 60) -> list[str]:
+    """Returns the files that stay unused.
+
+    A tensor in a queue, for example, is nobody's until it arrives.
+
+    Args:
+        paths: files that have appeared, of whatever process.
+        seconds: after which what is still there has been left behind.
+    """
+    late = time.monotonic() + seconds
+    while (paths := unused(paths)) and time.monotonic() < late:
+        time.sleep(0.1)
+    return paths

@@ -1,0 +1,106 @@
+"""What a notebook takes is measured, and what is too much is found."""
+
+import functools
+import os
+import re
+import uuid
+
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell
+
+from tests.harness import budgets, files, usage
+from tests.harness.small_course import LEAVES_A_SERVER
+
+pytest_plugins = ["pytester"]
+measured = pytest.mark.skipif(not usage.MEASURABLE, reason="read from /proc")
+ALLOWED = {
+    "peak": 1.1e9, "cpu": 30.0, "clock": 40.0, "others": 5.0, "left": [],
+    "sockets": [], "stores": ["a store"], "questions": ["a question"],
+    "uses_store": True, "files": [],
+}  # fmt: skip
+
+
+def test_what_is_allowed():
+    assert budgets.over(ALLOWED) == []
+    assert budgets.over({**ALLOWED, "clock": 500.0, "others": 450.0}) == []
+
+
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        ({"peak": 0}, "none of its processes was seen"),
+        ({"peak": 1.3e9}, "its processes had 1300 MB; 1200 MB is the most"),
+        ({"cpu": 500.0}, "computed for 500 s"),
+        ({"clock": 500.0}, "it took 500 s, 5 of them for others"),
+        ({"left": ["process 7: sleep"]}, "left running: process 7: sleep"),
+        ({"sockets": ["LISTEN 0.0.0.0"]}, "a socket not on loopback: LISTEN 0.0.0.0"),
+        ({"uses_store": False}, "asked a name server: a question"),
+        ({"files": ["a.txt"]}, "not in the temporary folder: a.txt"),
+    ],
+)
+def test_what_is_too_much(more, said):
+    (complaint,) = budgets.over({**ALLOWED, **more})
+    assert said in complaint
+
+
+@pytest.mark.parametrize(
+    "cell, uses",
+    [
+        (new_code_cell("words = ['-m', 'torch.distributed.run']"), True),
+        (new_code_cell("!torchrun a.py"), True),
+        (new_code_cell("store = TCPStore('127.0.0.1', port)"), True),
+        (new_code_cell("import torch.distributed"), False),
+        (new_markdown_cell("In practice: `torchrun`"), False),
+    ],
+)
+def test_only_code_that_uses_a_store_may_ask_a_name_server(cell, uses):
+    assert budgets.uses_store([new_code_cell("a = 1"), cell]) is uses
+
+
+def test_the_table_says_what_each_notebook_took():
+    quiet = {**ALLOWED, "notebook": "01", "stores": [], "questions": []}
+    table = budgets.table([{**ALLOWED, "notebook": "13-b"}, quiet])
+    assert table.splitlines() == [
+        "notebook  peak MB  computed s  clock s",
+        "01       1100        30.0     40.0",
+        "13-b     1100        30.0     40.0  1 stores of torchrun on all addresses"
+        "  asked a name server",
+    ]
+
+
+@measured
+def test_a_notebook_that_takes_too_much(course, run, monkeypatch):
+    at_once = functools.partial(files.still_unused, seconds=0)
+    monkeypatch.setattr(files, "still_unused", at_once)
+    shared = files.SHARED_MEMORY / f"left-{uuid.uuid4().hex}"
+    writes = f"""
+from pathlib import Path
+for place in (Path.home() / "a", Path("a"), Path({str(shared)!r})):
+    size = place.write_text("here")
+"""
+    course.add("01", LEAVES_A_SERVER, writes)
+    try:
+        found, done = run()
+    finally:
+        os.unlink(shared)
+    assert found == {
+        "01 Cell 0": "PASSED", "01 Cell 1": "PASSED", "01 budget": "FAILED"
+    }  # fmt: skip
+    printed = done.stdout.str()
+    for line in (
+        r"left running: process \d+: .*time\.sleep\(170\)",
+        r"a socket not on loopback: LISTEN 0\.0\.0\.0 port \d+",
+        r"not in the temporary folder: .*/home-\w+/a\b",
+        r"not in the temporary folder: .*/notebooks/a\b",
+        rf"not in the temporary folder: {shared}",
+        r"(?m)^01 +\d+ +\d+\.\d +\d+\.\d$",
+    ):
+        assert re.search(line, printed), line
+
+
+@measured
+def test_a_part_of_a_notebook_is_not_judged(course, run):
+    course.add("01", "a = 1", "a")
+    _, done = run("notebooks/01.ipynb::Cell 0", "notebooks/01.ipynb::budget")
+    done.assert_outcomes(passed=1, skipped=1)
+    assert "1 of 2 cells were run" in done.stdout.str()

@@ -1,0 +1,49 @@
+"""Files that changed, and shared memory that nobody has, are found."""
+
+import contextlib
+import multiprocessing
+import os
+import threading
+from multiprocessing.shared_memory import SharedMemory
+
+import pytest
+
+from tests.harness import files, usage
+
+pytestmark = pytest.mark.skipif(not usage.MEASURABLE, reason="read from /proc")
+
+
+def test_files_that_change(tmp_path):
+    for name in ("kept", "written", "removed"):
+        (tmp_path / name).touch()
+    before = files.files(tmp_path)
+    (tmp_path / "written").write_text("1")
+    (tmp_path / "removed").unlink()
+    for folder in ("new", "__pycache__"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "made").touch()
+    changed = files.changed(before, files.files(tmp_path))
+    names = [path.removeprefix(f"{tmp_path}/") for path in changed]
+    assert names == ["new/made", "removed", "written"]
+
+
+def test_a_semaphore_that_somebody_has():
+    lock = multiprocessing.get_context("spawn").Lock()  # with a name, for the child
+    path = f"{files.SHARED_MEMORY}/sem.{lock._semlock.name.lstrip('/')}"
+    assert os.path.exists(path) and files.unused([path]) == []
+
+
+def test_shared_memory_that_nobody_has():
+    block = SharedMemory(create=True, size=4096)
+    path = f"{files.SHARED_MEMORY}/{block.name.lstrip('/')}"
+    try:
+        assert files.unused([path]) == []
+        block.close()
+        assert files.unused([path]) == [path]
+        assert files.still_unused([path], seconds=0.3) == [path]
+        threading.Timer(0.3, block.unlink).start()
+        # it was there for a moment only
+        assert files.still_unused([path], seconds=30) == []
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            block.unlink()

@@ -1,0 +1,166 @@
+"""Memory and sockets of all processes of a notebook, sampled while they run.
+
+Linux only. A process belongs to a notebook if it has the notebook's mark in its
+environment (processes.py). Five times a second a `Sampler` adds up resident memory,
+which is cheap. Where that could mean a new peak, and every second or so, it reads the
+share of each process in the memory that they have in common (PSS), and its sockets. It
+takes about a fiftieth of a core.
+
+Leaves out: memory and sockets that come and go between two samples. The fault `network`
+of tests/tools/faults.py shows what no sample can, that nothing outside is needed.
+"""
+
+import socket
+import sys
+import threading
+import time
+from ipaddress import ip_address
+from pathlib import Path
+
+import psutil
+
+from tests.harness.processes import describe, find_processes
+
+# whether all that is read here is there; Linux in a sandbox may lack it, too
+MEASURABLE = sys.platform == "linux" and Path("/proc/self/smaps_rollup").exists()
+INTERVAL = 0.2  # seconds between two looks at resident memory
+RESOLVER = Path("/etc/resolv.conf")
+SHARE = 1 / 100  # of a core, for the close looks that come round by time
+STEP = 16 * 10**6  # bytes: so much more than the peak is worth a close look
+
+
+class Sampler(threading.Thread):
+    """Looks at the processes with a mark until `stop`.
+
+    Args:
+        mark: in the environment of each, see processes.py. The first of them must
+            start after this.
+
+    Attributes:
+        peak: bytes; the most that they had at once, by PSS.
+        outward: sockets that another machine could reach or that reach one, in words.
+        stores: the same of torchrun, which always listens on all addresses.
+        questions: sockets that ask a name server. `TCPStore` wants to know the name of
+            whoever calls, also of ::ffff:127.0.0.1, which /etc/hosts cannot tell it;
+            nothing can keep it from asking, and it goes on without an answer.
+    """
+
+    def __init__(self, mark: str) -> None:
+        super().__init__(name=f"sampler of {mark}", daemon=True)
+        self.peak = 0
+        self.outward: set[str] = set()
+        self.stores: set[str] = set()
+        self.questions: set[str] = set()
+        self._mark = mark
+        self._others = set(psutil.pids())  # those that cannot have the mark
+        self._stopped = threading.Event()
+        self._error: Exception | None = None
+        self._no_peak_below = 0  # resident bytes
+        self._due = 0.0  # when the next close look is, by `time.monotonic`
+        self.start()
+
+    def stop(self) -> None:
+        """Ends the sampling; raises what has ended it before."""
+        self._stopped.set()
+        self.join()
+        if self._error is not None:
+            raise self._error
+
+    def note_sockets(self) -> None:
+        """Looks at the sockets now: before what a notebook has left is ended."""
+        for process in self._members():
+            self._note_sockets_of(process)
+
+    def run(self) -> None:
+        try:
+            self._look()
+            while not self._stopped.wait(INTERVAL):
+                self._look()
+        except Exception as error:
+            self._error = error
+
+    def _look(self) -> None:
+        members = self._members()
+        resident = sum(_bytes(process, "rss") for process in members)
+        if resident < self._no_peak_below and time.monotonic() < self._due:
+            return
+        start = time.thread_time()
+        shares = sum(_bytes(process, "pss") for process in members)
+        self.peak = max(self.peak, shares)
+        self._no_peak_below = resident + self.peak - shares + STEP
+        if time.monotonic() >= self._due:
+            for process in members:
+                self._note_sockets_of(process)
+            spent = time.thread_time() - start
+            self._due = time.monotonic() + max(1, spent / SHARE)
+
+    def _members(self) -> list[psutil.Process]:
+        self._others &= set(psutil.pids())
+        return find_processes(self._mark, self._others)
+
+    def _note_sockets_of(self, process: psutil.Process) -> None:
+        try:
+            # first its name: a process that ends loses that before its sockets
+            command, environment = process.cmdline(), process.environ()
+            # the old name is all that psutil 5 has
+            ask = getattr(process, "net_connections", None) or process.connections
+            connections = ask("inet") if command else []
+        except (psutil.Error, OSError):
+            return
+        for connection in connections:
+            ends = [end for end in (connection.laddr, connection.raddr) if end]
+            if all(_is_loopback(end.ip) for end in ends):
+                continue
+            kind = connection.status
+            if connection.type == socket.SOCK_DGRAM:
+                kind = "UDP"
+            found = self.outward
+            if kind == psutil.CONN_LISTEN:
+                if _is_store(connection.laddr.port, command, environment):
+                    found = self.stores
+            elif kind == "UDP" and _is_name_server(connection.raddr):
+                found = self.questions
+            where = " to ".join(f"{end.ip} port {end.port}" for end in ends)
+            found.add(f"{kind} {where}, process {process.pid}: {describe(command)}")
+
+
+def _bytes(process: psutil.Process, kind: str) -> int:
+    """Returns the memory of a process; nothing if it has ended.
+
+    Args:
+        process: which.
+        kind: `rss`, with all that it shares with others (quick), or `pss`, where what
+            n processes share counts 1/n in each.
+    """
+    try:
+        ask = process.memory_info if kind == "rss" else process.memory_full_info
+        return getattr(ask(), kind)
+    except (psutil.Error, OSError):
+        return 0
+
+
+def _is_loopback(address: str) -> bool:
+    known = ip_address(address)
+    return (getattr(known, "ipv4_mapped", None) or known).is_loopback
+
+
+def _is_store(port: int, command: list[str], environment: dict[str, str]) -> bool:
+    """Whether torchrun meets here: an agent, or rank 0 at the port that agents chose.
+
+    `TCPStore` listens on all addresses, and nothing that torchrun has can change it.
+    """
+    first = (environment.get("RANK"), environment.get("MASTER_PORT")) == (
+        "0",
+        str(port),
+    )
+    return first or "torch.distributed.run" in command
+
+
+def _is_name_server(end) -> bool:
+    """Whether this end of a connection is where this machine asks for names."""
+    try:
+        lines = RESOLVER.read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    known = [line.split() for line in lines]
+    return bool(end) and end.port == 53 and ["nameserver", end.ip] in known

@@ -1,0 +1,1 @@
+"""Commands that maintain the course: `python -m tests.tools.NAME --help`."""
