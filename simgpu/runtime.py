@@ -103,7 +103,9 @@ class Runtime:
 
         # torch.distributed
         self.communicators: dict[str, object] = {}  # by the name of the process group
-        self.gloo_groups = 0  # of this process that answer for NCCL
+        # kept: the last to let go of a group, where that is the reducer of DDP, waits
+        # for gloo's threads with Python's lock in its hand, which they may want
+        self.gloo_groups: list = []
         self.for_children: dict | None = None  # `start()` of spawned processes
 
     def count(self) -> int:
@@ -149,4 +151,5 @@ class Runtime:
         self.random_lock._at_fork_reinit()
         self.sanitizer.lock._at_fork_reinit()
         self.forked = self.visible_fixed
-        self.gloo_groups = 0
+        # their threads are in the parent, and whoever lets go of them waits for these
+        self.gloo_groups_of_parent, self.gloo_groups = self.gloo_groups, []

@@ -5,6 +5,7 @@ A server that has imported PyTorch forks each process, which then does what
 depend on how Python itself begins and ends asks for a new one.
 """
 
+import faulthandler
 import multiprocessing
 import os
 import runpy
@@ -101,6 +102,7 @@ def _become(arguments: list[str], folder: Path, printed: str, environ: dict) -> 
     for number in (1, 2):
         file = os.open(f"{printed}/{number}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(file, number)
+    faulthandler.dump_traceback_later(SECONDS - 5, file=2)  # where it stands then
     os.environ.clear()
     os.environ.update(environ)
     os.chdir(folder)

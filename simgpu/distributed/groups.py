@@ -55,8 +55,8 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
     if isinstance(group, dist.ProcessGroup):
         distributed_c10d._world.pg_map[group] = (asked, store)  # for get_backend()
         now.communicators[name] = Communicator(bound, earlier)
-        now.gloo_groups += 1
-        if now.gloo_groups == 1 and rank == 0:
+        now.gloo_groups.append(group)
+        if len(now.gloo_groups) == 1 and rank == 0:
             processes = "1 process" if size == 1 else f"{size} processes"
             print(
                 f"simulated GPUs in {processes}: gloo answers for NCCL",
