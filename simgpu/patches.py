@@ -18,9 +18,9 @@ import torch.cuda.nccl
 import torch.cuda.nvtx
 import torch.nn.parallel._functions
 import torch.utils.dlpack
+from torch._C._distributed_c10d import FakeProcessGroup
 from torch.autograd.function import BackwardCFunction
 from torch.distributed import constants, distributed_c10d
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.storage import UntypedStorage, _StorageBase
 
@@ -47,7 +47,15 @@ from simgpu.api import (
 )
 from simgpu.api.asking import Property
 from simgpu.api.patch import Patch, patches
-from simgpu.distributed import children, collectives, ddp, groups
+from simgpu.distributed import (
+    children,
+    collectives,
+    ddp,
+    functional,  # noqa: F401 - registers what runs operations
+    groups,
+    reductions,
+    work,
+)
 
 MOST_GPUS = 64
 
@@ -285,19 +293,38 @@ def _distributed() -> list[Patch]:
     limit = {"default_pg_nccl_timeout": timedelta(minutes=10)}
     return [
         *patches(
-            distributed_c10d, "gloo carries the values for NCCL",
+            distributed_c10d, "the simulator stands for NCCL",
             _new_process_group_helper=groups.new_group,
             _get_object_coll_device=groups.object_device,
             is_nccl_available=lambda: True, **limit,
         ),
-        *patches(constants, "gloo carries the values for NCCL", **limit),
-        *patches(torch.distributed, "gloo carries the values for NCCL",
-                 is_nccl_available=lambda: True),
-        *patches(DeviceMesh, "not simulated yet", __init__=groups.init_mesh),
-        *patches(torch._C.Future, "gloo's threads have no modes",
-                 then=collectives.then),
-        *patches(torch._C._distributed_c10d.Work, "gloo copies out of a buffer",
-                 wait=collectives.wait),
+        *patches(constants, "the simulator stands for NCCL", **limit),
+        *patches(torch.distributed, "the simulator stands for NCCL",
+                 is_nccl_available=lambda: True,
+                 _make_nccl_premul_sum=reductions.make_premul_sum),
+        *patches(
+            torch.distributed.ProcessGroup, "the simulator stands for NCCL",
+            barrier=groups.barrier, shutdown=groups.shutdown,
+            _start_coalescing=collectives.start_coalescing,
+            _end_coalescing=collectives.end_coalescing,
+        ),
+        *patches(FakeProcessGroup, "the simulator stands for NCCL",
+                 supports_coalescing=property(groups.supports_coalescing)),
+        *[
+            patch
+            for options in reductions.OPTIONS
+            for patch in patches(options, "C++ does not give the factor back",
+                                 reduceOp=reductions.noting_factor(options))
+        ],
+        *patches(torch._C.Future, "hooks run in our modes, on a stream of their own",
+                 then=work.then),
+        *patches(torch.futures.Future, "streams wait, and not the program",
+                 wait=work.future_wait),
+        *patches(
+            torch._C._distributed_c10d.Work, "streams wait, and not the program",
+            wait=work.wait, synchronize=work.synchronize, get_future=work.get_future,
+            is_completed=work.is_completed, result=work.result,
+        ),
         *patches(
             DistributedDataParallel, "its reducer makes tensors in C++",
             **{name: ddp.on_replica(name)

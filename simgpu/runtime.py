@@ -54,6 +54,7 @@ class ThreadState(threading.local):
     asked_for_cpu = False  # the factory call that runs now says device="cpu"
     unlogged = 0  # greater than 0: nothing is logged (a tensor is being printed)
     cpp_call = None  # the call in which C++ last made a tensor of its own
+    premultiplier = None  # the factor of a sum that `ReduceOp` has and C++ hides
     gpu_of_cpp_tensors = None  # the GPU on which such tensors are, where it is known
 
     def __init__(self):  # in each thread that looks
@@ -102,7 +103,11 @@ class Runtime:
         self.autocast_cache: dict[int, tuple] = {}
 
         # torch.distributed
+        self.cluster = None  # the job, once it has a process group
+        self.jobs = 0  # so far
+        self.network = None  # between nodes, as `Topology` takes it
         self.communicators: dict[str, object] = {}  # by the name of the process group
+        self.lives: dict[str, int] = {}  # how many groups have had a name
         # kept: the last to let go of a group, where that is the reducer of DDP, waits
         # for gloo's threads with Python's lock in its hand, which they may want
         self.gloo_groups: list = []

@@ -5,6 +5,7 @@ import torch
 from simgpu import runtime
 from simgpu.api.tensor_types import DTYPES, TensorTypeMeta
 from simgpu.dispatch.errors import type_name
+from simgpu.dispatch.mode import settle_streams
 from simgpu.dispatch.placement import gpu_of
 from simgpu.dispatch.sanitizing import look_at
 
@@ -42,6 +43,7 @@ def get_device(self):
 def represent(self, *, tensor_contents=None):
     """Printing is not part of the program: it leaves no trace in the log."""
     now = runtime.current()
+    settle_streams(now)
     now.thread.unlogged += 1
     try:
         seen = look_at(now, self)

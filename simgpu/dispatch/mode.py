@@ -41,8 +41,18 @@ class DispatchMode(TorchDispatchMode):
             if kind.__torch_dispatch__ is not _PLAIN:
                 return NotImplemented  # tensor subclasses unwrap themselves first
         operation = operation_of(func)
+        if self.runtime.clock.pending and not operation.silent:
+            settle_streams(self.runtime, func.namespace)
         call = Call(self.runtime, operation, func, args, kwargs or _NO_KWARGS)
         return operation.run(call)
+
+
+def settle_streams(runtime: state.Runtime, namespace: str = "aten") -> None:
+    """The values of collectives that the current streams wait for are needed now."""
+    __tracebackhide__ = True
+    if namespace not in ("c10d", "_c10d_functional"):
+        clock, streams = runtime.clock, runtime.thread.streams
+        clock.settle([k for k in clock.pending if k[1] == streams.get(k[0], 0)])
 
 
 @contextlib.contextmanager

@@ -20,13 +20,15 @@ _PLAIN = torch.Tensor.__torch_dispatch__  # of tensors that PyTorch's own kernel
 class DeviceMemory:
     """The mark of a storage on a GPU: its block is freed with the storage."""
 
-    __slots__ = ("gpu", "nbytes", "block")
+    __slots__ = ("gpu", "nbytes", "block", "arriving", "awaited")
 
     def __init__(self, gpu: Gpu, nbytes: int, stream: int):
         __tracebackhide__ = True
         self.block = None  # should malloc() refuse, __del__ has nothing to free
         self.gpu = gpu
         self.nbytes = nbytes
+        self.arriving = None  # the collective that writes it, if one does
+        self.awaited = None  # what `wait_tensor` waits for
         self.block = gpu.memory.malloc(nbytes, stream)
 
     def resize(self, nbytes: int) -> None:

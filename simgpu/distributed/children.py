@@ -35,8 +35,11 @@ def preparation_data(name: str) -> dict:
 def bootstrap(process, *args, **kwargs) -> int:
     """The life of a child of multiprocessing, which must not abort at its end."""
     status = _raw_bootstrap(process, *args, **kwargs)
-    if runtime.running is not None and runtime.running.gloo_groups:
-        leave(status)
+    if runtime.running is not None:
+        if runtime.running.cluster is not None:
+            runtime.running.cluster.end()  # a forked process runs no atexit functions
+        if runtime.running.gloo_groups:
+            leave(status)
     return status
 
 

@@ -1,105 +1,284 @@
-"""Collectives: gloo computes the values, the clock takes NCCL's time for them."""
+"""The operations of c10d on simulated GPUs: checked as NCCL does, then launched.
 
-import re
+`torch.distributed` is PyTorch's own, with DDP's reducer in C++; it calls operations of
+`c10d`, which the dispatch mode sees.
+"""
+
+import sys
 
 import torch
+from torch._C._distributed_c10d import Work
 from torch.utils._pytree import tree_leaves
 
-from simgpu import runtime
 from simgpu.dispatch.call import Call
 from simgpu.dispatch.devices import current_gpu
-from simgpu.dispatch.mode import modes_in_this_thread
 from simgpu.dispatch.operation import handles
-from simgpu.dispatch.placement import gpu_of, place
-from simgpu.distributed import checks, messages
-from simgpu.distributed.groups import backends_of
-from simgpu.errors import NotSimulated
+from simgpu.dispatch.placement import blocks_of, gpu_of, memory_of, place, tensors_in
+from simgpu.distributed import checks, exchange, messages, operations, work
+from simgpu.distributed.collective import Channel, Collective
+from simgpu.distributed.communicator import Communicator
+from simgpu.distributed.groups import communicator_of
+from simgpu.frames import is_learners
+from simgpu.timing import collective_cost
 
-# in gloo's words: what NCCL can do and gloo cannot
-_BEYOND_GLOO = re.compile(
-    "does not support|Invalid scalar type|can't be cast|nsupported"
-)
-_raw_wait = torch._C._distributed_c10d.Work.wait
-_raw_then = torch._C.Future.then
+_raw_start_coalescing = torch.distributed.ProcessGroup._start_coalescing
+_raw_end_coalescing = torch.distributed.ProcessGroup._end_coalescing
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
 
 
-@handles("c10d::", "_c10d_functional::")
+@handles("c10d::")
 def run_collective(call: Call):
-    """An operation of c10d: check as NCCL does, let gloo run it, and time it."""
+    """An operation of c10d."""
     __tracebackhide__ = True
-    func, args, kwargs = call.func, call.args, call.kwargs
-    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    func, args = call.func, call.args
     name = func._schema.name
-    if name == "c10d::barrier":
-        return _run_barrier(call)
-    if func.namespace == "c10d":
-        checks.check(call.runtime, name, messages.group_in(args), tensors)
-    try:
-        out = func(*args, **kwargs)
-    except RuntimeError as error:
-        if _BEYOND_GLOO.search(str(error)):
-            raise NotSimulated(name, f"gloo, which answers for NCCL: {error}") from None
-        raise
-    gpu = gpu_of(tensors[0]) if tensors else None
-    if gpu is not None:
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                place(tensor, gpu)
-        _log(call, gpu, tensors)
-    return out
+    group = messages.group_in(args)
+    tensors = [
+        x for x in tree_leaves((args, call.kwargs)) if isinstance(x, torch.Tensor)
+    ]
+    communicator = communicator_of(group)
+    if name == "c10d::barrier" and communicator is not None:
+        return _run_barrier(call, communicator)
+    checks.check(group, communicator, tensors)
+    if communicator is None or gpu_of(tensors[0]) is None:
+        return _run_elsewhere(call, tensors)
+    gpu = gpu_of(tensors[0])
+    for tensor in tensors:
+        place(tensor, gpu)
+    if name in ("c10d::send", "c10d::recv_"):
+        return _run_message(call, communicator, gpu)
+    thread = call.runtime.thread
+    factor, thread.premultiplier = thread.premultiplier, None
+    with plain():
+        found = operations.exchanges(call, group.size(), group.rank(), factor)
+    is_async = _argument(call, "async_op", True)
+    launched = [
+        launch(call.runtime, communicator, gpu, one, is_async=is_async)
+        for one in found
+    ]
+    outputs = args[0]
+    done = work.new(launched, tensors_in((outputs,)))
+    _wait_where_nobody_will(call.runtime, done, is_async)
+    return _results(call, outputs, done)
 
 
-def _log(call: Call, gpu, tensors: list[torch.Tensor]) -> None:
-    """Tell the clock of a collective on `gpu`."""
-    message = messages.message_of(call.func, call.args, call.kwargs)
-    if call.func._schema.name == "c10d::recv_":
-        message = messages.Message("", "recv", sum(t.nbytes for t in tensors), 2)
-    if message is not None and not call.runtime.thread.unlogged:
-        sent = _bytes_sent(message, tensors)
-        stream = call.runtime.stream_of(gpu)
-        clock = call.runtime.clock
-        clock.collective(gpu, stream, message.name, message.nbytes, sent)
+def plain():
+    """Inside, tensors are what C++ knows of them, and nothing is simulated."""
+    return _Plain()
 
 
-def _bytes_sent(message: messages.Message, tensors: list[torch.Tensor]) -> int:
-    """Bytes that leave this rank's GPU, or come to it where those are more."""
-    if message.ranks == 1:
-        return 0
-    if message.name not in ("gather", "scatter"):
-        return message.sent
-    here = sum(tensor.nbytes for tensor in tensors)
-    if len(tensors) == 1:  # it sends its part, or takes it
-        return here
-    return here * (message.ranks - 1) // (message.ranks + 1)  # all but its own part
+class _Plain:
+    def __enter__(self):
+        self._guards = (
+            torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch(),
+            torch.no_grad(),
+        )  # fmt: skip
+        for guard in self._guards:
+            guard.__enter__()
+
+    def __exit__(self, *exc_info):
+        for guard in reversed(self._guards):
+            guard.__exit__(*exc_info)
 
 
-def _run_barrier(call: Call):
-    """NCCL's is a collective of almost nothing, for which the host waits."""
+def _argument(call: Call, name: str, default):
+    for argument, value in call.named_arguments():
+        if argument.name == name:
+            return value
+    return default
+
+
+def _results(call: Call, outputs, done: Work):
+    """What the operation returns: its outputs and a `Work`, or a `Work`."""
+    boxed = Work.boxed(done)
+    return boxed if len(call.func._schema.returns) == 1 else (outputs, boxed)
+
+
+def _run_elsewhere(call: Call, tensors):
+    """Another backend, such as gloo, has these tensors."""
     out = call.func(*call.args, **call.kwargs)
-    if "nccl" in backends_of(messages.group_in(call.args)).values():
-        gpu, clock = current_gpu(), call.runtime.clock
-        stream = call.runtime.stream_of(gpu)
-        clock.collective(gpu, stream, "barrier", 0, 0)
-        clock.wait_for_stream(gpu.index, stream)
+    gpu = gpu_of(tensors[0]) if tensors else None
+    for tensor in tree_leaves(out):
+        if isinstance(tensor, torch.Tensor):
+            place(tensor, gpu)
     return out
 
 
-def wait(work, *args, **kwargs):
-    """gloo's `wait` copies out of a buffer of its own, where NCCL has none."""
-    thread = runtime.current().thread
-    thread.unlogged += 1
-    try:
-        return _raw_wait(work, *args, **kwargs)
-    finally:
-        thread.unlogged -= 1
+def _run_barrier(call: Call, communicator: Communicator):
+    """NCCL's is a collective of almost nothing, for which the host waits."""
+    now = call.runtime
+    devices = _argument(call, "device_ids", ())
+    if devices:
+        gpu = now.gpus[devices[0]]
+    elif communicator.bound is not None:
+        gpu = now.gpus[communicator.bound.index]
+    else:
+        gpu = current_gpu()
+    is_async = _argument(call, "async_op", True)
+    one = exchange.barrier(len(communicator.ranks))
+    launched = launch(now, communicator, gpu, one, is_async=is_async)
+    done = work.new([launched], [], host_waits=True)
+    if not is_async:
+        work.wait(done)
+    return Work.boxed(done)
 
 
-def then(future, callback):
-    """What a hook does when a bucket has arrived: gloo's threads have no modes."""
-    now = runtime.current()
+# -- messages --------------------------------------------------------------------------
 
-    def in_modes(done):
-        with modes_in_this_thread(now):
-            return callback(done)
 
-    return _raw_then(future, in_modes)
+def _run_message(call: Call, communicator: Communicator, gpu):
+    """`send` or `recv`: a message between two ranks."""
+    (tensor,), peer = call.args[0], call.args[2]
+    sends = call.func._schema.name == "c10d::send"
+    me = communicator.member
+    ends = (me, peer) if sends else (peer, me)
+    with plain():
+        one = exchange.send(tensor) if sends else exchange.receive(tensor)
+    channel = communicator.pair(*ends, sends)
+    if communicator.batch is not None:
+        launched = _launch_in_batch(call.runtime, communicator, gpu, one, channel)
+    else:
+        stream = communicator.stream(communicator.ranks[peer])
+        launched = launch(call.runtime, communicator, gpu, one, channel, stream)
+    return Work.boxed(work.new([launched], [tensor]))
+
+
+def _launch_in_batch(now, communicator, gpu, one, channel) -> Collective:
+    """Messages of one batch go at the same time, on the stream of the group."""
+    stream = communicator.stream()
+    beside = communicator.batch[-1].meeting if communicator.batch else None
+    launched = launch(now, communicator, gpu, one, channel, stream, beside=beside)
+    communicator.batch.append(launched)
+    return launched
+
+
+def start_coalescing(group, device) -> None:
+    """`batch_isend_irecv` begins, or several collectives that go together."""
+    communicator = communicator_of(group)
+    if communicator is None or torch.device(device).type != "cuda":
+        _raw_start_coalescing(group, device)
+    else:
+        communicator.batch = []
+
+
+def end_coalescing(group, device) -> Work:
+    """A `Work` for all that was told since."""
+    communicator = communicator_of(group)
+    if communicator is None or communicator.batch is None:
+        return _raw_end_coalescing(group, device)
+    batch, communicator.batch = communicator.batch, None
+    return work.new(batch, [])
+
+
+# -- launching -------------------------------------------------------------------------
+
+
+def launch(now, communicator: Communicator, gpu, one: exchange.Exchange,
+           channel: Channel | None = None, stream: int | None = None, *,
+           is_async: bool = True, beside=None) -> Collective:  # fmt: skip
+    """Launch a collective on a GPU of this rank.
+
+    Args:
+        now: the runtime.
+        communicator: of its group.
+        gpu: of its tensors.
+        one: what this rank gives and takes.
+        channel: of a message between two ranks; None: the group's.
+        stream: the number of NCCL's stream; None: the group's.
+        is_async: on a stream of NCCL's; else on the current one, as PyTorch does it
+            since 2.8.
+        beside: the place in the schedule of a message that goes at the same time.
+    """
+    __tracebackhide__ = True
+    if channel is None or stream is None or communicator.batch is not None:
+        communicator.connect(gpu, now.clock)
+    channel = channel or communicator.channel
+    current = now.stream_of(gpu)
+    stream = current if not is_async else (stream or communicator.stream())
+    key, clock = (gpu.index, stream), now.clock
+    touched = [*one.gives, *(piece for pieces in one.takes for piece in pieces)]
+    for tensor in touched:  # does it come from a collective itself?
+        memory = memory_of(tensor)
+        if memory is not None and memory.arriving is not None:
+            memory.arriving.settle()
+    if stream != current:
+        now.sanitizer.watch_accesses()
+        if beside is None:
+            position = clock.record(gpu.index, current)
+            clock.stream_waits(gpu.index, stream, position)
+            clock.forget(position)
+    _tell_sanitizer(now, key, one)
+    seconds = collective_cost.collective_seconds(
+        one.name, one.nbytes, channel.ranks, communicator.cluster.topology
+    )
+    title = _title(one, channel)
+    meeting = clock.meet(gpu, stream, current, title, one.nbytes, seconds, beside)
+    launched = Collective(channel, one, meeting, clock, called_from())
+    launched.position = clock.record(*key)
+    for pieces in one.takes:
+        for piece in pieces:
+            memory = memory_of(piece)
+            if memory is not None:
+                memory.arriving = launched
+    return launched
+
+
+def _tell_sanitizer(now, key, one: exchange.Exchange) -> None:
+    """A stream reads what this rank gives and writes what it takes."""
+    __tracebackhide__ = True
+    if not now.sanitizer.watching:
+        return
+    reads = [(one.name, *place) for t in one.gives for place in blocks_of(t)]
+    pieces = {id(t): t for taken in one.takes for t in taken}
+    writes = [(one.name, *place) for t in pieces.values() for place in blocks_of(t)]
+    now.sanitizer.access(f"c10d::{one.name}", key, reads, writes)
+
+
+def _title(one: exchange.Exchange, channel: Channel) -> str:
+    """How the timeline names it: "all_reduce", "send to 1", "recv from 0"."""
+    if one.name != "send":
+        return one.name
+    if channel.member == 0 and one.gives:
+        return f"send to {channel.ranks[1]}"
+    return f"recv from {channel.ranks[0]}"
+
+
+def called_from() -> str:
+    """The line of the program that runs: "train.py:12"."""
+    frame = sys._getframe(1)
+    while frame is not None and not is_learners(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return "PyTorch"
+    name = frame.f_code.co_filename.replace("\\", "/").rpartition("/")[2]
+    return f"{name}:{frame.f_lineno}"
+
+
+def _wait_where_nobody_will(now, done: Work, is_async: bool) -> None:
+    """DDP in C++ waits for what it has launched, which is not seen from here."""
+    if not is_async:
+        return
+    if now.thread.gpu_of_cpp_tensors is not None and not _in_backward():
+        work.wait(done)  # in DDP's constructor, or before a forward pass
+    elif _called_by_engine():
+        work.before_backward_ends(work.launched(done).wait)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _called_by_engine() -> bool:
+    """Whether C++ calls, in backward, with no Python between: DDP's reducer."""
+    if not _in_backward():
+        return False
+    frame = sys._getframe(2)
+    while frame is not None and not _is_caller(frame.f_code):
+        frame = frame.f_back
+    return frame is not None and frame.f_code is _ENGINE
+
+
+def _is_caller(code) -> bool:
+    return code is _ENGINE or "/distributed/" in code.co_filename.replace("\\", "/") and (
+        "simgpu" not in code.co_filename
+    )

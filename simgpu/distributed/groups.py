@@ -1,4 +1,4 @@
-"""Process groups: where one would use NCCL, gloo carries the values."""
+"""Process groups: where one would use NCCL, the simulator carries the values."""
 
 import functools
 import os
@@ -7,18 +7,22 @@ import sys
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.distributed.device_mesh import DeviceMesh
 
 from simgpu import runtime
+from simgpu.distributed.cluster import Cluster
+from simgpu.distributed.communicator import Communicator
 from simgpu.errors import NotSimulated
 from simgpu.hosts import LOOPBACK
+from simgpu.timing.topology import Topology
 
 NCCL_VERSION = (2, 28, 9)  # what PyTorch 2.11 for CUDA 13.0 comes with
 _LOOPBACK_ADDRESSES = ("localhost", "127.0.0.1", "::1")
+# PyTorch's own backend that does nothing: it stands where NCCL's would
+_STAND_IN = "fake"
 
 _raw_new_group = distributed_c10d._new_process_group_helper
 _raw_object_device = distributed_c10d._get_object_coll_device
-_raw_init_mesh = DeviceMesh.__init__
+_raw_shutdown = dist.ProcessGroup.shutdown
 
 
 def nccl_version() -> tuple[int, int, int]:
@@ -26,48 +30,69 @@ def nccl_version() -> tuple[int, int, int]:
     return NCCL_VERSION
 
 
-class Communicator:
-    """What NCCL would know of this rank in one process group."""
-
-    def __init__(self, bound: torch.device | None, earlier: int):
-        self.bound = bound  # the GPU that was given as device_id
-        self.ordinal: int | None = None  # of the GPU of its collectives so far
-        self.earlier = earlier  # how many groups had this name before
-
-
 def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
-    """A process group: where it would use NCCL, gloo does the work."""
+    """A process group: where it would use NCCL, the simulator does the work."""
     now = runtime.current()
     asked = str(backend)
     if "nccl" not in _backends(asked).values():
         return _raw_new_group(size, rank, ranks, backend, store, name, *args, **kwargs)
-    bound = kwargs.pop("device_id", None)  # gloo cannot connect before it is used
     if kwargs.pop("backend_options", None) is not None:
         raise NotSimulated("NCCL's options (pg_options=)", "Leave them out.")
-    if not ranks:
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers it
+
+    if "gloo" in _backends(asked).values():
         _bind_to_loopback()
-    before = now.communicators.get(name)
-    earlier = 0 if before is None else before.earlier + 1
-    if earlier:  # gloo would find the addresses of the group that had this name
-        store = dist.PrefixStore(f"again {earlier}", store)
-    gloo = distributed_c10d.Backend("gloo")
-    group, store = _raw_new_group(size, rank, ranks, gloo, store, name, *args, **kwargs)
-    if isinstance(group, dist.ProcessGroup):
-        distributed_c10d._world.pg_map[group] = (asked, store)  # for get_backend()
-        now.communicators[name] = Communicator(bound, earlier)
+    stand_in = ",".join(
+        f"{device}:{_STAND_IN if its == 'nccl' else its}"
+        for device, its in _backends(asked).items()
+    )
+    group, its_store = _raw_new_group(
+        size, rank, ranks, distributed_c10d.Backend(stand_in), store, name, *args,
+        **kwargs,
+    )  # fmt: skip
+    if not isinstance(group, dist.ProcessGroup):
+        return group, its_store
+    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+    distributed_c10d._world.pg_map[group] = (asked, its_store)  # for get_backend()
+    if not ranks:
+        _begin_job(now, store, rank, size)
+    life = now.lives.get(name, 0)
+    now.lives[name] = life + 1
+    limit = kwargs["timeout"].total_seconds()
+    bound = kwargs.get("device_id")
+    now.communicators[group.group_name] = communicator = Communicator(
+        now.cluster, f"{name}.{life}", list(ranks) or list(range(size)), rank, bound,
+        limit,
+    )  # fmt: skip
+    if "gloo" in _backends(asked).values():
         now.gloo_groups.append(group)
-        if len(now.gloo_groups) == 1 and rank == 0:
-            processes = "1 process" if size == 1 else f"{size} processes"
-            print(
-                f"simulated GPUs in {processes}: gloo answers for NCCL",
-                file=sys.stderr,
-                flush=True,
-            )
-    return group, store
+    if bound is not None:
+        now.initialize()
+        communicator.connect(now.gpus[bound.index], now.clock)
+    return group, its_store
+
+
+def _begin_job(now, store, rank: int, size: int) -> None:
+    """The first process group: from now on this process is a rank of a job."""
+    if now.cluster is not None:
+        now.cluster.end()
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    nodes = size // here if size % here == 0 else 1
+    topology = Topology(now.request.card, size // nodes, nodes, now.network)
+    prefix = f"simgpu {now.jobs}"
+    now.jobs += 1
+    now.cluster = Cluster(dist.PrefixStore(prefix, store), rank, size, topology)
+    if rank == 0 and now.jobs == 1:
+        ranks = "1 rank" if size == 1 else f"{size} ranks"
+        print(
+            f"{ranks} on simulated GPUs: no NCCL, one simulated time for all",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _bind_to_loopback() -> None:
-    """Where all ranks are on one machine, no other need reach their sockets."""
+    """Where all ranks are on one machine, no other need reach gloo's sockets."""
     found = os.environ
     local = found.get("LOCAL_WORLD_SIZE", "many") == found.get("WORLD_SIZE")
     if LOOPBACK and (local or found.get("MASTER_ADDR") in _LOOPBACK_ADDRESSES):
@@ -88,6 +113,11 @@ def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
     return _backends(str(asked))
 
 
+def communicator_of(group: dist.ProcessGroup) -> Communicator | None:
+    """What NCCL would have for a group; None if it does not use NCCL."""
+    return runtime.current().communicators.get(group.group_name)
+
+
 def is_nccl(group: dist.ProcessGroup) -> bool:
     """Whether the group has NCCL alone, which knows only GPUs."""
     return set(backends_of(group).values()) == {"nccl"}
@@ -100,13 +130,28 @@ def object_device(group: dist.ProcessGroup | None = None) -> str:
     return _raw_object_device(group)
 
 
-def init_mesh(mesh, device_type: str, *args, **kwargs) -> None:
-    """FSDP2, tensor and pipeline parallel begin with a mesh of devices."""
-    over_nccl = dist.is_initialized() and is_nccl(dist.group.WORLD)
-    if over_nccl or torch.device(device_type).type == "cuda":
-        raise NotSimulated(
-            "DeviceMesh('cuda')",
-            "FSDP2, tensor and pipeline parallel need real GPUs, or a mesh of 'cpu' "
-            "without simgpu.",
-        )
-    _raw_init_mesh(mesh, device_type, *args, **kwargs)
+def shutdown(group: dist.ProcessGroup) -> None:
+    """`destroy_process_group`: what was launched is done before."""
+    now = runtime.current()
+    communicator = now.communicators.pop(group.group_name, None)
+    if communicator is not None:
+        now.clock.settle()
+        if dist.group.WORLD is group:
+            now.cluster.board.say_ended(", with its process group")
+    _raw_shutdown(group)
+
+
+def supports_coalescing(backend) -> bool:
+    """`Backend.supports_coalescing`: NCCL does."""
+    return runtime.running is not None
+
+
+def barrier(group: dist.ProcessGroup, *args, **kwargs):
+    """C++ would make a tensor on the GPU, to find the backend by it."""
+    options = kwargs.get("opts", args[0] if args else None)
+    if isinstance(options, dist.BarrierOptions):
+        options.device = torch.device("cpu")
+    return _raw_barrier(group, *args, **kwargs)
+
+
+_raw_barrier = dist.ProcessGroup.barrier

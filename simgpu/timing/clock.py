@@ -15,6 +15,7 @@ from simgpu.locking import one_at_a_time
 from simgpu.timing import cost
 from simgpu.timing.engine import MANY, Engine, book_together
 from simgpu.timing.events import Event, StreamPosition, Wait
+from simgpu.timing.meeting import Meeting
 
 KEPT = 100_000  # events the log keeps; the oldest go first
 
@@ -41,17 +42,22 @@ class Clock:
         self.recordings: list[list[Event]] = []
         self.recorded = 0  # made so far
         self.recorded_before = 0  # those made before the last clear()
+        # (GPU, stream) -> collectives that it waits for and whose end is not known yet
+        self.pending: dict[tuple[int, int], list[Meeting]] = {}
         self.clear()
 
     @one_at_a_time
     def clear(self) -> None:
         """Forget every event and set the time to zero."""
+        self.settle()
         self.events.clear()
         self.waits.clear()
         self.recorded_before = self.recorded
         self.latest = 0.0  # of all threads, in simulated seconds
         self._time = _HostTime(self)
         self.done: dict[tuple[int, int], float] = {}  # (GPU, stream) -> seconds
+        # GPU -> from when to when collectives take multiprocessors from its kernels
+        self.beside: dict[int, deque[tuple[float, float]]] = {}
         self.compute = [Engine() for _ in self.gpus]
         self.links: dict[tuple[str, int], Engine] = {}
 
@@ -93,23 +99,11 @@ class Clock:
         share = cost.kernel_share(gpu.card, elements)
         self._launch(gpu, stream, name, seconds, share, nbytes, flops)
 
-    def collective(self, gpu, stream: int, name: str, nbytes: int, sent: int) -> None:
-        """What a rank does in a collective: it sends, and receives as much.
-
-        Args:
-            gpu: the rank's.
-            stream: the number of the stream.
-            name: of the collective.
-            nbytes: that the rank gives.
-            sent: bytes that leave its GPU in all.
-        """
-        seconds = cost.collective_seconds(gpu, sent)
-        share = cost.kernel_share(gpu.card, 1)  # it leaves room for other kernels
-        self._launch(gpu, stream, name, seconds, share, nbytes, 0)
-
     def _launch(self, gpu, stream, name, seconds, share, nbytes, flops) -> None:
         index = gpu.index
         key = (index, stream)
+        if self.pending:
+            self.settle([key])
         with self.lock:
             now = self._time
             launched = now.seconds
@@ -118,6 +112,8 @@ class Clock:
                 self.latest = host
             ready = max(host, self.done.get(key, 0.0))
             engine = self.compute[index]
+            if index in self.beside and share > 1 / 2:
+                seconds = self._beside_collectives(gpu, ready, seconds)
             start = engine.book(ready, seconds, share)
             if len(engine.times) > MANY:
                 engine.forget(host)
@@ -127,6 +123,21 @@ class Clock:
             self.events.append(event)
             for recording in self.recordings:
                 recording.append(event)
+
+    def _beside_collectives(self, gpu, start: float, seconds: float) -> float:
+        """Seconds of a kernel that fills a GPU, some of which collectives take.
+
+        The others' lateness is left out: a collective takes its multiprocessors from
+        the time at which this rank is ready, for as long as it runs.
+        """
+        beside = self.beside[gpu.index]
+        while beside and beside[0][1] <= self.host:
+            beside.popleft()
+        taken = cost.CHANNELS / gpu.card.multi_processors
+        for first, last in beside:
+            shared = min(last, start + seconds) - max(first, start)
+            seconds += max(shared, 0.0) * taken / (1 - taken)
+        return seconds
 
     @one_at_a_time
     def copy(self, source, target, nbytes: int, streams, pinned=False, wait=True):
@@ -142,6 +153,7 @@ class Clock:
         """
         ends = [gpu for gpu in (source, target) if gpu is not None]
         keys = [(gpu.index, s) for gpu, s in zip(ends, streams, strict=True)]
+        self.settle(keys)
         launched = self.host
         self.host += cost.LAUNCH
         ready = max(self.host, *(self.done.get(key, 0.0) for key in keys))
@@ -176,12 +188,91 @@ class Clock:
         for recording in self.recordings:
             recording.append(event)
 
+    # -- collectives -------------------------------------------------------------------
+
+    @one_at_a_time
+    def meet(self, gpu, stream, behind, name, nbytes, seconds, beside=None) -> Meeting:
+        """A collective on a stream of `gpu`, of which other ranks decide the start.
+
+        Args:
+            gpu: the rank's.
+            stream: the number of the stream that it runs on.
+            behind: the number of the stream whose work it follows.
+            name: of the collective.
+            nbytes: of the message.
+            seconds: that it takes once all are there.
+            beside: one that has been launched with it and starts at the same time.
+        """
+        index = gpu.index
+        key = (index, stream)
+        if beside is not None:
+            meeting = Meeting(name, key, beside.ready, beside.after, seconds, nbytes,
+                              beside.launched)  # fmt: skip
+            self.pending.setdefault(key, []).append(meeting)
+            meeting.waiting.add(key)
+            return meeting
+        launched = self.host
+        self.host += cost.LAUNCH
+        done = max(self.done.get(key, 0.0), self.done.get((index, behind), 0.0))
+        ready = max(self.host, done)
+        after = [*self.pending.get(key, ()), *self.pending.get((index, behind), ())]
+        after = list(dict.fromkeys(after))
+        meeting = Meeting(name, key, ready, after, seconds, nbytes, launched)
+        self.beside.setdefault(index, deque()).append((ready, ready + seconds))
+        self.pending[key] = [meeting]
+        meeting.waiting.add(key)
+        return meeting
+
+    @one_at_a_time
+    def stream_waits_for(self, key: tuple[int, int], meeting: Meeting) -> None:
+        """What a stream is given from now on starts after a collective."""
+        if meeting.end is not None:
+            self.done[key] = max(self.done.get(key, 0.0), meeting.end)
+        elif key not in meeting.waiting:
+            meeting.waiting.add(key)
+            self.pending.setdefault(key, []).append(meeting)
+
+    @one_at_a_time
+    def settled(self, meeting, start, end, group="", waited_for=-1) -> None:
+        """It is known now when a collective starts and ends."""
+        meeting.start, meeting.end, meeting.after = start, end, []
+        for key in meeting.waiting:
+            left = [m for m in self.pending.get(key, ()) if m is not meeting]
+            if left:
+                self.pending[key] = left
+            else:
+                self.pending.pop(key, None)
+            self.done[key] = max(self.done.get(key, 0.0), end)
+        index, stream = meeting.key
+        waited = max(start - meeting.ready, 0.0)
+        self._log(
+            Event("collective", meeting.name, self.gpus[index].name,
+                  min(meeting.ready, start), end, meeting.nbytes, 0, stream=stream,
+                  launched=meeting.launched, group=group, waited=waited,
+                  waited_for=waited_for if waited > 0 else -1)
+        )  # fmt: skip
+
+    def settle(self, keys=None) -> None:
+        """Find out when the collectives end that streams wait for (None: all)."""
+        while self.pending:
+            of = self.pending if keys is None else (k for k in keys if k in self.pending)
+            meetings = next((self.pending[key] for key in of), None)
+            if meetings is None:
+                return
+            meetings[0].settle()
+
+    def settle_position(self, position: StreamPosition) -> None:
+        for meeting in position.after:
+            if meeting.end is None and position.clock is self:
+                meeting.settle()
+
     # -- waiting -----------------------------------------------------------------------
 
     @one_at_a_time
     def wait_for_gpu(self, gpu) -> None:
         """The host waits until `gpu` has nothing left to do."""
         keys = [key for key in self.keys() if key[0] == gpu.index]
+        self.settle(keys)
         end = max((self.done.get(key, 0.0) for key in keys), default=0.0)
         self._wait_until(end, f"wait for cuda:{gpu.index}")
         self.sanitizer.host_waited(keys)
@@ -190,6 +281,7 @@ class Clock:
     def wait_for_stream(self, index: int, stream: int) -> None:
         """The host waits until a stream has nothing left to do."""
         key = (index, stream)
+        self.settle([key])
         self._wait_until(self.done.get(key, 0.0), f"wait for stream {stream}")
         self.sanitizer.host_waited([key])
 
@@ -198,6 +290,7 @@ class Clock:
         """The host waits for the work before `position`."""
         if position.clock is not self:
             return
+        self.settle_position(position)
         self._wait_until(self._time_of(position), "wait for an event")
         self.sanitizer.host_saw(position.number)
 
@@ -206,14 +299,17 @@ class Clock:
         """A position in a stream, after all that it has been given."""
         self.recorded += 1
         self.sanitizer.event_recorded(self.recorded, (index, stream))
-        time = max(self.host, self.done.get((index, stream), 0.0))
-        return StreamPosition(time, self.recorded, self)
+        key = (index, stream)
+        time = max(self.host, self.done.get(key, 0.0))
+        after = tuple(self.pending.get(key, ())) if self.pending else ()
+        return StreamPosition(time, self.recorded, self, after)
 
     @one_at_a_time
     def reached(self, position: StreamPosition) -> bool:
         """Whether the work before `position` is done; asking lets no time pass."""
         if position.clock is not self:
             return True  # those GPUs are gone
+        self.settle_position(position)
         if self._time_of(position) > self.host:
             return False
         self.sanitizer.host_saw(position.number)
@@ -231,25 +327,37 @@ class Clock:
             return
         key = (index, stream)
         self.done[key] = max(self.done.get(key, 0.0), self._time_of(position))
+        for meeting in position.after:
+            self.stream_waits_for(key, meeting)
         self.sanitizer.stream_waits(key, position.number)
 
     def stream_done(self, index: int, stream: int) -> bool:
         """Whether a stream has nothing left to do."""
+        self.settle([(index, stream)])
         return self.done.get((index, stream), 0.0) <= self.host
 
     def keys(self) -> list[tuple[int, int]]:
         """Every stream that was ever given work: (GPU, number)."""
-        return sorted({*self.done, *self.sanitizer.last})
+        return sorted({*self.done, *self.pending, *self.sanitizer.last})
 
     def between(self, first: StreamPosition, second: StreamPosition) -> float:
         """Simulated seconds from one position to another."""
+        for position in (first, second):
+            self.settle_position(position)
         if second.number <= self.recorded_before or second.clock is not self:
             return second.time - first.time
         return self._time_of(second) - self._time_of(first)
 
     def _time_of(self, position: StreamPosition) -> float:
         known = position.clock is self and position.number > self.recorded_before
-        return position.time if known else 0.0
+        if not known:
+            return 0.0
+        return max([position.time, *(m.end for m in position.after if m.end)])
+
+    @one_at_a_time
+    def host_waits(self, time: float, why: str) -> None:
+        """The host waits for somebody else until `time`."""
+        self._wait_until(time, why)
 
     def _wait_until(self, time: float, why: str) -> None:
         if time > self.host:
@@ -280,4 +388,5 @@ class Clock:
 
     def total(self) -> float:
         """Simulated seconds until the host and every GPU are done."""
+        self.settle()
         return max([self.latest, *self.done.values()])

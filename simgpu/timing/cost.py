@@ -16,6 +16,7 @@ COPY_LATENCY = 10e-6  # seconds before the first byte of a copy moves
 OF_PEAK_FLOPS = 0.7  # a good matrix product reaches this share of the peak
 OF_PEAK_BYTES = 0.8  # of a bandwidth: element-wise kernels, pinned and peer copies
 FILLS = 16384  # elements of output for which a kernel takes up a multiprocessor
+CHANNELS = 16  # multiprocessors that a collective takes (NCCL starts 8 to 32 blocks)
 HOST_COPY = 10e9  # bytes a second that the host copies in its own memory
 # Pinning: chosen so that x.pin_memory().to(gpu) takes twice as long as x.to(gpu), the
 # worst that PyTorch's tutorial "A guide on good usage of non_blocking and pin_memory"
@@ -65,11 +66,6 @@ def copy_bandwidth(source, target, pinned: bool) -> float:
         return min(gpu.card.nvlink_bandwidth for gpu in ends) * OF_PEAK_BYTES
     link = min(gpu.card.pcie_bandwidth for gpu in ends) * OF_PEAK_BYTES
     return link if pinned or len(ends) == 2 else min(link, HOST_COPY)
-
-
-def collective_seconds(gpu, sent: int) -> float:
-    """Seconds of a collective in which `sent` bytes leave a GPU in all."""
-    return copy_seconds(gpu, gpu, sent, pinned=True)
 
 
 def pin_seconds(nbytes: int) -> float:

@@ -18,6 +18,9 @@ class Event(NamedTuple):
     stream: int = 0  # number of the stream on its device; 0 is the default one
     launched: float = 0.0  # when the host launched it
     source_stream: int = 0  # of a copy between GPUs: the stream that it held up there
+    group: str = ""  # of a collective: the process group, "all ranks" or "ranks 0, 2"
+    waited: float = 0.0  # of a collective: seconds in which it waited for a rank, ...
+    waited_for: int = -1  # ... this one
 
 
 class Wait(NamedTuple):
@@ -34,3 +37,4 @@ class StreamPosition(NamedTuple):
     time: float  # simulated seconds at which all work before it is done
     number: int  # names it
     clock: object  # the `Clock` whose time it is
+    after: tuple = ()  # collectives before it of which the end was not known then

@@ -43,6 +43,7 @@ class Timeline:
 
         Those of several threads too: the log itself has them as the threads got there.
         """
+        self._clock.settle()
         order = operator.attrgetter("launched", "device", "stream", "start")
         return sorted(self._clock.events, key=order)
 
@@ -127,6 +128,7 @@ class Timeline:
         self._clock.recordings.append(events)
         try:
             yield events
+            self._clock.settle()
         finally:
             self._clock.recordings[:] = [
                 r for r in self._clock.recordings if r is not events

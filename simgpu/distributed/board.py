@@ -1,0 +1,187 @@
+"""Where ranks post what they do, for the others to read: the job's own store.
+
+Who reads waits until all is there. A wait that cannot end is found out: a rank that has
+ended, or ranks that wait for each other.
+"""
+
+import contextlib
+import os
+import pickle
+import socket
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+_SLICE = timedelta(seconds=0.5)  # after which one looks what the others do
+_ENDED = (
+    "{} waits for rank {}, which has ended{}. NCCL would wait here until its time "
+    "limit."
+)
+_CIRCLE = (
+    "these ranks wait for each other, and NCCL would wait here until its time limit:\n"
+    "{}\nEvery rank must call the same collectives of a group in the same order."
+)
+_LATE = "{} has waited {:.0f} s for rank {}: the time limit of its process group."
+
+
+class Board:
+    """The job's store, as one rank writes to it and reads it.
+
+    Args:
+        store: of the job's first process group.
+        rank: of this process in the job.
+        size: how many ranks the job has.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int):
+        self.rank, self.size = rank, size
+        with contextlib.suppress(RuntimeError, NotImplementedError):
+            store = store.clone()  # a wait must not keep the program from its store
+        self.store = store
+        self.post(f"who/{rank}", (socket.gethostname(), os.getpid()))
+
+    def post(self, key: str, value) -> None:
+        """Let everyone read `value` under `key`."""
+        self.store.set(key, pickle.dumps(value))
+
+    def forget(self, key: str) -> None:
+        """Nobody will read what this rank has posted under `key`."""
+        self.store.delete_key(key)
+
+    def read(self, keys: dict[str, int], doing: str, limit: float) -> list:
+        """What ranks have posted; waits until it is all there.
+
+        Args:
+            keys: key -> the rank that posts it.
+            doing: what this rank does, for the error: "rank 0: all_reduce ...".
+            limit: seconds that the wait may take.
+
+        Raises:
+            torch.distributed.DistBackendError: if the wait cannot end, or has taken
+                too long.
+        """
+        __tracebackhide__ = True
+        names = list(keys)
+        end = time.monotonic() + limit
+        said = False
+        while True:
+            self.store.set_timeout(_SLICE)
+            try:
+                found = self.store.multi_get(names)
+                break
+            except (dist.DistStoreError, RuntimeError) as error:
+                if isinstance(error, dist.DistNetworkError):
+                    raise self._store_is_gone(doing) from None
+            missing = self._missing(keys)
+            if missing:
+                self._say(("waits", doing, missing))
+                said = True
+                self._check(doing, missing)
+            if missing and time.monotonic() > end:
+                late = next(iter(missing.values()))
+                raise dist.DistBackendError(_LATE.format(doing, limit, late))
+        if said:
+            self._say(("works", "", {}))
+        return [pickle.loads(value) for value in found]
+
+    def _missing(self, keys: dict[str, int]) -> dict[str, int]:
+        return {key: rank for key, rank in keys.items() if not self.store.check([key])}
+
+    # -- what a rank does --------------------------------------------------------------
+
+    def _say(self, state: tuple) -> None:
+        self.post(f"state/{self.rank}", state)
+
+    def say_idle(self, why: str) -> None:
+        """This rank will call no collective until it says that it works again."""
+        self._say(("idle", why, {}))
+
+    def say_works(self) -> None:
+        self._say(("works", "", {}))
+
+    def wait_for_others(self, limit: float = 60.0) -> None:
+        """The store is in this process: stay until the others have ended, too."""
+        end = time.monotonic() + limit
+        left = [rank for rank in range(self.size) if rank != self.rank]
+        with contextlib.suppress(RuntimeError):
+            while left and time.monotonic() < end:
+                left = [rank for rank in left if self._state_of(rank)[0] != "ended"]
+                if left:
+                    time.sleep(0.01)
+
+    def say_ended(self, why: str = "") -> None:
+        with contextlib.suppress(RuntimeError):
+            self._say(("ended", why, {}))
+
+    def _state_of(self, rank: int) -> tuple:
+        key = f"state/{rank}"
+        state = ("works", "", {})
+        if self.store.check([key]):
+            state = pickle.loads(self.store.get(key))
+        if state[0] != "ended" and not self._is_alive(rank):
+            return ("ended", "", {})
+        return state
+
+    def _is_alive(self, rank: int) -> bool:
+        """Whether its process runs; where that cannot be known, it does."""
+        key = f"who/{rank}"
+        if not self.store.check([key]):
+            return True  # it has not come yet
+        host, pid = pickle.loads(self.store.get(key))
+        if host != socket.gethostname() or os.name != "posix":
+            return True
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            return True
+        try:
+            with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+                return file.read().rpartition(")")[2].split()[0] != "Z"
+        except OSError:
+            return True
+
+    # -- waits that cannot end ---------------------------------------------------------
+
+    def _check(self, doing: str, missing: dict[str, int]) -> None:
+        """Raise if none of the ranks that one waits for will ever come."""
+        __tracebackhide__ = True
+        if self.store.check(["verdict"]):
+            raise dist.DistBackendError(pickle.loads(self.store.get("verdict")))
+        lines = {self.rank: f"  {doing}, waits for {_ranks(missing)}"}
+        ask = list(missing.values())
+        while ask:
+            rank = ask.pop()
+            if rank in lines:
+                continue
+            kind, text, its = self._state_of(rank)
+            if kind == "works":
+                return
+            if kind == "ended":
+                if rank in self._missing(missing).values():
+                    raise dist.DistBackendError(_ENDED.format(doing, rank, text))
+                return  # whoever waits for that one will say so
+            if kind == "idle":
+                lines[rank] = f"  rank {rank}: {text}"
+                continue
+            if len(self._missing(its)) < len(its):
+                return  # it is about to go on
+            lines[rank] = f"  {text}, waits for {_ranks(its)}"
+            ask += its.values()
+        if len(self._missing(missing)) < len(missing):
+            return
+        text = _CIRCLE.format("\n".join(lines[rank] for rank in sorted(lines)))
+        self.post("verdict", text)
+        raise dist.DistBackendError(text)
+
+    def _store_is_gone(self, doing: str) -> Exception:
+        return dist.DistBackendError(
+            f"{doing}: the process that keeps the job's store has ended"
+        )
+
+
+def _ranks(missing: dict[str, int]) -> str:
+    ranks = sorted(set(missing.values()))
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

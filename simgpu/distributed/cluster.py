@@ -1,0 +1,111 @@
+"""The job as one of its ranks sees it: who takes part, and what is under way.
+
+Times travel with the values. A rank posts when it is ready for a collective as far as
+it knows: a time, and the collectives that must end before. So nobody waits to launch
+one; who needs its values, or the time of its end, reads what the members have posted.
+"""
+
+import atexit
+import os
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from simgpu.distributed.arena import Arena, Parcel
+from simgpu.distributed.board import Board
+
+MOST_UNDER_WAY = 256  # collectives that a rank launches before it waits for the first
+_KEPT = 1024  # of a channel's messages; older ones nobody can ask for any more
+_ENDS_KEPT = 8192
+
+# of a collective: (channel, number in it, ranks of the members in the job)
+Name = tuple[str, int, tuple[int, ...]]
+
+
+class Header(NamedTuple):
+    """What a rank posts of its part in a collective."""
+
+    name: str  # "all_reduce"
+    dtype: str
+    root: int
+    reduction: str
+    gives: list[int]  # elements for each member
+    takes: list[int]  # elements from each member
+    parcel: Parcel
+    parts: list[tuple[int, int]]  # of the parcel, in elements, for each member
+    ready: float  # simulated seconds, without what is in `after`
+    after: list[Name]  # collectives that must end before
+    seconds: float  # that it takes once all are ready
+    settled: int  # this rank has all of this channel's collectives before this number
+    where: str  # the line that called it
+
+
+class Cluster:
+    """This process as a rank of a job whose GPUs are simulated.
+
+    Args:
+        store: of the job's first process group.
+        rank: of this process.
+        size: how many ranks there are.
+        topology: where they are.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, topology):
+        self.rank, self.size, self.topology = rank, size, topology
+        self.board = Board(store, rank, size)
+        self.arena = Arena()
+        self.under_way: list = []  # collectives that are not settled, as launched
+        self.ends: dict[Name, float] = {}  # of settled ones
+        self.streams = 0  # of NCCL, so far
+        self._keeps_store = rank == 0 and (
+            os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        )
+        atexit.register(self.end)
+
+    def end(self) -> None:
+        """This process ends: what others still need of it, they get."""
+        atexit.unregister(self.end)
+        self.board.say_ended()
+        if self._keeps_store:
+            self.board.wait_for_others()
+
+    def post(self, name: Name, member: int, header: Header) -> None:
+        channel, number = name[:2]
+        self.board.post(f"{channel}/{number}/{member}", header)
+        if number >= _KEPT:
+            self.board.forget(f"{channel}/{number - _KEPT}/{member}")
+
+    def headers(self, name: Name, ranks: list[int], doing: str, limit) -> list[Header]:
+        """What the members have posted, in their order.
+
+        Args:
+            name: of the collective.
+            ranks: the members' ranks in the job.
+            doing: what this rank does, for an error.
+            limit: seconds.
+        """
+        __tracebackhide__ = True
+        channel, number = name[:2]
+        keys = {f"{channel}/{number}/{i}": rank for i, rank in enumerate(ranks)}
+        return self.board.read(keys, doing, limit)
+
+    def note_end(self, name: Name, end: float) -> None:
+        self.ends[name] = end
+        if len(self.ends) > _ENDS_KEPT:
+            del self.ends[next(iter(self.ends))]
+
+    def start_of(self, headers: list[Header], doing, limit) -> tuple[float, int]:
+        """When all members are ready, and the last of them, by number."""
+        times = []
+        for header in headers:
+            ends = [self._end_of(name, doing, limit) for name in header.after]
+            times.append(max([header.ready, *ends]))
+        return max(times), times.index(max(times))
+
+    def _end_of(self, name: Name, doing: str, limit: float) -> float:
+        """When a collective ends, be this rank a member of it or not."""
+        if name not in self.ends:
+            headers = self.headers(name, name[2], doing, limit)
+            start, _ = self.start_of(headers, doing, limit)
+            self.note_end(name, start + max(header.seconds for header in headers))
+        return self.ends[name]

@@ -1,0 +1,193 @@
+"""One collective as a rank runs it: launch it now, settle it when it is needed."""
+
+import torch
+import torch.distributed as dist
+
+from simgpu.distributed import exchange as ex
+from simgpu.distributed.cluster import MOST_UNDER_WAY, Cluster, Header
+from simgpu.timing.meeting import Meeting
+
+_DIFFERENT = (
+    "rank {0} and rank {1} do not call the same collective, number {2} of {3}:\n"
+    "  rank {0}: {4}\n  rank {1}: {5}\n"
+    "NCCL would hang, or give wrong values."
+)
+
+
+class Channel:
+    """Collectives of the same ranks, one after the other: a group's, or a pair's.
+
+    Args:
+        cluster: the job.
+        name: the same on all members, and no other channel's.
+        ranks: of the members in the job.
+        member: this rank's number among them.
+        title: how errors and pictures name it: "all ranks".
+        limit: seconds that a wait may take.
+    """
+
+    def __init__(self, cluster: Cluster, name: str, ranks: list[int], member: int,
+                 title: str, limit: float):  # fmt: skip
+        self.cluster, self.name, self.ranks, self.member = cluster, name, ranks, member
+        self.title, self.limit = title, limit
+        self.launched = 0  # collectives so far
+        self.settled = 0  # all before this number are settled
+        self._settled_later: set[int] = set()  # numbers of others that are settled
+        self._left: dict[int, object] = {}  # number -> parcel that others may read
+        self._readers = {i: 0 for i in range(len(ranks)) if i != member}
+
+    def note_settled(self, number: int, headers: list[Header]) -> None:
+        """One of them is settled; what all members have read is thrown away."""
+        self._settled_later.add(number)
+        while self.settled in self._settled_later:
+            self._settled_later.remove(self.settled)
+            self.settled += 1
+        for member in self._readers:
+            seen = max(self._readers[member], headers[member].settled)
+            self._readers[member] = seen
+        read_by_all = min(self._readers.values(), default=self.settled)
+        for old in [n for n in self._left if n < read_by_all]:
+            self.cluster.arena.free(self._left.pop(old))
+
+    def leave(self, number: int, parcel) -> None:
+        self._left[number] = parcel
+
+
+class Collective:
+    """A collective that this rank has launched.
+
+    Args:
+        channel: of its members.
+        exchange: what this rank gives and takes.
+        meeting: its place in the schedule.
+        clock: whose schedule that is.
+        where: the line of the program.
+    """
+
+    def __init__(self, channel: Channel, exchange: ex.Exchange, meeting: Meeting,
+                 clock, where: str):  # fmt: skip
+        self.channel, self.exchange, self.meeting = channel, exchange, meeting
+        self.clock, self.where = clock, where
+        self.number = channel.launched
+        channel.launched += 1
+        self.name = (channel.name, self.number, tuple(channel.ranks))
+        self.position = None  # after it in its stream, for streams that wait for it
+        meeting.settle = self.settle
+        self._post()
+
+    def _post(self) -> None:
+        channel, exchange = self.channel, self.exchange
+        cluster = channel.cluster
+        while len(cluster.under_way) >= MOST_UNDER_WAY:
+            cluster.under_way[0].settle()
+        parcel = cluster.arena.put(exchange.gives)
+        channel.leave(self.number, parcel)
+        self.header = Header(
+            exchange.name, str(exchange.dtype).removeprefix("torch."), exchange.root,
+            exchange.reduction.name if exchange.reduction else "",
+            [last - first for first, last in exchange.parts], exchange.counts, parcel,
+            exchange.parts, self.meeting.ready,
+            [m.settle.__self__.name for m in self.meeting.after], self.meeting.seconds,
+            channel.settled, self.where,
+        )  # fmt: skip
+        cluster.post(self.name, channel.member, self.header)
+        cluster.under_way.append(self)
+
+    def __str__(self) -> str:
+        return f"rank {self.channel.cluster.rank}: {_call(self.header)}"
+
+    @property
+    def is_settled(self) -> bool:
+        return self.meeting.end is not None
+
+    def settle(self) -> None:
+        """Wait until all members have launched it; then its values and times are known.
+
+        Raises:
+            torch.distributed.DistBackendError: if they have not launched the same one,
+                or if one never will.
+        """
+        __tracebackhide__ = True
+        if self.is_settled:
+            return
+        for earlier in list(self.meeting.after):
+            earlier.settle()
+        channel, cluster = self.channel, self.channel.cluster
+        doing = f"{self} on {channel.title}"
+        headers = cluster.headers(self.name, channel.ranks, doing, channel.limit)
+        self._compare(headers)
+        with (
+            torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch(),
+            torch.no_grad(),
+        ):  # fmt: skip
+            self._deliver(headers)
+        start, last = cluster.start_of(headers, doing, channel.limit)
+        end = start + max(header.seconds for header in headers)
+        cluster.note_end(self.name, end)
+        cluster.under_way.remove(self)
+        channel.note_settled(self.number, headers)
+        self.exchange = None
+        self.clock.settled(self.meeting, start, end, channel.title, channel.ranks[last])
+
+    def _compare(self, headers: list[Header]) -> None:
+        """Raise if two members do not mean the same."""
+        __tracebackhide__ = True
+        mine, me = self.header, self.channel.member
+        for member, its in enumerate(headers):
+            same = mine.name == its.name and mine.root == its.root
+            same = same and mine.reduction == its.reduction
+            same = same and mine.dtype == its.dtype
+            fits = mine.gives[member] == its.takes[me]
+            fits = fits and mine.takes[member] == its.gives[me]
+            if not (same and fits):
+                ranks = self.channel.ranks
+                first, second = sorted((me, member))
+                raise dist.DistBackendError(
+                    _DIFFERENT.format(
+                        ranks[first], ranks[second], self.number + 1,
+                        self.channel.title, _call(headers[first]),
+                        _call(headers[second]),
+                    )
+                )  # fmt: skip
+
+    def _deliver(self, headers: list[Header]) -> None:
+        """Put what the members give to where this rank takes it."""
+        exchange, me = self.exchange, self.channel.member
+        arena = self.channel.cluster.arena
+        given = {}
+        for member, header in enumerate(headers):
+            if exchange.takes[member]:
+                size = exchange.dtype.itemsize
+                first, last = header.parts[me]
+                values = arena.read(header.parcel)[first * size : last * size]
+                given[member] = values.view(exchange.dtype)
+        if not given:
+            return
+        if exchange.reduction is None:
+            for member, values in given.items():
+                _lay(values, exchange.takes[member])
+            return
+        values = list(given.values())
+        values[0] = values[0].clone()
+        _lay(ex.reduce(values, exchange.reduction), exchange.takes[next(iter(given))])
+
+
+def _lay(values: torch.Tensor, pieces: list[torch.Tensor]) -> None:
+    """Copy one flat tensor to flat pieces, one after the other."""
+    first = 0
+    for piece in pieces:
+        piece.copy_(values[first : first + piece.numel()])
+        first += piece.numel()
+
+
+def _call(header: Header) -> str:
+    """A call in words: "all_reduce of 10 float32, sum (train.py:12)"."""
+    count = max([0, *header.gives, *header.takes])
+    words = header.name
+    if header.name != "barrier":
+        words += f" of {count:,} {header.dtype}"
+    if header.reduction:
+        words += f", {header.reduction}"
+    if header.root >= 0 and header.name != "send":
+        words += f", root {header.root}"
+    return f"{words} ({header.where})"

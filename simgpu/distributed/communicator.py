@@ -1,0 +1,96 @@
+"""What NCCL would keep for a process group on one rank: its members, GPU and streams."""
+
+import os
+import socket
+
+import torch
+import torch.distributed as dist
+
+from simgpu.distributed.cluster import Cluster
+from simgpu.distributed.collective import Channel
+
+FIRST_STREAM = 1000  # number of NCCL's first stream; programs' own are smaller
+_DUPLICATE = (
+    "NCCL error: invalid usage (run with NCCL_DEBUG=WARN for details)\n"
+    "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\n"
+    "Last error:\nDuplicate GPU detected : rank {} and rank {} both on CUDA device {}"
+)
+_MOVED = (
+    "rank {} has used this process group on cuda:{} and comes with a tensor on cuda:{} "
+    "now. NCCL would wait for a second connection, which the other ranks may never "
+    "make. Is torch.cuda.set_device(rank) missing?"
+)
+
+
+class Communicator:
+    """A process group over NCCL, as this rank takes part in it.
+
+    Args:
+        cluster: the job.
+        name: of the group; no other has it, nor had it before.
+        ranks: of its members in the job, in the order of the group.
+        member: this rank's number among them.
+        bound: the GPU that was given as `device_id`.
+        limit: seconds that a collective may wait for the others.
+    """
+
+    def __init__(self, cluster: Cluster, name: str, ranks: list[int], member: int,
+                 bound: torch.device | None, limit: float):  # fmt: skip
+        self.cluster, self.name, self.ranks, self.member = cluster, name, ranks, member
+        self.bound, self.limit = bound, limit
+        together = len(ranks) == cluster.size
+        self.title = "all ranks" if together else f"ranks {', '.join(map(str, ranks))}"
+        self.channel = Channel(cluster, name, ranks, member, self.title, limit)
+        self._pairs: dict[tuple[int, int, str], Channel] = {}
+        self._streams: dict[object, int] = {}
+        self.ordinal: int | None = None  # of the GPU of its collectives so far
+        self.batch: list | None = None  # messages of `batch_isend_irecv`, being told
+
+    def stream(self, of: object = None) -> int:
+        """The number of NCCL's stream for the group, or for messages with one rank."""
+        if of not in self._streams:
+            self._streams[of] = FIRST_STREAM + self.cluster.streams
+            self.cluster.streams += 1
+        return self._streams[of]
+
+    def pair(self, source: int, target: int, sends: bool) -> Channel:
+        """The channel of messages from one member to another."""
+        key = (source, target, "send" if sends else "receive")
+        if key not in self._pairs:
+            ranks = [self.ranks[source], self.ranks[target]]
+            title = f"rank {ranks[0]} to rank {ranks[1]}"
+            name = f"{self.name}/{source}>{target}"
+            self._pairs[key] = Channel(
+                self.cluster, name, ranks, 0 if sends else 1, title, self.limit
+            )
+        return self._pairs[key]
+
+    def connect(self, gpu, clock) -> None:
+        """Be connected over `gpu`; the first time, all members wait for each other.
+
+        Raises:
+            torch.distributed.DistBackendError: for two ranks on one GPU, in NCCL's
+                words; for another GPU than the first time; if a member never comes.
+        """
+        __tracebackhide__ = True
+        if self.ordinal == gpu.ordinal:
+            return
+        if self.ordinal is not None:
+            me = self.ranks[self.member]
+            raise dist.DistBackendError(_MOVED.format(me, self.ordinal, gpu.ordinal))
+        node = self.cluster.topology.node_of(self.cluster.rank)
+        machine = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', 0)} {node}"
+        board, me = self.cluster.board, self.member
+        board.post(f"{self.name}/here/{me}", (machine, gpu.ordinal, clock.host))
+        keys = {f"{self.name}/here/{i}": rank for i, rank in enumerate(self.ranks)}
+        doing = f"rank {self.cluster.rank}: the first collective of {self.title}"
+        all_here = board.read(keys, doing, self.limit)
+        seen: dict[tuple, int] = {}
+        for member, (its_machine, ordinal, _) in enumerate(all_here):
+            first = seen.setdefault((its_machine, ordinal), member)
+            if first != member and me in (first, member):
+                both = _DUPLICATE.format(me, first + member - me, gpu.ordinal)
+                raise dist.DistBackendError(both)
+        self.ordinal = gpu.ordinal
+        last = max(range(len(all_here)), key=lambda i: (all_here[i][2], -i))
+        clock.host_waits(all_here[last][2], f"connect, wait for rank {self.ranks[last]}")

@@ -1,0 +1,174 @@
+"""`Work` of collectives: what a program waits for.
+
+A `Work` of PyTorch's own around a future that is done. The last of the future's values
+is a tag, which knows the collectives; so it lives as long as the `Work` does.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+
+import torch
+from torch._C._distributed_c10d import Work, _create_work_from_future
+
+from simgpu import runtime
+from simgpu.dispatch.mode import modes_in_this_thread
+from simgpu.timing.events import StreamPosition
+
+HOOKS = 999  # the number of the stream on which hooks of futures run
+_raw_then = torch._C.Future.then
+_raw_future_wait = torch.futures.Future.wait
+_raw = {
+    name: getattr(Work, name)
+    for name in ("wait", "synchronize", "get_future", "is_completed", "result")
+}
+
+
+class Launched:
+    """What a `Work` stands for: collectives, and what they write."""
+
+    def __init__(self, collectives: list, outputs: list, host_waits: bool):
+        self.collectives, self.outputs = collectives, outputs
+        self.host_waits = host_waits  # as for a barrier
+
+    def wait(self) -> None:
+        """The current stream goes on after them."""
+        now = runtime.current()
+        for collective in self.collectives:
+            key = collective.meeting.key
+            current = (key[0], now.thread.streams.get(key[0], 0))
+            if current != key:
+                now.clock.stream_waits_for(current, collective.meeting)
+                now.sanitizer.stream_waits(current, collective.position.number)
+        if self.host_waits:
+            self.wait_on_host()
+
+    def wait_on_host(self) -> None:
+        """The program goes on after them."""
+        clock = runtime.current().clock
+        for collective in self.collectives:
+            clock.wait_for_position(collective.position)
+
+    def is_completed(self) -> bool:
+        clock = runtime.current().clock
+        return all(clock.reached(c.position) for c in self.collectives)
+
+
+def new(collectives: list, outputs: list, host_waits: bool = False) -> Work:
+    """A `Work` for collectives that have been launched."""
+    future, tag = torch.futures.Future(), torch.empty(0)
+    tag._simgpu = Launched(collectives, outputs, host_waits)
+    future.set_result([*outputs, tag])
+    return _create_work_from_future(future)
+
+
+def launched(work) -> Launched | None:
+    """What a `Work` stands for; None if it is another backend's."""
+    try:
+        future = _raw["get_future"](work)
+        values = future.value() if future.done() else None
+    except RuntimeError:
+        return None
+    last = values[-1] if isinstance(values, list) and values else None
+    return getattr(last, "_simgpu", None) if isinstance(last, torch.Tensor) else None
+
+
+def wait(work, *args, **kwargs):
+    """`Work.wait`: with NCCL, the current stream waits and not the program."""
+    __tracebackhide__ = True
+    ours = launched(work)
+    if ours is not None:
+        ours.wait()
+        return True
+    thread = runtime.current().thread
+    thread.unlogged += 1  # gloo copies out of a buffer of its own
+    try:
+        return _raw["wait"](work, *args, **kwargs)
+    finally:
+        thread.unlogged -= 1
+
+
+def synchronize(work) -> None:
+    if launched(work) is None:
+        _raw["synchronize"](work)
+    else:
+        wait(work)
+
+
+def is_completed(work) -> bool:
+    ours = launched(work)
+    return _raw["is_completed"](work) if ours is None else ours.is_completed()
+
+
+def result(work) -> list:
+    ours = launched(work)
+    return _raw["result"](work) if ours is None else ours.outputs
+
+
+def get_future(work):
+    """A future of its tensors; who waits for it, waits for the collectives."""
+    ours = launched(work)
+    future = _raw["get_future"](work)
+    if ours is None:
+        return future
+    before_backward_ends(ours.wait)  # a hook's, for which DDP waits in C++
+    found = torch.futures.Future()
+    found.set_result(ours.outputs)
+    found._simgpu = ours.wait
+    return found
+
+
+def future_wait(future):
+    """`Future.wait`: the current stream waits for what the future stands for."""
+    wait_for_it = getattr(future, "_simgpu", None)
+    if wait_for_it is not None:
+        wait_for_it()
+    return _raw_future_wait(future)
+
+
+def then(future, callback):
+    """What a hook does when a bucket has arrived, on a stream of its own."""
+    now = runtime.current()
+    wait_for_it = getattr(future, "_simgpu", None)
+    done: list[StreamPosition] = []
+
+    def in_modes(arrived):
+        with modes_in_this_thread(now):  # gloo's threads have none
+            if wait_for_it is None:
+                return callback(arrived)
+            with _hook_stream(now, done):
+                wait_for_it()
+                return callback(arrived)
+
+    following = _raw_then(future, in_modes)
+    if wait_for_it is not None:
+        following._simgpu = functools.partial(_wait_for_positions, done)
+        before_backward_ends(following._simgpu)
+    return following
+
+
+@contextlib.contextmanager
+def _hook_stream(now, done: list[StreamPosition]) -> Iterator[None]:
+    """Inside, the current stream is one for hooks; where it ends is noted."""
+    index = now.thread.device
+    before = now.thread.streams.get(index, 0)
+    now.sanitizer.watch_accesses()
+    now.thread.streams[index] = HOOKS
+    try:
+        yield
+    finally:
+        now.thread.streams[index] = before
+        done.append(now.clock.record(index, HOOKS))
+
+
+def _wait_for_positions(positions: list[StreamPosition]) -> None:
+    now = runtime.current()
+    index = now.thread.device
+    for position in positions:
+        now.clock.stream_waits(index, now.thread.streams.get(index, 0), position)
+
+
+def before_backward_ends(wait_for_it) -> None:
+    """DDP's reducer waits in C++, at the end of backward: wait before it does."""
+    if torch._C._current_graph_task_id() != -1:
+        torch.autograd.Variable._execution_engine.queue_callback(wait_for_it)
