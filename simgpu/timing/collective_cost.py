@@ -37,7 +37,8 @@ class Constants(NamedTuple):
     ll: Protocol = Protocol(0.0, 2.6e-6, 0.05)
     simple: Protocol = Protocol(13.5e-6, 0.7e-6, 1.0)  # fitted
     send_step: float = 6e-6  # seconds; that of a send with Simple; fitted
-    nvls: float = 0.85  # of the bandwidth of Simple: NCCL's tuner
+    tree: float = 0.9  # of a ring's bandwidth: NCCL's tuner
+    nvls: float = 0.85  # the same
     ll_limit: int = 16 * 1024  # bytes that a send moves with LL: NCCL's default
     clock: int = 1_980_000  # kHz of an H100; latencies are cycles of the card: assumed
     pcie_hop: float = 5 / 3  # times a hop over NVLink: NCCL's tuner
@@ -58,7 +59,7 @@ CONSTANTS = Constants()
 class Choice(NamedTuple):
     """The fastest way to run a collective."""
 
-    algorithm: str  # "ring LL", "tree Simple", "NVLS", "direct Simple", ... or "none"
+    algorithm: str  # "ring", "tree", "NVLS", "direct" (sends); "none" for one rank
     seconds: float
     bus_bandwidth: float  # bytes/s, as nccl-tests prints it
 
@@ -67,17 +68,9 @@ class _Group(NamedTuple):
     """The ranks of a collective, as an algorithm sees them."""
 
     size: int  # ranks
-    members: list[int]  # ranks in each node
-    topology: Topology
-
-    @property
-    def nodes(self) -> int:
-        return len(self.members)
-
-    @property
-    def adapters(self) -> int:
-        """Ranks that share the sending, in the node that has the fewest."""
-        return min(self.members)
+    nodes: int
+    most: int  # ranks in the node that has the most of them
+    adapters: int  # ranks in the node that has the fewest; they send at once
 
 
 class _Work(NamedTuple):
@@ -89,6 +82,7 @@ class _Work(NamedTuple):
     sent: float  # bytes that leave the busiest GPU for its own node
     far_sent: float = 0.0  # bytes that leave the busiest node, or that come to it
     adapters: int = 1  # ranks that send these at once, each through its share
+    bandwidth: float = 1.0  # share of each link's bandwidth that the algorithm reaches
 
 
 def _ring(passes: int, nbytes: int, group: _Group) -> _Work:
@@ -113,35 +107,35 @@ def _tree(nbytes: int, group: _Group) -> _Work:
 
     Two nodes exchange halves. Of more, each has two children in one of the two trees.
     """
-    most = max(group.members)
     depth = math.ceil(math.log2(group.nodes))
-    near = nbytes * min(2, most - 1)
+    near = nbytes * min(2, group.most - 1)
     far_sent = nbytes * min(2, group.nodes - 1)
-    return _Work(2, 2 * (most - 1), 2 * depth, near, far_sent, group.adapters)
+    bandwidth = CONSTANTS.tree
+    return _Work(
+        2, 2 * (group.most - 1), 2 * depth, near, far_sent, group.adapters, bandwidth
+    )
 
 
 def _nvls(nbytes: int, group: _Group) -> _Work:
     """All-reduce: the NVSwitch adds what its GPUs send and gives the sum to all."""
     sent = nbytes * (1 + 1 / group.adapters)
-    return _tree(nbytes, group)._replace(hops=2, sent=sent)
+    tree = _tree(nbytes, group)
+    return tree._replace(hops=2, sent=sent, bandwidth=CONSTANTS.nvls)
 
 
-def _pairs(nbytes: int, group: _Group) -> _Work:
-    """All-to-all: each rank sends a part to each other rank."""
-    part, here, far = nbytes / group.size, group.adapters, group.nodes - 1
-    near = part * (max(group.members) - 1)
-    far_sent = part * here * (group.size - here)
-    return _Work(1, group.size - 1 - far, far, near, far_sent, here)
+def _parts(nbytes: int, group: _Group, nvlink: bool) -> _Work:
+    """All-to-all, gather, scatter: a part between a rank and each of the others.
 
-
-def _root(nbytes: int, group: _Group) -> _Work:
-    """Gather and scatter: between one rank, wherever it is worst, and all others."""
-    part, here, far = nbytes / group.size, group.adapters, group.nodes - 1
-    near, far_sent = part * (max(group.members) - 1), part * (group.size - here)
+    The rank is where it takes longest. Without NVLink all its parts share its PCIe.
+    """
+    part, far = nbytes / group.size, group.nodes - 1
+    near = part * ((group.most if nvlink else group.size) - 1)
+    far_sent = part * (group.size - group.adapters)
     return _Work(1, group.size - 1 - far, far, near, far_sent)
 
 
 def _send(nbytes: int, group: _Group) -> _Work:
+    """One message from a rank to another, in the same node or far."""
     far = group.nodes - 1
     return _Work(1, 1 - far, far, nbytes * (1 - far), nbytes * far)
 
@@ -154,23 +148,28 @@ def _seconds(work: _Work, protocol: Protocol, fill: float, topology: Topology) -
     latency += (work.hops + work.far_hops) * hop
     latency *= c.clock / topology.card.clock
     latency += work.far_hops * network.latency
-    share = work.adapters / topology.ranks_per_node
     near = work.sent * (1 + fill) / (topology.link_bandwidth * c.link)
-    far = work.far_sent / (network.bandwidth * c.network * share)
-    return latency + max(near, far) / protocol.bandwidth
+    # a rank reaches its adapter over PCIe
+    adapter = network.bandwidth / topology.ranks_per_node * c.network
+    adapter = min(adapter, topology.card.pcie_bandwidth * c.link)
+    far = work.far_sent / (adapter * work.adapters)
+    return latency + max(near, far) / (protocol.bandwidth * work.bandwidth)
 
 
-def _candidates(name: str, nbytes: int, group: _Group) -> dict[str, float]:
+def _candidates(
+    name: str, nbytes: int, group: _Group, topology: Topology
+) -> dict[str, float]:
     """Seconds of each algorithm that NCCL has for a collective."""
-    c, topology = CONSTANTS, group.topology
+    c = CONSTANTS
     if name in ("send", "all_to_all", "gather", "scatter"):
-        work = {"send": _send, "all_to_all": _pairs}.get(name, _root)(nbytes, group)
-        part = nbytes if name == "send" else nbytes / group.size
-        simple = c.simple._replace(step=c.send_step)
-        found = {"direct Simple": _seconds(work, simple, 0.0, topology)}
+        work, part = _send(nbytes, group), nbytes
+        if name != "send":
+            work = _parts(nbytes, group, topology.card.nvlink_bandwidth > 0)
+            part = nbytes / group.size
+        seconds = _seconds(work, c.simple._replace(step=c.send_step), 0.0, topology)
         if part <= c.ll_limit:
-            found["direct LL"] = _seconds(work, c.ll, 0.0, topology)
-        return found
+            seconds = min(seconds, _seconds(work, c.ll, 0.0, topology))
+        return {"direct": seconds}
     if name == "all_reduce":
         algorithms = {"ring": _ring(2, nbytes, group), "tree": _tree(nbytes, group)}
     elif name in ("all_gather", "reduce_scatter"):
@@ -178,17 +177,14 @@ def _candidates(name: str, nbytes: int, group: _Group) -> dict[str, float]:
     else:
         algorithms = {"ring": _chain(nbytes, group)}
     fill = c.fill * min(1, c.chunked / nbytes) if nbytes else 0.0
-    protocols = {"LL": c.ll, "Simple": c.simple}
     found = {
-        f"{algorithm} {protocol}": _seconds(work, constants, fill, topology)
+        algorithm: min(_seconds(work, p, fill, topology) for p in (c.ll, c.simple))
         for algorithm, work in algorithms.items()
-        for protocol, constants in protocols.items()
     }
     # NCCL uses the switch of Hopper's NVLink from three GPUs on
     hopper = topology.card.capability >= (9, 0) and topology.card.nvlink_bandwidth
     if name == "all_reduce" and hopper and group.adapters > 2:
-        protocol = c.simple._replace(bandwidth=c.nvls)
-        found["NVLS"] = _seconds(_nvls(nbytes, group), protocol, fill, topology)
+        found["NVLS"] = _seconds(_nvls(nbytes, group), c.simple, fill, topology)
     return found
 
 
@@ -233,15 +229,14 @@ def choose(name: str, nbytes: int, ranks: Sequence[int], topology: Topology) -> 
     if nbytes < 0:
         raise ValueError(f"{name}: a message of {nbytes} bytes")
     members = topology.members(ranks)
-    group = _Group(sum(members), members, topology)
+    group = _Group(sum(members), len(members), max(members), min(members))
     if name == "send" and group.size > 2:
         raise ValueError(f"a send has two ends, not {group.size}: {list(ranks)}")
     if group.size == 1:
         return Choice("none", KERNEL, 0.0)
-    if name == "barrier":  # PyTorch runs an all-reduce of one element
-        found = _candidates("all_reduce", 4, group)
-    else:
-        found = _candidates(name, nbytes, group)
+    # PyTorch's barrier is an all-reduce of one element
+    run, sent = ("all_reduce", 4) if name == "barrier" else (name, nbytes)
+    found = _candidates(run, sent, group, topology)
     algorithm = min(found, key=found.get)
     seconds = found[algorithm]
     return Choice(algorithm, seconds, nbytes * FACTORS[name](group.size) / seconds)

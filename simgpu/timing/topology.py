@@ -18,9 +18,9 @@ from simgpu.device.cards import Card
 # bytes/s for each rank of a node: 200 Gbit/s, as in NVIDIA's DGX A100, where each GPU
 # has an adapter for HDR InfiniBand
 DEFAULT_BANDWIDTH = 25e9
-# seconds from one node to another: NCCL's tuner (src/graph/tuning.cc) takes 5
-# microseconds for a hop of a tree over InfiniBand, TCP takes several times as long
-DEFAULT_LATENCY = 5e-6
+# seconds from one node to another, assumed: NCCL's tuner (src/graph/tuning.cc) takes 3
+# to 14 microseconds for a hop, by protocol; TCP takes several times as long
+DEFAULT_LATENCY = 12e-6
 
 _ACCEPTED = 'write "100 Gbit/s", "25 GB/s" or a number of bytes/s'
 _BANDWIDTH = re.compile(
