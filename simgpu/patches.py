@@ -20,7 +20,7 @@ import torch.nn.parallel._functions
 import torch.utils.dlpack
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.autograd.function import BackwardCFunction
-from torch.distributed import constants, distributed_c10d
+from torch.distributed import constants, device_mesh, distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.storage import UntypedStorage, _StorageBase
 
@@ -104,6 +104,10 @@ def _tensors() -> list[Patch]:
             is_shared=tensor_memory.is_shared,
         ),
         *patches(torch.Tensor, "builds its result in C++", new=making.new),
+        *patches(
+            torch.Tensor, "C++ would ask for CUDA",
+            _make_wrapper_subclass=staticmethod(making.make_wrapper_subclass),
+        ),
         *patches(
             torch.Tensor, "builds its result in C++", "both",
             new_tensor=making.new_tensor,
@@ -243,6 +247,7 @@ def _cuda(runtime) -> list[Patch]:
         *patches(torch.cuda, "there are no CUDA graphs",
                  is_current_stream_capturing=lambda: False),
         *patches(torch.cuda.nvtx, "there is no profiler", _nvtx=nvtx.Nvtx()),
+        *patches(torch.version, "programs ask", cuda=devices.CUDA_VERSION),
         *patches(torch.backends.cuda, "programs ask", is_built=lambda: True),
         *patches(torch.backends.cudnn, "the CPU's kernels run",
                  is_acceptable=lambda tensor: False),
@@ -294,13 +299,16 @@ def _distributed() -> list[Patch]:
     return [
         *patches(
             distributed_c10d, "the simulator stands for NCCL",
+            split_group=groups.split_group,
             _new_process_group_helper=groups.new_group,
             _get_object_coll_device=groups.object_device,
             is_nccl_available=lambda: True, **limit,
         ),
+        *patches(device_mesh, "the simulator stands for NCCL",
+                 split_group=groups.split_group),
         *patches(constants, "the simulator stands for NCCL", **limit),
         *patches(torch.distributed, "the simulator stands for NCCL",
-                 is_nccl_available=lambda: True,
+                 is_nccl_available=lambda: True, split_group=groups.split_group,
                  _make_nccl_premul_sum=reductions.make_premul_sum),
         *patches(
             torch.distributed.ProcessGroup, "the simulator stands for NCCL",
@@ -330,6 +338,11 @@ def _distributed() -> list[Patch]:
             **{name: ddp.on_replica(name)
                for name in ("__init__", "_pre_forward", "_post_forward")},
         ),
+        *[
+            Patch(torch.distributed, name, ddp.waiting(getattr(torch.distributed, name)),
+                  "C++ waits for its collectives")
+            for name in ("_broadcast_coalesced", "_verify_params_across_processes")
+        ],
         *patches(multiprocessing.spawn, "children have the same GPUs",
                  get_preparation_data=children.preparation_data),
         *patches(BaseProcess, "a child with gloo must not abort at its end",

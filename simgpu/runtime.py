@@ -54,6 +54,8 @@ class ThreadState(threading.local):
     asked_for_cpu = False  # the factory call that runs now says device="cpu"
     unlogged = 0  # greater than 0: nothing is logged (a tensor is being printed)
     cpp_call = None  # the call in which C++ last made a tensor of its own
+    cpp_waits = 0  # greater than 0: C++ waits for the collectives that it launches
+    name_of_group = None  # of the process group that is being made, if it is a split
     premultiplier = None  # the factor of a sum that `ReduceOp` has and C++ hides
     gpu_of_cpp_tensors = None  # the GPU on which such tensors are, where it is known
 

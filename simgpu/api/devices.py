@@ -8,6 +8,8 @@ from simgpu.api.properties import DeviceProperties
 from simgpu.device.gpu import Gpu
 from simgpu.dispatch.devices import current_gpu, gpu_named
 
+CUDA_VERSION = "13.0"  # what PyTorch 2.11 is built for
+
 
 def known_gpu(device=None) -> Gpu:
     """The GPU that `device` names, for calls that check the index themselves."""

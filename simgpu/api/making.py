@@ -18,6 +18,7 @@ _raw_as_tensor = torch.as_tensor
 _raw_asarray = torch.asarray
 _raw_range = torch.range
 _raw_new = torch.Tensor.new
+_raw_make_wrapper = torch.Tensor._make_wrapper_subclass
 _SPARSE = (
     "sparse_coo_tensor", "sparse_csr_tensor", "sparse_csc_tensor", "sparse_bsr_tensor",
     "sparse_bsc_tensor", "sparse_compressed_tensor",
@@ -141,3 +142,10 @@ def _sparse_factory(name: str):
 
 
 sparse_factories = {name: _sparse_factory(name) for name in _SPARSE}
+
+
+def make_wrapper_subclass(cls, *args, device=None, **kwargs):
+    """A tensor that wraps others; they know where they are, and C++ knows no GPU."""
+    if device is not None and torch.device(device).type == "cuda":
+        device = torch.device("cpu")
+    return _raw_make_wrapper(cls, *args, device=device, **kwargs)

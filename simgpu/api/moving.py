@@ -4,6 +4,7 @@ A move is a differentiable copy; the copy itself is `dispatch/copies.py`.
 """
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from simgpu import runtime
@@ -127,6 +128,9 @@ def setitem(self, index, value):
 
 
 def copy_(self, source, non_blocking=False):
+    if isinstance(self, FakeTensor) and self.device.type == "cuda":
+        # Python's method would ask for CUDA, and the operation does not
+        return torch.ops.aten.copy_.default(self, source, non_blocking)
     crosses = isinstance(source, torch.Tensor) and gpu_of(self) is not gpu_of(source)
     if crosses and torch.is_grad_enabled() and source.requires_grad:
         source = source.to(self.device)  # so that its gradient finds the way back

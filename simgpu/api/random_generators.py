@@ -1,5 +1,7 @@
 """Random numbers: `torch.Generator(device="cuda:1")`, seeds and states of each GPU."""
 
+import struct
+
 import torch
 
 from simgpu import runtime
@@ -13,10 +15,18 @@ class _GeneratorMeta(type(_raw_generator)):
         return isinstance(value, _raw_generator)
 
 
+_SEED = 67280421310721  # that of a new generator, as in PyTorch
+
+
 class Generator(_raw_generator, metaclass=_GeneratorMeta):
-    """`torch.Generator(device="cuda:1")`, made of a CPU generator."""
+    """`torch.Generator(device="cuda:1")`, made of a CPU generator.
+
+    On a GPU its state is CUDA's: a seed and an offset, which each draw moves on.
+    """
 
     gpu = None
+    key = _SEED
+    offset = 0
 
     def __new__(cls, device="cpu"):
         device = torch.device(device)
@@ -28,6 +38,43 @@ class Generator(_raw_generator, metaclass=_GeneratorMeta):
     @property
     def device(self):
         return self.gpu.device if self.gpu else torch.device("cpu")
+
+    def manual_seed(self, seed: int) -> "Generator":
+        self.key, self.offset = int(seed) % 2**64, 0
+        return super().manual_seed(seed)
+
+    def seed(self) -> int:
+        self.manual_seed(found := super().seed())
+        return found
+
+    def initial_seed(self) -> int:
+        return super().initial_seed() if self.gpu is None else self.key
+
+    def get_offset(self) -> int:
+        return super().get_offset() if self.gpu is None else self.offset
+
+    def set_offset(self, offset: int) -> None:
+        if self.gpu is None:
+            super().set_offset(offset)
+        else:
+            self.offset = offset
+
+    def get_state(self) -> torch.Tensor:
+        """On a GPU 16 bytes: the seed, then the offset."""
+        if self.gpu is None:
+            return super().get_state()
+        state = struct.pack("<QQ", self.key, self.offset)
+        return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+    def set_state(self, state: torch.Tensor) -> "Generator":
+        if self.gpu is None:
+            return super().set_state(state)
+        if state.device.type != "cpu" or state.dtype is not torch.uint8:
+            raise TypeError("RNG state must be a torch.ByteTensor")
+        if state.numel() != 16:
+            raise RuntimeError("RNG state is wrong size")
+        self.key, self.offset = struct.unpack("<QQ", bytes(state.tolist()))
+        return self
 
     def clone_state(self) -> "Generator":
         made = Generator() if self.gpu is None else new_generator(self.gpu)

@@ -29,8 +29,10 @@ def data_ptr(self):
 
 def resize_(self, size: int):
     """Also counts what the storage takes then."""
-    _raw_resize(self, size)
     memory = memory_of_storage(self)
+    if memory is not None and memory.arriving is not None:
+        memory.arriving.settle()  # it would write to what is gone
+    _raw_resize(self, size)
     if memory is not None and memory.nbytes != self.nbytes():
         memory.resize(self.nbytes())
     return self

@@ -111,9 +111,10 @@ class Call:
     def _draw(self, gpu: Gpu):
         """Compute it with the random numbers of `gpu`, or of the given generator."""
         random_numbers.check_generator(self.runtime, self.generator, gpu)
-        if self.generator is None:
-            return random_numbers.draw_from(gpu, self)
-        return self.func(*self.args, **self.kwargs)
+        given = self.generator
+        if given is not None:  # C++ hands on its own, not Python's
+            given = self.runtime.gpu_generators.get(given._cdata)
+        return random_numbers.draw(self, given or gpu.generator)
 
     @property
     def generator(self) -> torch.Generator | None:

@@ -3,6 +3,7 @@
 import contextlib
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -10,6 +11,7 @@ from simgpu import runtime as state
 from simgpu.dispatch.call import Call
 from simgpu.dispatch.function_mode import FunctionMode
 from simgpu.dispatch.operation import operation_of
+from simgpu.errors import NotSimulated
 
 _active_mode = torch._C._get_dispatch_mode
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
@@ -19,6 +21,8 @@ _NO_KWARGS: dict = {}  # never changed: who has other arguments makes a new one
 
 class DispatchMode(TorchDispatchMode):
     """Runs each operation on the simulated GPU of its tensors. One for each thread."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, runtime: state.Runtime):
         super().__init__()
@@ -40,11 +44,27 @@ class DispatchMode(TorchDispatchMode):
         for kind in types:
             if kind.__torch_dispatch__ is not _PLAIN:
                 return NotImplemented  # tensor subclasses unwrap themselves first
+        if isinstance(func, HigherOrderOperator):
+            return _run_higher_order(self.runtime, func, args, kwargs or {})
         operation = operation_of(func)
         if self.runtime.clock.pending and not operation.silent:
             settle_streams(self.runtime, func.namespace)
         call = Call(self.runtime, operation, func, args, kwargs or _NO_KWARGS)
         return operation.run(call)
+
+
+def _run_higher_order(runtime: state.Runtime, func, args, kwargs):
+    """An operator that takes functions: its own code for CUDA, or for any device.
+
+    Raises:
+        NotSimulated: for one that has code for compilers only.
+    """
+    keys = (torch._C.DispatchKey.CUDA, torch._C.DispatchKey.CompositeExplicitAutograd)
+    code = next((func.py_kernels[k] for k in keys if k in func.py_kernels), None)
+    if code is None:
+        raise NotSimulated(func.name())
+    with modes_in_this_thread(runtime):
+        return code(*args, **kwargs)
 
 
 def settle_streams(runtime: state.Runtime, namespace: str = "aten") -> None:

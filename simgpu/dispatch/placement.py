@@ -6,6 +6,7 @@ back when the storage dies.
 """
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from simgpu import runtime
 from simgpu.device.gpu import Gpu
@@ -63,9 +64,12 @@ def memory_of(tensor: torch.Tensor) -> DeviceMemory | None:
         try:
             memory = storage_of(tensor)._simgpu
         except AttributeError:
-            return None
+            if is_plain(tensor):
+                return None
+            parts = inner_tensors(tensor)
+            return memory_of(parts[0]) if parts else None
         except (NotImplementedError, RuntimeError):  # it has no storage of its own
-            parts = parts_of(tensor)
+            parts = parts_of(tensor) or inner_tensors(tensor)
             return memory_of(parts[-1]) if parts else None
     return memory if memory.gpu.alive else None
 
@@ -85,7 +89,7 @@ def gpus_of(tensors: list[torch.Tensor]) -> list[Gpu | None]:
                 memory = storage_of(tensor)._simgpu
                 gpus.append(memory.gpu if memory.gpu.alive else None)
             except AttributeError:
-                gpus.append(None)
+                gpus.append(None if is_plain(tensor) else gpu_of(tensor))
             except (NotImplementedError, RuntimeError):
                 gpus.append(gpu_of(tensor))
     return gpus
@@ -112,6 +116,14 @@ def parts_of(tensor) -> list[torch.Tensor]:
         return [torch._C._functorch.get_unwrapped(tensor)]
     with torch._C._DisableTorchDispatch(), torch.no_grad():
         return [part(tensor) for part in _PARTS.get(tensor.layout, ())]
+
+
+def inner_tensors(tensor) -> list[torch.Tensor]:
+    """What a subclass such as DTensor wraps."""
+    flatten = getattr(type(tensor), "__tensor_flatten__", None)
+    if flatten is None or type(tensor) is FakeTensor:
+        return []
+    return [getattr(tensor, name) for name in flatten(tensor)[0]]
 
 
 _BY_ROWS = (_Base.crow_indices, _Base.col_indices, _Base.values)

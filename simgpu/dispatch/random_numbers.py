@@ -1,22 +1,47 @@
-"""Random numbers of each GPU: the host's generator, with the state of the GPU's own.
+"""Random numbers of each GPU.
 
-Numbers have the right distribution and seeds, but are not those that a real card draws.
+As on CUDA, what is drawn depends on the generator's seed and offset alone, and each
+draw moves the offset on. The numbers have the right distribution, but are not those
+that a real card draws.
 """
 
 import torch
 
+_MASK = 2**64 - 1
+_STEP = 4  # the offset is a multiple of it
 
-def draw_from(gpu, call):
-    """Compute `call` with the random state of `gpu` in place of the host's."""
+
+def draw(call, generator):
+    """Compute `call` with the numbers of a GPU's generator."""
     host = torch.default_generator
     with call.runtime.random_lock:
-        before = host.get_state()
-        host.set_state(gpu.generator.get_state())
-        try:
-            return call.func(*call.args, **call.kwargs)
-        finally:
-            gpu.generator.set_state(host.get_state())
-            host.set_state(before)
+        seed = _mixed(generator.key, generator.offset)
+        if call.generator is not None:
+            torch._C.Generator.manual_seed(generator, seed)
+            out = call.func(*call.args, **call.kwargs)
+        else:
+            before = host.get_state()
+            host.manual_seed(seed)
+            try:
+                out = call.func(*call.args, **call.kwargs)
+            finally:
+                host.set_state(before)
+        drawn = out[0] if isinstance(out, (tuple, list)) else out
+        generator.offset += -(-max(drawn.numel(), 1) // _STEP) * _STEP
+    return out
+
+
+def _mixed(seed: int, offset: int) -> int:
+    """A seed for the draw at an offset; at the first, the generator's own.
+
+    The steps are those of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
+    """
+    if not offset:
+        return seed
+    mixed = (seed + (offset + 1) * 0x9E3779B97F4A7C15) & _MASK
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+    return mixed ^ (mixed >> 31)
 
 
 def check_generator(runtime, generator, gpu) -> None:

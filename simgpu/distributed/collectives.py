@@ -258,8 +258,10 @@ def _wait_where_nobody_will(now, done: Work, is_async: bool) -> None:
     """DDP in C++ waits for what it has launched, which is not seen from here."""
     if not is_async:
         return
-    if now.thread.gpu_of_cpp_tensors is not None and not _in_backward():
+    if now.thread.cpp_waits and not _in_backward():
         work.wait(done)  # in DDP's constructor, or before a forward pass
+    elif _called_by_engine() and torch._C._current_autograd_node() is None:
+        work.wait(done)  # backward is over: the reducer of a static graph does all now
     elif _called_by_engine():
         work.before_backward_ends(work.launched(done).wait)
 

@@ -44,6 +44,7 @@ class Communicator:
         self._pairs: dict[tuple[int, int, str], Channel] = {}
         self._streams: dict[object, int] = {}
         self.ordinal: int | None = None  # of the GPU of its collectives so far
+        self.splits = 0  # groups that have been split from it
         self.batch: list | None = None  # messages of `batch_isend_irecv`, being told
 
     def stream(self, of: object = None) -> int:

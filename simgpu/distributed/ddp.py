@@ -18,9 +18,33 @@ def _cpp_tensors_on(gpu) -> Iterator[None]:
     thread = runtime.current().thread
     before, thread.gpu_of_cpp_tensors = thread.gpu_of_cpp_tensors, gpu
     try:
-        yield
+        with _cpp_waits():
+            yield
     finally:
         thread.gpu_of_cpp_tensors = before
+
+
+@contextlib.contextmanager
+def _cpp_waits() -> Iterator[None]:
+    """C++ waits at once for the collectives that it launches inside."""
+    thread = runtime.current().thread
+    thread.cpp_waits += 1
+    try:
+        yield
+    finally:
+        thread.cpp_waits -= 1
+
+
+def waiting(raw):
+    """A function of C++ that waits for its own collectives."""
+
+    @functools.wraps(raw)
+    def function(*args, **kwargs):
+        __tracebackhide__ = True
+        with _cpp_waits():
+            return raw(*args, **kwargs)
+
+    return function
 
 
 def on_replica(name: str):

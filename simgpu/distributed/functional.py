@@ -26,14 +26,13 @@ def run_functional(call: Call):
     if name == "wait_tensor":
         return _wait_tensor(call)
     gpu = next(filter(None, map(gpu_of, call.tensors)), None)
-    group = _group(call)
-    communicator = communicator_of(group)
-    if gpu is None or communicator is None:
+    named = {argument.name: value for argument, value in call.named_arguments()}
+    communicator = _communicator(named)
+    if gpu is None or communicator is None:  # also what only wraps a tensor
         return call.func(*call.args, **call.kwargs)
     run = _RUN.get(name.replace("_coalesced", ""))
     if run is None:
         raise NotSimulated(call.func._schema.name)
-    named = {argument.name: value for argument, value in call.named_arguments()}
     several = "inputs" in named
     inputs = named["inputs"] if several else [named["input"]]
     outputs = [
@@ -42,13 +41,12 @@ def run_functional(call: Call):
     return outputs if several else outputs[0]
 
 
-def _group(call: Call):
-    """The group, which is given itself or by its name."""
-    named = {argument.name: value for argument, value in call.named_arguments()}
-    group = named["group_name"]
+def _communicator(named: dict):
+    """Of the group among the arguments, which is given itself or by its name."""
+    group = named.get("group_name")
     if isinstance(group, str):
-        return distributed_c10d._resolve_process_group(group)
-    return group
+        group = distributed_c10d._resolve_process_group(group)
+    return None if group is None else communicator_of(group)
 
 
 class _Functional:

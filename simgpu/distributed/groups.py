@@ -61,7 +61,7 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
     limit = kwargs["timeout"].total_seconds()
     bound = kwargs.get("device_id")
     now.communicators[group.group_name] = communicator = Communicator(
-        now.cluster, f"{name}.{life}", list(ranks) or list(range(size)), rank, bound,
+        now.cluster, now.thread.name_of_group or f"{name}.{life}", list(ranks) or list(range(size)), rank, bound,
         limit,
     )  # fmt: skip
     if "gloo" in _backends(asked).values():
@@ -139,6 +139,41 @@ def shutdown(group: dist.ProcessGroup) -> None:
         if dist.group.WORLD is group:
             now.cluster.board.say_ended(", with its process group")
     _raw_shutdown(group)
+
+
+def split_group(parent_pg=None, split_ranks=None, timeout=None, pg_options=None,
+                group_desc=None, **kwargs):  # fmt: skip
+    """`split_group`: this rank's part of a group, as a group of its own."""
+    parent = parent_pg or dist.group.WORLD
+    communicator = communicator_of(parent)
+    if communicator is None or communicator.bound is None:
+        raise RuntimeError(
+            "No device associated with the default pg, not safe to split any process "
+            "groups"
+        )
+    if not split_ranks:
+        raise ValueError("split_ranks cannot be None or empty")
+    if pg_options is not None or kwargs.get("backend") is not None:
+        raise NotSimulated("split_group with options", "Leave them out.")
+    parts = [sorted(part) for part in split_ranks]
+    members = [rank for part in parts for rank in part]
+    if len(members) != len(set(members)) or not all(parts):
+        raise ValueError("the split groups must not be empty nor share a rank")
+    mine = [part for part in parts if communicator.member in part]
+    communicator.splits += 1  # what new_group() calls it is not the same on all ranks
+    name = f"{communicator.name}/split {communicator.splits}/{mine}"
+    if not mine:
+        return None
+    thread = runtime.current().thread
+    thread.name_of_group = name
+    try:
+        return dist.new_group(
+            [communicator.ranks[member] for member in mine[0]], timeout=timeout,
+            use_local_synchronization=True, group_desc=group_desc,
+            device_id=communicator.bound,
+        )  # fmt: skip
+    finally:
+        thread.name_of_group = None
 
 
 def supports_coalescing(backend) -> bool:

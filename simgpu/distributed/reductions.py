@@ -15,6 +15,13 @@ class PremulSum(dist.ReduceOp):
     """A sum of what each rank has multiplied by its factor before."""
 
     premultiplier: object
+    op = dist.ReduceOp.RedOpType.PREMUL_SUM
+
+    def __eq__(self, other):
+        return self is other or other == self.op
+
+    def __hash__(self):
+        return id(self)
 
 
 def make_premul_sum(factor):

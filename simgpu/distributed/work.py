@@ -141,10 +141,13 @@ def then(future, callback):
                 return callback(arrived)
 
     following = _raw_then(future, in_modes)
-    if wait_for_it is not None:
-        following._simgpu = functools.partial(_wait_for_positions, done)
-        before_backward_ends(following._simgpu)
-    return following
+    if wait_for_it is None:
+        return following
+    found = torch.futures.Future()
+    found.set_result(following.value())
+    found._simgpu = functools.partial(_wait_for_positions, done)
+    before_backward_ends(found._simgpu)
+    return found
 
 
 @contextlib.contextmanager
