@@ -61,26 +61,40 @@ check("reduce_scatter_tensor_coalesced", many[1], mine)
 # Each rank's loss weighs what it received by its rank + 1.
 weight = rank + 1.0
 weights = total + ranks  # all of them
-gradient("all_reduce", lambda x: dnn.all_reduce(x), x.clone(), weight, [weights] * 2)
-gradient("all_gather", lambda x: torch.cat(dnn.all_gather(x)), x.clone(), weight,
-         [weights] * 2)  # fmt: skip
-gradient("all_to_all_single", lambda x: dnn.all_to_all_single(torch.empty_like(x), x),
-         one.clone(), weight, [r + 1 for r in range(ranks)])  # fmt: skip
-gradient("broadcast", lambda x: dnn.broadcast(x, 0), x.clone(), weight,
-         [weights if rank == 0 else 0] * 2)  # fmt: skip
-gradient("reduce_scatter", lambda x: dnn.reduce_scatter(x.new_empty(2), list(x.split(2))),
-         rows.clone(), weight, [r + 1 for r in every])  # fmt: skip
-gradient("all_gather_tensor_autograd",
-         lambda x: funcol.all_gather_tensor_autograd(x, 0, world), x.clone(), weight,
-         [weights] * 2)  # fmt: skip
-gradient("reduce_scatter_tensor_autograd",
-         lambda x: funcol.reduce_scatter_tensor_autograd(x, "sum", 0, world),
-         rows.clone(), weight, [r + 1 for r in every])  # fmt: skip
+each = [r + 1 for r in every]
 to = [r + 1 for r in range(ranks)]  # numbers for each rank
-gradient("all_to_all_single_autograd",
-         lambda x: funcol.all_to_all_single_autograd(x, [rank + 1] * ranks, to, world),
-         torch.ones(sum(to), device=device), weight,
-         [r + 1 for r in range(ranks) for _ in range(r + 1)])  # fmt: skip
+
+
+def swap(x):
+    return funcol.all_to_all_single_autograd(x, [rank + 1] * ranks, to, world)
+
+
+def scatter_sum(x):
+    return dnn.reduce_scatter(x.new_empty(2), list(x.split(2)))
+
+
+def gather_and_grad(x):
+    return funcol.all_gather_tensor_autograd(x, 0, world)
+
+
+def scatter_and_grad(x):
+    return funcol.reduce_scatter_tensor_autograd(x, "sum", 0, world)
+
+
+both = [weights] * 2
+root = [weights if rank == 0 else 0] * 2
+swapped = [r + 1 for r in range(ranks) for _ in range(r + 1)]
+gradient("all_reduce", dnn.all_reduce, x.clone(), weight, both)
+gradient("all_gather", lambda x: torch.cat(dnn.all_gather(x)), x.clone(), weight, both)
+gradient("broadcast", lambda x: dnn.broadcast(x, 0), x.clone(), weight, root)
+gradient("reduce_scatter", scatter_sum, rows.clone(), weight, each)
+gradient("all_gather_tensor_autograd", gather_and_grad, x.clone(), weight, both)
+gradient("reduce_scatter_tensor_autograd", scatter_and_grad, rows.clone(), weight, each)
+ones = torch.ones(sum(to), device=device)
+gradient("all_to_all_single_autograd", swap, ones, weight, swapped)
+x = one.clone().requires_grad_()
+(dnn.all_to_all_single(torch.empty_like(x), x) * weight).sum().backward()
+check("gradient of all_to_all_single", x.grad, to)
 
 dist.destroy_process_group()
 if rank == 0:
