@@ -64,8 +64,11 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, TOKENS, bias=False)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        places = torch.arange(tokens.shape[1], device=tokens.device)
+    def forward(
+        self, tokens: torch.Tensor, places: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if places is None:
+            places = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.token(tokens) + self.place(places)
         for block in self.blocks:
             x = block(x)
