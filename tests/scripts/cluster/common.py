@@ -2,7 +2,14 @@
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 from torch.nn import functional as F
 
 TOKENS = 32  # that the vocabulary has
@@ -79,6 +86,57 @@ class GPT(nn.Module):
         for module in self.modules():
             if module is not self and hasattr(module, "reset_parameters"):
                 module.reset_parameters()
+
+
+class Part(nn.Module):
+    """The blocks of one stage; the first embeds the tokens, the last has the head."""
+
+    def __init__(self, model: GPT, stage: int, stages: int) -> None:
+        super().__init__()
+        each = len(model.blocks) // stages
+        self.blocks = nn.ModuleDict(
+            {str(i): model.blocks[i] for i in range(stage * each, (stage + 1) * each)}
+        )
+        first, last = stage == 0, stage == stages - 1
+        self.token, self.place = (model.token, model.place) if first else (None, None)
+        self.norm, self.head = (model.norm, model.head) if last else (None, None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.token is not None:
+            places = torch.arange(x.shape[1], device=x.device)
+            x = self.token(x) + self.place(places)
+        for block in self.blocks.values():
+            x = block(x)
+        return x if self.head is None else self.head(self.norm(x))
+
+
+def split_plan(model: nn.Module, loss_parallel: bool) -> dict[str, ParallelStyle]:
+    """How to split a GPT or a part of it: tensor parallel, and by sequence between."""
+    gather = PrepareModuleInput(
+        input_layouts=Shard(1), desired_input_layouts=Replicate()
+    )
+    plan = {
+        "token": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "place": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(
+            input_layouts=Shard(1),
+            output_layouts=Shard(-1) if loss_parallel else Replicate(),
+            use_local_output=not loss_parallel,
+        ),
+        "blocks.*.norm1": SequenceParallel(),
+        "blocks.*.norm2": SequenceParallel(),
+        "blocks.*.attention": gather,
+        "blocks.*.feed": gather,
+        "blocks.*.attention.query": ColwiseParallel(),
+        "blocks.*.attention.key": ColwiseParallel(),
+        "blocks.*.attention.value": ColwiseParallel(),
+        "blocks.*.attention.out": RowwiseParallel(output_layouts=Shard(1)),
+        "blocks.*.feed.up": ColwiseParallel(),
+        "blocks.*.feed.down": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    has = {name.split(".")[0] for name, _ in model.named_children()}
+    return {name: way for name, way in plan.items() if name.split(".")[0] in has}
 
 
 def batches(steps: int, rows: int, length: int = 16, device="cpu") -> torch.Tensor:

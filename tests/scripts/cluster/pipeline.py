@@ -1,6 +1,6 @@
 """Pipeline parallelism under each schedule of PyTorch, against one process.
 
-    torchrun --nproc-per-node=4 pipeline.py Schedule1F1B ScheduleZBVZeroBubble
+torchrun --nproc-per-node=4 pipeline.py Schedule1F1B ScheduleZBVZeroBubble
 """
 
 import copy
@@ -9,8 +9,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-from common import GPT, agree, agree_on, batches, loss_of
-from torch import nn
+from common import GPT, Part, agree, agree_on, batches, loss_of
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 from torch.nn import functional as F
@@ -31,28 +30,6 @@ torch.cuda.set_device(device)
 dist.init_process_group("nccl", device_id=device)
 ranks = dist.get_world_size()
 microbatches = 2 * ranks
-
-
-class Part(nn.Module):
-    """The blocks of one stage; the first embeds the tokens, the last has the head."""
-
-    def __init__(self, model: GPT, stage: int, stages: int) -> None:
-        super().__init__()
-        each = len(model.blocks) // stages
-        self.blocks = nn.ModuleDict(
-            {str(i): model.blocks[i] for i in range(stage * each, (stage + 1) * each)}
-        )
-        first, last = stage == 0, stage == stages - 1
-        self.token, self.place = (model.token, model.place) if first else (None, None)
-        self.norm, self.head = (model.norm, model.head) if last else (None, None)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.token is not None:
-            places = torch.arange(x.shape[1], device=x.device)
-            x = self.token(x) + self.place(places)
-        for block in self.blocks.values():
-            x = block(x)
-        return x if self.head is None else self.head(self.norm(x))
 
 
 def token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

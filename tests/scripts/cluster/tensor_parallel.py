@@ -1,6 +1,6 @@
 """Tensor parallelism: a small GPT whose layers are split, against one process.
 
-    torchrun --nproc-per-node=4 tensor_parallel.py --sequence --loss-parallel
+torchrun --nproc-per-node=4 tensor_parallel.py --sequence --loss-parallel
 """
 
 import argparse
