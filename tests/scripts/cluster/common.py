@@ -147,8 +147,8 @@ def batches(steps: int, rows: int, length: int = 16, device="cpu") -> torch.Tens
 
 
 def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    """The mean cross entropy of the next token."""
-    logits = model(batch[:, :-1])
+    """The mean cross entropy of the next token, in float32 whatever the model has."""
+    logits = model(batch[:, :-1]).float()
     return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
 
