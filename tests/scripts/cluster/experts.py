@@ -64,7 +64,9 @@ class Experts(nn.Module):
         weight, chosen = self.router(x).softmax(-1).max(-1)
         out = torch.zeros_like(x)
         for i, expert in enumerate(self.experts):
-            out = out.index_add(0, (chosen == i).nonzero()[:, 0], expert(x[chosen == i]))
+            out = out.index_add(
+                0, (chosen == i).nonzero()[:, 0], expert(x[chosen == i])
+            )
         return out * weight[:, None]
 
     def forward_split(self, x: torch.Tensor, exchange) -> torch.Tensor:
