@@ -12,9 +12,11 @@ from tests import programs
 SCRIPTS = Path(__file__).parent / "scripts" / "cluster"
 RUNS = [  # a program, its ranks, its arguments
     ("collectives", 4),
+    ("exchanges", 4),
     ("groups", 4),
     ("functional", 4),
     ("ddp_all", 4),
+    ("ddp_edges", 4),
     ("gpt", 4, "--dtype=float32"),
     ("gpt", 4, "--dtype=bfloat16"),
     ("gpt", 4, "--dtype=float16"),

@@ -15,13 +15,14 @@ from common import GPT, TOKENS, agree, agree_on, loss_of
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16"])
+parser.add_argument(
+    "--dtype", choices=["float32", "float16", "bfloat16"], default="bfloat16"
+)
 parser.add_argument("--steps", type=int, default=4)
 parser.add_argument("--accumulate", type=int, default=2)
 parser.add_argument("--batch", type=int, default=4)
 parser.add_argument("--length", type=int, default=16)
 parser.add_argument("--out", type=Path, default=Path("ckpt.pt"))
-parser.set_defaults(dtype="bfloat16")
 args = parser.parse_args()
 
 rank = int(os.environ["RANK"])
