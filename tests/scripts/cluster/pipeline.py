@@ -55,7 +55,8 @@ def run(name: str, held: int) -> None:
     for step, batch in enumerate(batches(2, 2 * microbatches, device=device)):
         for module in (model, reference):
             module.zero_grad()
-        inputs, targets, losses = batch[:, :-1], batch[:, 1:], []
+        inputs, targets = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+        losses = []
         first = [inputs] if 0 in mine else []
         if stages - 1 in mine:
             out = schedule.step(*first, target=targets, losses=losses)

@@ -41,7 +41,7 @@ optimizer, expected = adamw(model), adamw(reference)
 for step, batch in enumerate(batches(3, 2 * microbatches * parts, device=device)):
     mine = batch.chunk(parts)[part]
     losses = []
-    inputs = [mine[:, :-1]] if stage == 0 else []
+    inputs = [mine[:, :-1].contiguous()] if stage == 0 else []
     if stage == stages - 1:
         schedule.step(*inputs, target=mine[:, 1:], losses=losses)
     else:
