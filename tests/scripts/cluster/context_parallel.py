@@ -52,7 +52,7 @@ def attention(rotate: str) -> None:
         expected = F.scaled_dot_product_attention(*whole, is_causal=True)
     (expected * weights.float()).sum().backward()
 
-    mine = [x.clone() for x in (q, k, v, weights)]
+    mine = [x.detach().clone() for x in (q, k, v, weights)]
     # Each rank has an early and a late part: causal attention is equal work then.
     with sdpa_kernel(kernel), context_parallel(
         mesh, buffers=mine, buffer_seq_dims=[2] * 4, no_restore_buffers=set(mine)

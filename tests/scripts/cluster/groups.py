@@ -58,6 +58,12 @@ for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
     check(f"from before, {dtype}", x, [before] * 2)
     check(f"from after, {dtype}", y, [after] * 2)
 
+x = torch.empty(2, device=device)  # in a batch, a rank may send to itself
+exchange = [dist.P2POp(dist.isend, mine() + 1, rank), dist.P2POp(dist.irecv, x, rank)]
+for work in dist.batch_isend_irecv(exchange):
+    work.wait()
+check("from itself", x, [rank + 1] * 2)
+
 # -- objects ---------------------------------------------------------------------------
 
 things = [None] * ranks
