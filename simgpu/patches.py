@@ -14,6 +14,7 @@ from multiprocessing.process import BaseProcess
 
 import torch
 import torch.accelerator.memory
+import torch.cuda._pin_memory_utils
 import torch.cuda.nccl
 import torch.cuda.nvtx
 import torch.nn.parallel._functions
@@ -22,6 +23,7 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from torch.autograd.function import BackwardCFunction
 from torch.distributed import constants, device_mesh, distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _DDPJoinHook
 from torch.storage import UntypedStorage, _StorageBase
 
 from simgpu.api import (
@@ -102,6 +104,11 @@ def _tensors() -> list[Patch]:
             data_ptr=tensor_memory.data_ptr,
             share_memory_=tensor_memory.share_memory_,
             is_shared=tensor_memory.is_shared,
+        ),
+        *patches(
+            torch.cuda._pin_memory_utils, "memory is simulated",
+            pin_memory=tensor_memory.pin_memory_at,
+            unpin_memory=tensor_memory.unpin_memory_at,
         ),
         *patches(torch.Tensor, "builds its result in C++", new=making.new),
         *patches(
@@ -262,6 +269,8 @@ def _cuda(runtime) -> list[Patch]:
             get_memory_info=memory.mem_get_info,
             current_stream=streams.accelerator_stream, set_stream=streams.set_stream,
         ),
+        *patches(torch._C, "the accelerator is the simulated GPU",
+                 _get_accelerator=devices.get_accelerator),
         *patches(torch.accelerator.memory, "memory is counted",
                  get_memory_info=memory.mem_get_info),
         *patches(torch._C, "nn.DataParallel's copies between GPUs",
@@ -337,6 +346,10 @@ def _distributed() -> list[Patch]:
             DistributedDataParallel, "its reducer makes tensors in C++",
             **{name: ddp.on_replica(name)
                for name in ("__init__", "_pre_forward", "_post_forward")},
+        ),
+        *patches(
+            _DDPJoinHook, "its reducer makes tensors in C++",
+            main_hook=ddp.in_join("main_hook"), post_hook=ddp.in_join("post_hook"),
         ),
         *[
             Patch(torch.distributed, name, ddp.waiting(getattr(torch.distributed, name)),

@@ -93,6 +93,10 @@ def is_in_bad_fork() -> bool:
 # -- torch.accelerator -----------------------------------------------------------------
 
 
+def get_accelerator(check=None) -> torch.device:
+    return torch.device("cuda")
+
+
 def current_accelerator(check_available: bool = False) -> torch.device | None:
     if check_available and not is_available():
         return None

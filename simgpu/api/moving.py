@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from simgpu import runtime
 from simgpu.api.naming import as_device
 from simgpu.dispatch.devices import find_gpu
-from simgpu.dispatch.placement import gpu_of, is_plain
+from simgpu.dispatch.placement import gpu_of, inner_tensors, is_plain
 
 _raw_to = torch.Tensor.to
 _raw_cpu = torch.Tensor.cpu
@@ -83,7 +83,8 @@ def _parse_to(device=None, dtype=None, non_blocking=False, copy=False, *,
 
 
 def to(self, *args, **kwargs):
-    if not is_plain(self) or self.device.type == "meta":
+    wraps = not is_plain(self)
+    if wraps and not inner_tensors(self) or self.device.type == "meta":
         return _raw_to(self, *args, **kwargs)
     first = args[0] if args else kwargs.get("other", kwargs.get("tensor"))
     if isinstance(first, torch.Tensor):  # to(other)
@@ -96,7 +97,15 @@ def to(self, *args, **kwargs):
         how = _parse_to(*args, **kwargs)
     if how[0] is None or how[0].type not in ("cuda", "cpu"):
         return _raw_to(self, *args, **kwargs)
-    return move(self, *how)
+    return _move_wrapper(self, *how) if wraps else move(self, *how)
+
+
+def _move_wrapper(self, device, dtype, copy, memory_format, non_blocking):
+    """A subclass such as DTensor, which hands the operation to what it wraps."""
+    dtype = dtype or self.dtype
+    if find_gpu(device) is gpu_of(self) and dtype is self.dtype and not copy:
+        return self
+    return _move(self, device, dtype, memory_format, non_blocking)
 
 
 def cuda(self, device=None, non_blocking=False, memory_format=None):
@@ -111,6 +120,8 @@ def cuda(self, device=None, non_blocking=False, memory_format=None):
 
 
 def cpu(self, memory_format=torch.preserve_format):
+    if not is_plain(self) and inner_tensors(self):
+        return self.to(torch.device("cpu"), memory_format=memory_format)
     if not is_plain(self) or gpu_of(self) is None:
         return _raw_cpu(self, memory_format=memory_format)
     return move(self, torch.device("cpu"), memory_format=memory_format)

@@ -99,3 +99,12 @@ def to_dlpack(tensor):
     if gpu_of(tensor) is not None:
         raise NotSimulated("DLPack of a GPU tensor")
     return _raw_to_dlpack(tensor)
+
+
+def pin_memory_at(data_ptr: int, size: int) -> None:
+    """`torch.cuda._pin_memory_utils`: pin memory that is there already."""
+    runtime.current().clock.pin(size)
+
+
+def unpin_memory_at(data_ptr: int) -> None:
+    """It is pageable again; the host needs no time for it."""

@@ -64,12 +64,9 @@ def memory_of(tensor: torch.Tensor) -> DeviceMemory | None:
         try:
             memory = storage_of(tensor)._simgpu
         except AttributeError:
-            if is_plain(tensor):
-                return None
-            parts = inner_tensors(tensor)
-            return memory_of(parts[0]) if parts else None
+            return None
         except (NotImplementedError, RuntimeError):  # it has no storage of its own
-            parts = parts_of(tensor) or inner_tensors(tensor)
+            parts = parts_of(tensor)
             return memory_of(parts[-1]) if parts else None
     return memory if memory.gpu.alive else None
 
@@ -77,7 +74,11 @@ def memory_of(tensor: torch.Tensor) -> DeviceMemory | None:
 def gpu_of(tensor: torch.Tensor) -> Gpu | None:
     """The simulated GPU on which `tensor` lives, or None."""
     memory = memory_of(tensor)
-    return None if memory is None else memory.gpu
+    if memory is not None:
+        return memory.gpu
+    if is_plain(tensor):
+        return None
+    return next(filter(None, map(gpu_of, inner_tensors(tensor))), None)
 
 
 def gpus_of(tensors: list[torch.Tensor]) -> list[Gpu | None]:

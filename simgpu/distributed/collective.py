@@ -1,5 +1,7 @@
 """One collective as a rank runs it: launch it now, settle it when it is needed."""
 
+import threading
+
 import torch
 import torch.distributed as dist
 
@@ -68,6 +70,7 @@ class Collective:
                  clock, where: str):  # fmt: skip
         self.channel, self.exchange, self.meeting = channel, exchange, meeting
         self.clock, self.where = clock, where
+        self._lock = threading.Lock()
         self.number = channel.launched
         channel.launched += 1
         self.name = (channel.name, self.number, tuple(channel.ranks))
@@ -108,8 +111,12 @@ class Collective:
                 or if one never will.
         """
         __tracebackhide__ = True
-        if self.is_settled:
-            return
+        with self._lock:  # another thread may need it, too
+            if not self.is_settled:
+                self._settle()
+
+    def _settle(self) -> None:
+        __tracebackhide__ = True
         for earlier in list(self.meeting.after):
             earlier.settle()
         channel, cluster = self.channel, self.channel.cluster

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _DDPJoinHook
 
 from simgpu import runtime
 from simgpu.dispatch.placement import gpu_of
@@ -60,6 +61,19 @@ def on_replica(name: str):
             _check_replica(replica)
         with _cpp_tensors_on(_gpu_of_module(replica)):
             return raw(ddp, *args, **kwargs)
+
+    return method
+
+
+def in_join(name: str):
+    """The same for what a rank does in `join()` that has no more data."""
+    raw = getattr(_DDPJoinHook, name)
+
+    @functools.wraps(raw)
+    def method(hook, *args, **kwargs):
+        __tracebackhide__ = True
+        with _cpp_tensors_on(_gpu_of_module(hook.ddp)):
+            return raw(hook, *args, **kwargs)
 
     return method
 

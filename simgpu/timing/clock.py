@@ -46,10 +46,13 @@ class Clock:
         self.pending: dict[tuple[int, int], list[Meeting]] = {}
         self.clear()
 
-    @one_at_a_time
     def clear(self) -> None:
         """Forget every event and set the time to zero."""
         self.settle()
+        with self.lock:
+            self._clear()
+
+    def _clear(self) -> None:
         self.events.clear()
         self.waits.clear()
         self.recorded_before = self.recorded
@@ -139,7 +142,6 @@ class Clock:
             seconds += max(shared, 0.0) * taken / (1 - taken)
         return seconds
 
-    @one_at_a_time
     def copy(self, source, target, nbytes: int, streams, pinned=False, wait=True):
         """A copy of `nbytes` from `source` to `target` (a GPU, or None: the host).
 
@@ -154,6 +156,10 @@ class Clock:
         ends = [gpu for gpu in (source, target) if gpu is not None]
         keys = [(gpu.index, s) for gpu, s in zip(ends, streams, strict=True)]
         self.settle(keys)
+        with self.lock:
+            self._copy(source, target, nbytes, streams, keys, pinned, wait)
+
+    def _copy(self, source, target, nbytes, streams, keys, pinned, wait) -> None:
         launched = self.host
         self.host += cost.LAUNCH
         ready = max(self.host, *(self.done.get(key, 0.0) for key in keys))
@@ -163,11 +169,12 @@ class Clock:
         for key in keys:
             self.done[key] = end
         a, b = (gpu.name if gpu else "cpu" for gpu in (source, target))
+        last = target if target is not None else source
         self._log(
-            Event("copy", f"{a} to {b}", ends[-1].name, start, end, nbytes, 0, a, b,
+            Event("copy", f"{a} to {b}", last.name, start, end, nbytes, 0, a, b,
                   stream=streams[-1], launched=launched, source_stream=streams[0])
         )  # fmt: skip
-        if len(ends) == 2:
+        if len(keys) == 2:
             self.sanitizer.join_streams(keys)
         elif wait or not pinned:
             self._wait_until(end, f"wait for {a} to {b}")
@@ -268,31 +275,31 @@ class Clock:
 
     # -- waiting -----------------------------------------------------------------------
 
-    @one_at_a_time
     def wait_for_gpu(self, gpu) -> None:
         """The host waits until `gpu` has nothing left to do."""
         keys = [key for key in self.keys() if key[0] == gpu.index]
         self.settle(keys)
-        end = max((self.done.get(key, 0.0) for key in keys), default=0.0)
-        self._wait_until(end, f"wait for cuda:{gpu.index}")
-        self.sanitizer.host_waited(keys)
+        with self.lock:
+            end = max((self.done.get(key, 0.0) for key in keys), default=0.0)
+            self._wait_until(end, f"wait for cuda:{gpu.index}")
+            self.sanitizer.host_waited(keys)
 
-    @one_at_a_time
     def wait_for_stream(self, index: int, stream: int) -> None:
         """The host waits until a stream has nothing left to do."""
         key = (index, stream)
         self.settle([key])
-        self._wait_until(self.done.get(key, 0.0), f"wait for stream {stream}")
-        self.sanitizer.host_waited([key])
+        with self.lock:
+            self._wait_until(self.done.get(key, 0.0), f"wait for stream {stream}")
+            self.sanitizer.host_waited([key])
 
-    @one_at_a_time
     def wait_for_position(self, position: StreamPosition) -> None:
         """The host waits for the work before `position`."""
         if position.clock is not self:
             return
         self.settle_position(position)
-        self._wait_until(self._time_of(position), "wait for an event")
-        self.sanitizer.host_saw(position.number)
+        with self.lock:
+            self._wait_until(self._time_of(position), "wait for an event")
+            self.sanitizer.host_saw(position.number)
 
     @one_at_a_time
     def record(self, index: int, stream: int) -> StreamPosition:
@@ -304,15 +311,15 @@ class Clock:
         after = tuple(self.pending.get(key, ())) if self.pending else ()
         return StreamPosition(time, self.recorded, self, after)
 
-    @one_at_a_time
     def reached(self, position: StreamPosition) -> bool:
         """Whether the work before `position` is done; asking lets no time pass."""
         if position.clock is not self:
             return True  # those GPUs are gone
         self.settle_position(position)
-        if self._time_of(position) > self.host:
-            return False
-        self.sanitizer.host_saw(position.number)
+        with self.lock:
+            if self._time_of(position) > self.host:
+                return False
+            self.sanitizer.host_saw(position.number)
         return True
 
     def forget(self, position: StreamPosition) -> None:
@@ -381,7 +388,6 @@ class Clock:
         """The host pins new memory and copies `nbytes` into it."""
         self._wait_until(self.host + cost.pin_seconds(nbytes), "pin")
 
-    @one_at_a_time
     def wait_for_device(self, index: int) -> None:
         """The host gives a segment back, for which CUDA waits for the GPU."""
         self.wait_for_gpu(self.gpus[index])
