@@ -9,11 +9,11 @@ import os
 import pickle
 import socket
 import time
-from datetime import timedelta
 
 import torch.distributed as dist
 
-_SLICE = timedelta(seconds=0.5)  # after which one looks what the others do
+_LOOK = 0.5  # seconds after which one looks what the others do
+_SHORTEST, _LONGEST = 5e-5, 2e-3  # seconds between two looks at the store
 _ENDED = (
     "{} waits for rank {}, which has ended{}. NCCL would wait here until its time "
     "limit."
@@ -63,24 +63,27 @@ class Board:
         """
         __tracebackhide__ = True
         names = list(keys)
-        end = time.monotonic() + limit
-        said = False
-        while True:
-            self.store.set_timeout(_SLICE)
-            try:
-                found = self.store.multi_get(names)
-                break
-            except (dist.DistStoreError, RuntimeError) as error:
-                if isinstance(error, dist.DistNetworkError):
-                    raise self._store_is_gone(doing) from None
-            missing = self._missing(keys)
-            if missing:
-                self._say(("waits", doing, missing))
-                said = True
-                self._check(doing, missing)
-            if missing and time.monotonic() > end:
-                late = next(iter(missing.values()))
-                raise dist.DistBackendError(_LATE.format(doing, limit, late))
+        begin = time.monotonic()
+        said, look_again = False, begin + _LOOK
+        pause = _SHORTEST
+        try:
+            # a blocking wait of the store could not be interrupted, and would print
+            # a warning each time that it gives up
+            while not self.store.check(names):
+                now = time.monotonic()
+                if now > look_again:
+                    missing = self._missing(keys)
+                    self._say(("waits", doing, missing))
+                    said, look_again = True, now + _LOOK
+                    self._check(doing, missing)
+                    if now > begin + limit and missing:
+                        late = next(iter(missing.values()))
+                        raise dist.DistBackendError(_LATE.format(doing, limit, late))
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST)
+            found = self.store.multi_get(names)
+        except dist.DistNetworkError:
+            raise self._store_is_gone(doing) from None
         if said:
             self._say(("works", "", {}))
         return [pickle.loads(value) for value in found]

@@ -53,8 +53,7 @@ def run_collective(call: Call):
         found = operations.exchanges(call, group.size(), group.rank(), factor)
     is_async = _argument(call, "async_op", True)
     launched = [
-        launch(call.runtime, communicator, gpu, one, is_async=is_async)
-        for one in found
+        launch(call.runtime, communicator, gpu, one, is_async=is_async) for one in found
     ]
     outputs = args[0]
     done = work.new(launched, tensors_in((outputs,)))
@@ -281,6 +280,6 @@ def _called_by_engine() -> bool:
 
 
 def _is_caller(code) -> bool:
-    return code is _ENGINE or "/distributed/" in code.co_filename.replace("\\", "/") and (
-        "simgpu" not in code.co_filename
-    )
+    """Whether a frame is the engine's, or of a module of torch.distributed."""
+    path = code.co_filename.replace("\\", "/")
+    return code is _ENGINE or ("/distributed/" in path and "/simgpu/" not in path)

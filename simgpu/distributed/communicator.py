@@ -1,4 +1,4 @@
-"""What NCCL would keep for a process group on one rank: its members, GPU and streams."""
+"""What NCCL would keep for a process group on one rank: members, GPU, streams."""
 
 import os
 import socket
@@ -94,4 +94,6 @@ class Communicator:
                 raise dist.DistBackendError(both)
         self.ordinal = gpu.ordinal
         last = max(range(len(all_here)), key=lambda i: (all_here[i][2], -i))
-        clock.host_waits(all_here[last][2], f"connect, wait for rank {self.ranks[last]}")
+        clock.host_waits(
+            all_here[last][2], f"connect, wait for rank {self.ranks[last]}"
+        )

@@ -60,10 +60,10 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
     now.lives[name] = life + 1
     limit = kwargs["timeout"].total_seconds()
     bound = kwargs.get("device_id")
-    now.communicators[group.group_name] = communicator = Communicator(
-        now.cluster, now.thread.name_of_group or f"{name}.{life}", list(ranks) or list(range(size)), rank, bound,
-        limit,
-    )  # fmt: skip
+    members = list(ranks) or list(range(size))
+    own_name = now.thread.name_of_group or f"{name}.{life}"
+    communicator = Communicator(now.cluster, own_name, members, rank, bound, limit)
+    now.communicators[group.group_name] = communicator
     if "gloo" in _backends(asked).values():
         now.gloo_groups.append(group)
     if bound is not None:
