@@ -64,8 +64,9 @@ def main() -> None:
     watcher.join()
     print(output, end="")
     seconds, peak = time.perf_counter() - start, max(found, default=0)
-    print(f"{args.ranks} ranks, {args.steps} steps: {seconds:.1f} s in all, "
-          f"{peak / 2**30:.2f} GiB at the peak, exit status {process.returncode}")  # fmt: skip
+    cost = f"{seconds:.1f} s in all, {peak / 2**30:.2f} GiB at the peak"
+    done = f"exit status {process.returncode}"
+    print(f"{args.ranks} ranks, {args.steps} steps: {cost}, {done}")
 
 
 if __name__ == "__main__":
