@@ -82,13 +82,18 @@ class Communicator:
             raise dist.DistBackendError(_MOVED.format(me, self.ordinal, gpu.ordinal))
         node = self.cluster.topology.node_of(self.cluster.rank)
         machine = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', 0)} {node}"
-        board, me = self.cluster.board, self.member
-        board.post(f"{self.name}/here/{me}", (machine, gpu.ordinal, clock.host))
+        board, arena, me = self.cluster.board, self.cluster.arena, self.member
+        here = (machine, gpu.ordinal, clock.host, arena.place)
+        board.post(f"{self.name}/here/{me}", here)
         keys = {f"{self.name}/here/{i}": rank for i, rank in enumerate(self.ranks)}
         doing = f"rank {self.cluster.rank}: the first collective of {self.title}"
         all_here = board.read(keys, doing, self.limit)
         seen: dict[tuple, int] = {}
-        for member, (its_machine, ordinal, _) in enumerate(all_here):
+        arena.open([place for *_, place in all_here])
+        board.post(f"{self.name}/sees/{me}", True)
+        sees = {f"{self.name}/sees/{i}": rank for i, rank in enumerate(self.ranks)}
+        self.cluster.before_end.append(sees)
+        for member, (its_machine, ordinal, *_) in enumerate(all_here):
             first = seen.setdefault((its_machine, ordinal), member)
             if first != member and me in (first, member):
                 both = _DUPLICATE.format(me, first + member - me, gpu.ordinal)
