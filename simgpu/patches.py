@@ -28,6 +28,7 @@ from torch.storage import UntypedStorage, _StorageBase
 
 from simgpu.api import (
     asking,
+    attention,
     autocast,
     autograd,
     data_parallel,
@@ -170,6 +171,14 @@ def _torch() -> list[Patch]:
         *patches(
             torch._C._nn, "Module.to(1) asks C++ for an accelerator", "both",
             _parse_to=moving.parse_module_to,
+        ),
+        *patches(
+            torch._C._nn, "C++ would choose a kernel of the CPU", "call",
+            scaled_dot_product_attention=attention.scaled_dot_product_attention,
+        ),
+        *patches(
+            torch.nn.functional, "it calls this where the function mode is off",
+            scaled_dot_product_attention=attention.in_functional,
         ),
         *patches(
             torch._C, "optimizers group tensors by device",

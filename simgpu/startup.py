@@ -13,6 +13,7 @@ from simgpu.api import autocast, random_generators
 from simgpu.api.patch import Patches
 from simgpu.device.cards import find_card, parse_memory
 from simgpu.dispatch import (  # noqa: F401 - the files register what runs operations
+    attention,
     copies,
     factories,
     special,

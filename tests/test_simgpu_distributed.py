@@ -126,6 +126,18 @@ def test_each_collective_is_one_event_on_its_gpu(group):
 # -- DDP -------------------------------------------------------------------------------
 
 
+def test_what_a_collective_reads_is_kept_until_somebody_waits(group):
+    given, out = torch.ones(1024, device="cuda"), torch.zeros(1024, device="cuda")
+    before = torch.cuda.memory_allocated()
+    work = dist.all_gather_into_tensor(out, given, async_op=True)
+    del given
+    torch.ones(1024, device="cuda")  # not in the memory that is being read
+    assert torch.cuda.memory_allocated() == before
+    work.wait()
+    assert torch.cuda.memory_allocated() == before - 4096
+    assert out.tolist() == [1.0] * 1024
+
+
 def test_buckets_take_as_much_as_the_gradients(group):
     model = nn.Linear(512, 512, bias=False).to("cuda:1")  # 1 MiB
     before = torch.cuda.memory_allocated("cuda:1")

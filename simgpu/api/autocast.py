@@ -166,6 +166,16 @@ def _register() -> torch.library.Library:
     return library
 
 
+def for_lower_precision(values):
+    """`values` as an operation in lower precision gets them in this thread."""
+    return _cast(values, _lower()) if torch.is_autocast_enabled("cuda") else values
+
+
+def without():
+    """A block in which nothing is cast: the parts of an operation that was."""
+    return torch._C._ExcludeDispatchKeyGuard(_OFF)
+
+
 # -- on and off ------------------------------------------------------------------------
 
 

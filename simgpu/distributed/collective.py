@@ -74,6 +74,7 @@ class Collective:
         self.number = channel.launched
         channel.launched += 1
         self.name = (channel.name, self.number, tuple(channel.ranks))
+        self.given: list[torch.Tensor] = []  # what must not be freed yet
         self.position = None  # after it in its stream, for streams that wait for it
         meeting.settle = self.settle
         self._post()
@@ -94,7 +95,7 @@ class Collective:
             [m.settle.__self__.name for m in self.meeting.after], self.meeting.seconds,
             channel.settled, self.where,
         )  # fmt: skip
-        # what it gives has been copied: the program may free it, as on a GPU
+        # what it gives has been copied: `given` has what a GPU would still read
         self.exchange = exchange._replace(gives=[])
         cluster.post(self.name, channel.member, self.header)
         cluster.under_way.append(self)
@@ -136,7 +137,7 @@ class Collective:
         cluster.note_end(self.name, end)
         cluster.under_way.remove(self)
         channel.note_settled(self.number, headers)
-        self.exchange = None
+        self.exchange, self.given = None, []
         self.clock.settled(self.meeting, start, end, channel.title, channel.ranks[last])
 
     def _compare(self, headers: list[Header]) -> None:

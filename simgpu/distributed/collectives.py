@@ -210,6 +210,8 @@ def launch(now, communicator: Communicator, gpu, one: exchange.Exchange,
     meeting = clock.meet(gpu, stream, current, title, one.nbytes, seconds, beside)
     launched = Collective(channel, one, meeting, clock, called_from())
     launched.position = clock.record(*key)
+    if stream != current:
+        launched.given = list(one.gives)
     for pieces in one.takes:
         for piece in pieces:
             memory = memory_of(piece)

@@ -30,6 +30,8 @@ class Launched:
     def __init__(self, collectives: list, outputs: list, host_waits: bool):
         self.collectives, self.outputs = collectives, outputs
         self.host_waits = host_waits  # as for a barrier
+        # PyTorch keeps what another stream reads, until somebody waits for it
+        self._given = [collective.given for collective in collectives]
 
     def wait(self) -> None:
         """The current stream goes on after them."""
@@ -40,6 +42,8 @@ class Launched:
             if current != key:
                 now.clock.stream_waits_for(current, collective.meeting)
                 now.sanitizer.stream_waits(current, collective.position.number)
+        for tensors in self._given:
+            tensors.clear()
         if self.host_waits:
             self.wait_on_host()
 
