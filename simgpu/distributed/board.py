@@ -5,12 +5,17 @@ ended, or ranks that wait for each other.
 """
 
 import contextlib
+import ctypes
 import os
 import pickle
 import socket
+import sys
 import time
+from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 _SLICE = timedelta(seconds=0.5)  # after which one looks what the others do
@@ -23,6 +28,34 @@ _CIRCLE = (
     "{}\nEvery rank must call the same collectives of a group in the same order."
 )
 _LATE = "{} has waited {:.0f} s for rank {}: the time limit of its process group."
+
+
+def _log_level() -> ctypes.c_int | None:
+    """From which level on PyTorch's C++ prints what it logs; None if it is hidden."""
+    library = {"win32": "c10.dll", "darwin": "libc10.dylib"}.get(sys.platform)
+    folder = Path(torch.__file__).parent / "lib"
+    try:
+        loaded = ctypes.CDLL(str(folder / (library or "libc10.so")))
+        return ctypes.c_int.in_dll(loaded, "FLAGS_caffe2_log_level")
+    except (OSError, ValueError):
+        return None
+
+
+_LEVEL = _log_level()
+_USUAL = None if _LEVEL is None else _LEVEL.value
+_ERRORS = 2
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside, C++ does not warn: a slice of a wait that ends is nothing unusual."""
+    if _LEVEL is not None:
+        _LEVEL.value = max(_ERRORS, _USUAL)
+    try:
+        yield
+    finally:
+        if _LEVEL is not None:
+            _LEVEL.value = _USUAL
 
 
 class Board:
@@ -68,7 +101,8 @@ class Board:
         while True:
             self.store.set_timeout(_SLICE)
             try:
-                found = self.store.multi_get(names)
+                with _quiet():
+                    found = self.store.multi_get(names)
                 break
             except (dist.DistStoreError, RuntimeError) as error:
                 if isinstance(error, dist.DistNetworkError):
