@@ -21,7 +21,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -43,7 +42,7 @@ from simgpu.startup import check_request
 from simgpu.timing.topology import Topology
 
 _OURS = str(Path(__file__).parent) + os.sep
-_PRELOADED = "simgpu.startup"
+_PRELOADED = ["simgpu.startup", "torch._dynamo"]  # which optimizers and DDP import
 _GRACE = 5.0  # seconds that the others have to end once a rank has failed
 _MARGIN = 1.0  # seconds for the ranks to write where they stand
 _NOT_FOUND = (
@@ -238,10 +237,10 @@ def _context():
     if not hasattr(os, "fork"):
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    preloaded = forkserver._forkserver._preload_modules
-    if _PRELOADED not in preloaded:  # of no account once the server runs
-        others = [name for name in preloaded if name != "__main__"]
-        context.set_forkserver_preload([*others, _PRELOADED])
+    others = forkserver._forkserver._preload_modules
+    asked = dict.fromkeys([*others, *_PRELOADED])  # of no account once the server runs
+    asked.pop("__main__", None)
+    context.set_forkserver_preload(list(asked))
     return context
 
 

@@ -75,21 +75,43 @@ class Arena:
         if not parcel.data and parcel.nbytes:
             self._taken.remove((parcel.offset, parcel.offset + parcel.nbytes))
 
+    def close(self) -> None:
+        """This process needs it no more; who has opened it can go on to read."""
+        if self.file >= 0:
+            os.close(self.file)
+            self.file, self.mine = -1, None
+
+    def inline(self, parcel: Parcel) -> Parcel:
+        """The same values in a parcel that does not need this process."""
+        return Parcel(nbytes=parcel.nbytes, data=self.read(parcel).numpy().tobytes())
+
     def read(self, parcel: Parcel) -> torch.Tensor:
-        """The bytes of a parcel, of whichever rank."""
+        """The bytes of a parcel, of whichever rank.
+
+        Raises:
+            FileNotFoundError: if its process has ended, and it was not opened before.
+        """
         if parcel.data:
             return torch.frombuffer(bytearray(parcel.data), dtype=torch.uint8)
         if not parcel.nbytes:
             return torch.empty(0, dtype=torch.uint8)
-        memory = self.mine
-        if parcel.pid != self.pid:
-            key = (parcel.pid, parcel.file)
-            memory = self._opened.get(key)
-            if memory is None:
-                file = os.open(f"/proc/{parcel.pid}/fd/{parcel.file}", os.O_RDWR)
-                memory = self._opened[key] = _map(file)
-                os.close(file)
+        memory = self.open(parcel.pid, parcel.file)
         return memory[parcel.offset : parcel.offset + parcel.nbytes]
+
+    def open(self, pid: int, file: int) -> torch.Tensor:
+        """The arena of a process, which stays readable when that process has ended.
+
+        Raises:
+            FileNotFoundError: if the process has ended already.
+        """
+        if pid == self.pid:
+            return self.mine
+        memory = self._opened.get((pid, file))
+        if memory is None:
+            opened = os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR)
+            memory = self._opened[pid, file] = _map(opened)
+            os.close(opened)
+        return memory
 
 
 def _map(file: int) -> torch.Tensor:

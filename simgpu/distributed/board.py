@@ -25,7 +25,8 @@ _ENDED = (
 )
 _CIRCLE = (
     "these ranks wait for each other, and NCCL would wait here until its time limit:\n"
-    "{}\nEvery rank must call the same collectives of a group in the same order."
+    "{}\nEvery rank must call the same collectives of a group in the same order, and "
+    "every recv needs a send."
 )
 _LATE = "{} has waited {:.0f} s for rank {}: the time limit of its process group."
 
@@ -65,14 +66,15 @@ class Board:
         store: of the job's first process group.
         rank: of this process in the job.
         size: how many ranks the job has.
+        file: of this process's arena.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int):
+    def __init__(self, store: dist.Store, rank: int, size: int, file: int):
         self.rank, self.size = rank, size
         with contextlib.suppress(RuntimeError, NotImplementedError):
             store = store.clone()  # a wait must not keep the program from its store
         self.store = store
-        self.post(f"who/{rank}", (socket.gethostname(), os.getpid()))
+        self.post(f"who/{rank}", (socket.gethostname(), os.getpid(), file))
 
     def post(self, key: str, value) -> None:
         """Let everyone read `value` under `key`."""
@@ -119,6 +121,14 @@ class Board:
             self._say(("works", "", {}))
         return [pickle.loads(value) for value in found]
 
+    def arenas(self, ranks: list[int], doing: str, limit: float) -> dict:
+        """Rank -> (process, file) of its arena; waits until all have joined the job."""
+        __tracebackhide__ = True
+        keys = {f"who/{rank}": rank for rank in ranks}
+        found = zip(ranks, self.read(keys, doing, limit), strict=True)
+        here = socket.gethostname()
+        return {rank: (pid, file) for rank, (host, pid, file) in found if host == here}
+
     def _missing(self, keys: dict[str, int]) -> dict[str, int]:
         return {key: rank for key, rank in keys.items() if not self.store.check([key])}
 
@@ -162,7 +172,7 @@ class Board:
         key = f"who/{rank}"
         if not self.store.check([key]):
             return True  # it has not come yet
-        host, pid = pickle.loads(self.store.get(key))
+        host, pid, _ = pickle.loads(self.store.get(key))
         if host != socket.gethostname() or os.name != "posix":
             return True
         try:

@@ -6,7 +6,9 @@ one; who needs its values, or the time of its end, reads what the members have p
 """
 
 import atexit
+import contextlib
 import os
+from collections import Counter
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -52,11 +54,13 @@ class Cluster:
 
     def __init__(self, store: dist.Store, rank: int, size: int, topology):
         self.rank, self.size, self.topology = rank, size, topology
-        self.board = Board(store, rank, size)
         self.arena = Arena()
+        self.board = Board(store, rank, size, self.arena.file)
+        self._readable: set[int] = {rank}  # whose arenas this process has opened
         self.under_way: list = []  # collectives that are not settled, as launched
         self.ends: dict[Name, float] = {}  # of settled ones
         self.streams = 0  # of NCCL, so far
+        self._titles: Counter[str] = Counter()
         self._keeps_store = rank == 0 and (
             os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         )
@@ -65,9 +69,32 @@ class Cluster:
     def end(self) -> None:
         """This process ends: what others still need of it, they get."""
         atexit.unregister(self.end)
+        for collective in self.under_way:
+            with contextlib.suppress(RuntimeError):
+                collective.leave_values()
         self.board.say_ended()
         if self._keeps_store:
             self.board.wait_for_others()
+
+    def title(self, ranks: str) -> str:
+        """How errors and pictures name a new group: "ranks 0, 2 (group 2)"."""
+        self._titles[ranks] += 1
+        number = self._titles[ranks]
+        return ranks if number == 1 else f"{ranks} (group {number})"
+
+    def open_arenas(self, ranks: list[int], doing: str, limit: float) -> None:
+        """See to it that what these ranks give can be read even if they end first.
+
+        Waits until they have joined the job.
+        """
+        __tracebackhide__ = True
+        new = [rank for rank in ranks if rank not in self._readable]
+        if new:
+            for pid, file in self.board.arenas(new, doing, limit).values():
+                if file >= 0:
+                    with contextlib.suppress(FileNotFoundError):  # it has ended
+                        self.arena.open(pid, file)
+            self._readable.update(new)
 
     def post(self, name: Name, member: int, header: Header) -> None:
         channel, number = name[:2]

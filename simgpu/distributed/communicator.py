@@ -1,4 +1,4 @@
-"""What NCCL would keep for a process group on one rank: its members, GPU and streams."""
+"""What NCCL keeps for a process group on one rank: its members, GPU and streams."""
 
 import os
 import socket
@@ -39,7 +39,8 @@ class Communicator:
         self.cluster, self.name, self.ranks, self.member = cluster, name, ranks, member
         self.bound, self.limit = bound, limit
         together = len(ranks) == cluster.size
-        self.title = "all ranks" if together else f"ranks {', '.join(map(str, ranks))}"
+        title = "all ranks" if together else f"ranks {', '.join(map(str, ranks))}"
+        self.title = cluster.title(title)
         self.channel = Channel(cluster, name, ranks, member, self.title, limit)
         self._pairs: dict[tuple[int, int, str], Channel] = {}
         self._streams: dict[object, int] = {}
@@ -62,12 +63,17 @@ class Communicator:
             title = f"rank {ranks[0]} to rank {ranks[1]}"
             name = f"{self.name}/{source}>{target}"
             self._pairs[key] = Channel(
-                self.cluster, name, ranks, 0 if sends else 1, title, self.limit
+                self.cluster, name, ranks, 0 if sends else 1, title, self.limit, True
             )
         return self._pairs[key]
 
-    def connect(self, gpu, clock) -> None:
+    def connect(self, gpu, clock, what: str) -> None:
         """Be connected over `gpu`; the first time, all members wait for each other.
+
+        Args:
+            gpu: of this rank.
+            clock: of this process.
+            what: the call that needs it, and its line: "all_reduce (train.py:12)".
 
         Raises:
             torch.distributed.DistBackendError: for two ranks on one GPU, in NCCL's
@@ -82,9 +88,10 @@ class Communicator:
         node = self.cluster.topology.node_of(self.cluster.rank)
         machine = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', 0)} {node}"
         board, me = self.cluster.board, self.member
+        doing = f"rank {self.cluster.rank}: {what} on {self.title} for the first time"
+        self.cluster.open_arenas(self.ranks, doing, self.limit)
         board.post(f"{self.name}/here/{me}", (machine, gpu.ordinal, clock.host))
         keys = {f"{self.name}/here/{i}": rank for i, rank in enumerate(self.ranks)}
-        doing = f"rank {self.cluster.rank}: the first collective of {self.title}"
         all_here = board.read(keys, doing, self.limit)
         seen: dict[tuple, int] = {}
         for member, (its_machine, ordinal, _) in enumerate(all_here):
@@ -94,4 +101,5 @@ class Communicator:
                 raise dist.DistBackendError(both)
         self.ordinal = gpu.ordinal
         last = max(range(len(all_here)), key=lambda i: (all_here[i][2], -i))
-        clock.host_waits(all_here[last][2], f"connect, wait for rank {self.ranks[last]}")
+        why = f"connect, wait for rank {self.ranks[last]}"
+        clock.host_waits(all_here[last][2], why)
