@@ -351,11 +351,11 @@ def _distributed() -> list[Patch]:
             _DDPJoinHook, "its reducer makes tensors in C++",
             main_hook=ddp.in_join("main_hook"), post_hook=ddp.in_join("post_hook"),
         ),
-        *[
-            Patch(torch.distributed, name, ddp.waiting(getattr(torch.distributed, name)),
-                  "C++ waits for its collectives")
-            for name in ("_broadcast_coalesced", "_verify_params_across_processes")
-        ],
+        *patches(
+            torch.distributed, "C++ waits for its collectives",
+            **{name: ddp.waiting(getattr(torch.distributed, name))
+               for name in ("_broadcast_coalesced", "_verify_params_across_processes")},
+        ),
         *patches(multiprocessing.spawn, "children have the same GPUs",
                  get_preparation_data=children.preparation_data),
         *patches(BaseProcess, "a child with gloo must not abort at its end",

@@ -2,6 +2,7 @@
 
 import torch
 
+from simgpu import runtime
 from simgpu.dispatch import placement
 from simgpu.dispatch.errors import type_name
 from simgpu.dispatch.placement import block_of, gpu_of, is_plain

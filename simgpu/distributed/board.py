@@ -5,20 +5,15 @@ ended, or ranks that wait for each other.
 """
 
 import contextlib
-import ctypes
 import os
 import pickle
 import socket
-import sys
 import time
-from collections.abc import Iterator
-from datetime import timedelta
-from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
-_SLICE = timedelta(seconds=0.5)  # after which one looks what the others do
+_LOOK = 0.5  # seconds after which one looks what the others do
+_SHORTEST, _LONGEST = 5e-5, 2e-3  # seconds between two looks at the store
 _ENDED = (
     "{} waits for rank {}, which has ended{}. NCCL would wait here until its time "
     "limit."
@@ -29,34 +24,6 @@ _CIRCLE = (
     "every recv needs a send."
 )
 _LATE = "{} has waited {:.0f} s for rank {}: the time limit of its process group."
-
-
-def _log_level() -> ctypes.c_int | None:
-    """From which level on PyTorch's C++ prints what it logs; None if it is hidden."""
-    library = {"win32": "c10.dll", "darwin": "libc10.dylib"}.get(sys.platform)
-    folder = Path(torch.__file__).parent / "lib"
-    try:
-        loaded = ctypes.CDLL(str(folder / (library or "libc10.so")))
-        return ctypes.c_int.in_dll(loaded, "FLAGS_caffe2_log_level")
-    except (OSError, ValueError):
-        return None
-
-
-_LEVEL = _log_level()
-_USUAL = None if _LEVEL is None else _LEVEL.value
-_ERRORS = 2
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Inside, C++ does not warn: a slice of a wait that ends is nothing unusual."""
-    if _LEVEL is not None:
-        _LEVEL.value = max(_ERRORS, _USUAL)
-    try:
-        yield
-    finally:
-        if _LEVEL is not None:
-            _LEVEL.value = _USUAL
 
 
 class Board:
@@ -98,25 +65,29 @@ class Board:
         """
         __tracebackhide__ = True
         names = list(keys)
-        end = time.monotonic() + limit
-        said = False
-        while True:
-            self.store.set_timeout(_SLICE)
-            try:
-                with _quiet():
-                    found = self.store.multi_get(names)
-                break
-            except (dist.DistStoreError, RuntimeError) as error:
-                if isinstance(error, dist.DistNetworkError):
-                    raise self._store_is_gone(doing) from None
-            missing = self._missing(keys)
-            if missing:
-                self._say(("waits", doing, missing))
-                said = True
-                self._check(doing, missing)
-            if missing and time.monotonic() > end:
-                late = next(iter(missing.values()))
-                raise dist.DistBackendError(_LATE.format(doing, limit, late))
+        begin = time.monotonic()
+        said, look_again = False, begin + _LOOK
+        pause = _SHORTEST
+        try:
+            # a blocking wait of the store could not be interrupted, and would print
+            # a warning each time that it gives up
+            while not self.store.check(names):
+                now = time.monotonic()
+                if now > look_again:
+                    missing = self._missing(keys)
+                    if not missing:  # it has just come
+                        break
+                    self._say(("waits", doing, missing))
+                    said, look_again = True, now + _LOOK
+                    self._check(doing, missing)
+                    if now > begin + limit:
+                        late = next(iter(missing.values()))
+                        raise dist.DistBackendError(_LATE.format(doing, limit, late))
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST)
+            found = self.store.multi_get(names)
+        except dist.DistNetworkError:
+            raise self._store_is_gone(doing) from None
         if said:
             self._say(("works", "", {}))
         return [pickle.loads(value) for value in found]

@@ -86,10 +86,11 @@ class Collective:
         cluster = channel.cluster
         while len(cluster.under_way) >= MOST_UNDER_WAY:
             cluster.under_way[0].settle()
+        self.dtype = exchange.dtype
         parcel = cluster.arena.put(exchange.gives)
         channel.leave(self.number, parcel)
         self.header = Header(
-            exchange.name, str(exchange.dtype).removeprefix("torch."), exchange.root,
+            exchange.name, str(self.dtype).removeprefix("torch."), exchange.root,
             exchange.reduction.name if exchange.reduction else "",
             [last - first for first, last in exchange.parts], exchange.counts, parcel,
             exchange.parts, self.meeting.ready,
@@ -97,6 +98,8 @@ class Collective:
             channel.settled, self.where,
         )  # fmt: skip
         cluster.open_arenas(channel.ranks, self._doing(), channel.limit)
+        # what it gives has been copied: the program may free it, as on a GPU
+        self.exchange = exchange._replace(gives=[])
         cluster.post(self.name, channel.member, self.header)
         cluster.under_way.append(self)
 
@@ -180,9 +183,10 @@ class Collective:
             if not (same and fits):
                 ranks = self.channel.ranks
                 first, second = sorted((me, member))
-                which = f"collective, number {self.number + 1} of {self.channel.title}"
-                if self.channel.is_pair:
-                    which = f"message, number {self.number + 1} from {self.channel.title}"
+                channel, number = self.channel, self.number + 1
+                which = f"collective, number {number} of {channel.title}"
+                if channel.is_pair:
+                    which = f"message, number {number} from {channel.title}"
                 calls = (self._call(headers[i], i) for i in (first, second))
                 text = _DIFFERENT.format(ranks[first], ranks[second], which, *calls)
                 raise dist.DistBackendError(text)
@@ -194,14 +198,14 @@ class Collective:
         given = {}
         for member, header in enumerate(headers):
             if exchange.takes[member]:
-                size = exchange.dtype.itemsize
+                size = self.dtype.itemsize
                 first, last = header.parts[me]
                 try:
                     values = arena.read(header.parcel)[first * size : last * size]
                 except FileNotFoundError:
                     rank = self.channel.ranks[member]
                     raise dist.DistBackendError(_GONE.format(self, rank)) from None
-                given[member] = values.view(exchange.dtype)
+                given[member] = values.view(self.dtype)
         if not given:
             return
         if exchange.reduction is None:

@@ -53,8 +53,7 @@ def run_collective(call: Call):
         found = operations.exchanges(call, group.size(), group.rank(), factor)
     is_async = _argument(call, "async_op", True)
     launched = [
-        launch(call.runtime, communicator, gpu, one, is_async=is_async)
-        for one in found
+        launch(call.runtime, communicator, gpu, one, is_async=is_async) for one in found
     ]
     outputs = args[0]
     done = work.new(launched, tensors_in((outputs,)))
@@ -210,7 +209,10 @@ def launch(now, communicator: Communicator, gpu, one: exchange.Exchange,
             clock.forget(position)
     _tell_sanitizer(now, key, one)
     seconds = collective_cost.collective_seconds(
-        one.name, one.nbytes, channel.ranks, communicator.cluster.topology
+        one.name,
+        one.nbytes,
+        list(dict.fromkeys(channel.ranks)),
+        communicator.cluster.topology,
     )
     title = _title(one, channel)
     meeting = clock.meet(gpu, stream, current, title, one.nbytes, seconds, beside)
@@ -272,5 +274,6 @@ def _called_by_engine() -> bool:
 
 
 def _is_caller(code) -> bool:
+    """Whether a frame is the engine's, or of a module of torch.distributed."""
     path = code.co_filename.replace("\\", "/")
-    return code is _ENGINE or ("/distributed/" in path and "simgpu" not in path)
+    return code is _ENGINE or ("/distributed/" in path and "/simgpu/" not in path)

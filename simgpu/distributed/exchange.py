@@ -7,7 +7,6 @@ gives, which part of them goes to which rank, and where what comes from each is 
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 _REFUSED = {
     "BAND": "Cannot use ReduceOp.BAND with NCCL",
@@ -145,7 +144,9 @@ def reduce_to(size, rank, tensors, root: int, reduction: Reduction) -> Exchange:
     pieces = [flat(tensor) for tensor in tensors]
     parts = [_whole(pieces) if r == root else (0, 0) for r in range(size)]
     takes = [pieces if rank == root else []] * size
-    return Exchange("reduce", reduction.premultiplied(tensors), parts, takes, root, reduction)
+    return Exchange(
+        "reduce", reduction.premultiplied(tensors), parts, takes, root, reduction
+    )
 
 
 def broadcast(size, rank, tensors, root: int) -> Exchange:

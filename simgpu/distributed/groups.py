@@ -62,10 +62,9 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
     limit = kwargs["timeout"].total_seconds()
     bound = kwargs.get("device_id")
     members = list(ranks) or list(range(size))
-    now.communicators[group.group_name] = communicator = Communicator(
-        now.cluster, now.thread.name_of_group or f"{name}.{life}", members, rank, bound,
-        limit,
-    )  # fmt: skip
+    own_name = now.thread.name_of_group or f"{name}.{life}"
+    communicator = Communicator(now.cluster, own_name, members, rank, bound, limit)
+    now.communicators[group.group_name] = communicator
     if "gloo" in _backends(asked).values():
         now.gloo_groups.append(group)
     if bound is not None:
@@ -140,6 +139,7 @@ def shutdown(group: dist.ProcessGroup) -> None:
     communicator = now.communicators.pop(group.group_name, None)
     if communicator is not None:
         now.clock.settle()
+        communicator.close(now.gpus)
         if dist.group.WORLD is group:
             now.cluster.board.say_ended(", with its process group")
     _raw_shutdown(group)

@@ -65,7 +65,9 @@ def _broadcast(a: _Arguments) -> list[Exchange]:
 
 def _all_gather(a: _Arguments) -> list[Exchange]:
     pairs = zip(a["output_tensors"], a["input_tensors"], strict=True)
-    return [ex.all_gather(*a.group, [[t] for t in out], [given]) for out, given in pairs]
+    return [
+        ex.all_gather(*a.group, [[t] for t in out], [given]) for out, given in pairs
+    ]
 
 
 def _all_gather_base(a: _Arguments) -> list[Exchange]:

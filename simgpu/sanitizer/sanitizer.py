@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 
 from simgpu.locking import one_at_a_time
+from simgpu.sanitizer.handler import new_handler
 from simgpu.sanitizer.intervals import IntervalMap, runs
 from simgpu.sanitizer.report import race_error
 
@@ -61,9 +62,7 @@ class StreamSanitizer:
     def follow_events(self) -> None:
         """There is a stream or an event: from now on events and waits count."""
         if self.handler is None:
-            from torch.cuda._sanitizer import EventHandler
-
-            self.handler = EventHandler()
+            self.handler = new_handler()
             for key in self.last:
                 self._sync(key)
                 self.handler.syncs.host_sync_state[stream_name(key)] = self.seen.get(

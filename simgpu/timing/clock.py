@@ -262,11 +262,11 @@ class Clock:
     def settle(self, keys=None) -> None:
         """Find out when the collectives end that streams wait for (None: all)."""
         while self.pending:
-            of = self.pending if keys is None else (k for k in keys if k in self.pending)
-            meetings = next((self.pending[key] for key in of), None)
-            if meetings is None:
+            waiting = self.pending if keys is None else keys
+            key = next((key for key in waiting if key in self.pending), None)
+            if key is None:
                 return
-            meetings[0].settle()
+            self.pending[key][0].settle()
 
     def settle_position(self, position: StreamPosition) -> None:
         for meeting in position.after:
