@@ -69,6 +69,16 @@ class Cluster:
         if self._keeps_store:
             self.board.wait_for_others()
 
+    def settle(self) -> None:
+        """Wait for all collectives of this rank that are under way.
+
+        Raises:
+            torch.distributed.DistBackendError: if one of them never ends.
+        """
+        self.board.check_verdict()
+        while self.under_way:
+            self.under_way[0].settle()
+
     def post(self, name: Name, member: int, header: Header) -> None:
         channel, number = name[:2]
         self.board.post(f"{channel}/{number}/{member}", header)

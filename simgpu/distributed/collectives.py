@@ -18,7 +18,7 @@ from simgpu.distributed import checks, exchange, messages, operations, work
 from simgpu.distributed.collective import Channel, Collective
 from simgpu.distributed.communicator import Communicator
 from simgpu.distributed.groups import communicator_of
-from simgpu.frames import is_learners
+from simgpu.frames import is_learners, shown
 from simgpu.timing import collective_cost
 
 _raw_start_coalescing = torch.distributed.ProcessGroup._start_coalescing
@@ -249,7 +249,7 @@ def called_from() -> str:
         frame = frame.f_back
     if frame is None:
         return "PyTorch"
-    name = frame.f_code.co_filename.replace("\\", "/").rpartition("/")[2]
+    name = shown(frame.f_code.co_filename).replace("\\", "/").rpartition("/")[2]
     return f"{name}:{frame.f_lineno}"
 
 

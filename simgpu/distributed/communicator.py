@@ -44,6 +44,7 @@ class Communicator:
         self._pairs: dict[tuple[int, int, str], Channel] = {}
         self._streams: dict[object, int] = {}
         self.ordinal: int | None = None  # of the GPU of its collectives so far
+        self.attempts = 0  # to be connected
         self.splits = 0  # groups that have been split from it
         self.batch: list | None = None  # messages of `batch_isend_irecv`, being told
 
@@ -82,8 +83,10 @@ class Communicator:
         node = self.cluster.topology.node_of(self.cluster.rank)
         machine = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', 0)} {node}"
         board, me = self.cluster.board, self.member
-        board.post(f"{self.name}/here/{me}", (machine, gpu.ordinal, clock.host))
-        keys = {f"{self.name}/here/{i}": rank for i, rank in enumerate(self.ranks)}
+        here = f"{self.name}/here {self.attempts}"
+        self.attempts += 1  # one that fails may be followed by a better one
+        board.post(f"{here}/{me}", (machine, gpu.ordinal, clock.host))
+        keys = {f"{here}/{i}": rank for i, rank in enumerate(self.ranks)}
         doing = f"rank {self.cluster.rank}: the first collective of {self.title}"
         all_here = board.read(keys, doing, self.limit)
         seen: dict[tuple, int] = {}
