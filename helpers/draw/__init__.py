@@ -12,12 +12,19 @@ screen readers speak, and looks the same on every machine, so that tests compare
 
 from helpers.draw.collectives import collective
 from helpers.draw.course_map import ON_RANKS, course_map
-from helpers.draw.memory import devices, history, parts, segment_picture, segments
+from helpers.draw.memory import (
+    devices,
+    history,
+    job_memory,
+    parts,
+    segment_picture,
+    segments,
+)
 from helpers.draw.picture import COLOURS, HOST, INK, WIDEST, Picture, colour
-from helpers.draw.timelines import schedule, timeline
+from helpers.draw.timelines import job_timeline, schedule, timeline
 
 __all__ = [
     "COLOURS", "HOST", "INK", "ON_RANKS", "Picture", "WIDEST", "collective", "colour",
-    "course_map", "devices", "history", "parts", "schedule", "segment_picture",
-    "segments", "timeline",
+    "course_map", "devices", "history", "job_memory", "job_timeline", "parts",
+    "schedule", "segment_picture", "segments", "timeline",
 ]  # fmt: skip

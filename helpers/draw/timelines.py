@@ -59,6 +59,93 @@ def timeline(log, width: int = WIDEST) -> Picture:
     return picture
 
 
+def job_timeline(log, width: int = WIDEST) -> Picture:
+    """The log of `ranks.timeline()`: the streams of all ranks on one axis.
+
+    Under each rank its host, dark where it launches and light where it waits; its own
+    streams; and those of NCCL. What runs has the rank's colour, copies are grey. A
+    collective that waits for another rank is white until that one is ready, and says
+    for which.
+
+    Taught in 12-talk-between-ranks.
+    """
+    from simgpu.timing.cost import LAUNCH
+
+    rows = [(rank, log.lanes(rank)) for rank in log.ranks]
+    titles = [lane.title for _, lanes in rows for lane in lanes]
+    left = 64 + max([28, *(6.4 * min(len(title), 26) for title in titles)])
+    total = max(log.seconds, 1e-6)
+    scale = (width - left - 12) / total
+    host_height, lane_height = 18, 28
+    lanes_in_all = sum(len(lanes) for _, lanes in rows)
+    height = 12 + len(rows) * (host_height + 6) + lanes_in_all * lane_height + 28
+    height += 18 * len(log.missing)
+    picture = Picture(round(width), round(height), _job_title(log))
+
+    def span(start, end, y, tall, fill, words, dashed=False):
+        long = max((end - start) * scale, 0.5)
+        x = left + start * scale
+        stroke = HOST if dashed else "none"
+        picture.box(x, y, long, tall, fill, dashed, stroke)
+        for some in (words, words.split()[0]):
+            if len(some) * 6.4 + 6 < long:
+                picture.text(x + long / 2, y + tall / 2 + 4, some, 12, "middle")
+                break
+
+    y = 8.0
+    for rank, lanes in rows:
+        fill = COLOURS[rank % len(COLOURS)]
+        picture.text(8, y + 13, f"rank {rank}", 14, weight="bold")
+        picture.text(64, y + 13, "host", 12)
+        drawn = -1.0
+        for event in log.events(rank):
+            x = event.launched * scale
+            if x > drawn:
+                long = max(LAUNCH * scale, 0.5)
+                picture.box(left + x, y, long, host_height - 4, INK, stroke="none")
+                drawn = x + long / 2
+        for wait in log.waits(rank):
+            span(wait.start, wait.end, y, host_height - 4, "#EEEEEE", wait.name)
+        y += host_height
+        for lane, events in lanes.items():
+            title = lane.title if len(lane.title) <= 26 else f"{lane.title[:25]}…"
+            picture.text(64, y + 16, title, 12)
+            drawn = 0.0  # up to where slivers are there already
+            for event in sorted(events, key=lambda event: event.start):
+                if event.end * scale < drawn:
+                    continue
+                drawn = event.start * scale + 0.5
+                start = event.start + event.waited
+                if event.waited * scale >= 0.5:
+                    words = f"waits for rank {event.waited_for}"
+                    span(
+                        event.start, start, y + 1, lane_height - 6, "white", words, True
+                    )
+                its = HOST if event.kind == "copy" else fill
+                words = f"copy {event.name}" if event.kind == "copy" else event.name
+                span(start, event.end, y + 1, lane_height - 6, its, words)
+            y += lane_height
+            picture.line(left, y - 4, width - 12, y - 4, HOST)
+        y += 6
+    for rank, why in log.missing.items():
+        picture.text(8, y + 12, f"rank {rank}: {why}", 12)
+        y += 18
+    picture.text(left, height - 8, "0", 12)
+    words = f"{total * 1e6:,.0f} µs (simulated)"
+    picture.text(width - 12, height - 8, words, 12, "end")
+    return picture
+
+
+def _job_title(log) -> str:
+    """What the picture shows, for who cannot see it."""
+    title = f"Timeline of {plural(len(log.ranks), 'rank')}, simulated time"
+    waits = [
+        f"rank {rank} waits {seconds * 1e6:,.0f} µs for rank {other}"
+        for (rank, other), seconds in list(log.waited().items())[:8]
+    ]
+    return f"{title}: {'; '.join(waits)}" if waits else title
+
+
 def schedule(stages: list[list[tuple[str, int, float, float]]], title: str) -> Picture:
     """What each stage of a pipeline does when: forward and backward, micro-batch.
 

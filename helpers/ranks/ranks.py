@@ -12,12 +12,15 @@ from collections.abc import Callable
 
 import cloudpickle
 
-from helpers.ranks import fork_server
+from helpers import simgpu  # noqa: F401 - has the timeline drawn
+from helpers.ranks import fork_server, worker
 from helpers.ranks.call import GRACE_SECONDS, Call
 from helpers.ranks.gpus import choose
 from helpers.ranks.report import RankError, may_have_lost_connections
 from helpers.ranks.worker_group import WorkerGroup
 from simgpu import frames
+from simgpu.device.job_memory import JobMemory
+from simgpu.timing.job import JobTimeline
 
 MOST_RANKS = 32
 RUN_SECONDS = 60.0  # that a call or a cell may take
@@ -133,6 +136,31 @@ class Ranks:
         lines = source.splitlines(keepends=True)
         linecache.cache[name] = (len(source), None, lines, name)
         self._call("cell", (name, source), timeout)
+
+    def timeline(self) -> JobTimeline:
+        """What the simulated GPUs of all ranks did, on one axis; it draws itself.
+
+        To begin anew, clear the log of every rank first:
+        `ranks.run(lambda: helpers.simgpu.timeline().clear())`.
+
+        Raises:
+            RankError: if the ranks have no simulated GPUs, or a collective is under way
+                that not all ranks have called.
+        """
+        if not self.simulated:
+            raise RankError("only simulated GPUs have a timeline; see lesson 05")
+        # pickled by name, with no code of the notebook
+        return JobTimeline(self.run(worker.timeline))
+
+    def memory(self) -> JobMemory:
+        """What each rank has on its GPU, now and at most; it draws itself.
+
+        Raises:
+            RankError: if the ranks are on the CPU.
+        """
+        if self.backend != "nccl":
+            raise RankError("these ranks are on the CPU, whose memory is not counted")
+        return JobMemory(row for rows in self.run(worker.memory) for row in rows)
 
     def _call(self, kind: str, payload: object, timeout: float) -> list:
         """The answers of all ranks, in their order."""

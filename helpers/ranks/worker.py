@@ -32,6 +32,8 @@ from helpers.ranks.listener import connect
 from helpers.ranks.process import exit_with_stdin
 from helpers.ranks.report import describe
 from simgpu.device.cards import parse_memory
+from simgpu.device.job_memory import GpuMemory, memory_of
+from simgpu.timing.job import RankLog, log_of
 
 
 @dataclass(frozen=True)
@@ -237,6 +239,18 @@ def _call_function(payload: bytes) -> bytes:
     except Exception as error:
         kind = type(result).__name__
         raise TypeError(f"the result, a {kind}, cannot be sent: {error}") from None
+
+
+def timeline() -> RankLog:
+    """What this rank did on its simulated GPUs."""
+    from simgpu import runtime
+
+    return log_of(runtime.current().clock, int(os.environ["RANK"]))
+
+
+def memory() -> list[GpuMemory]:
+    """What this rank has on its GPUs."""
+    return memory_of(int(os.environ["RANK"]))
 
 
 def _run_cell(name: str, source: str, namespace: dict) -> None:

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from simgpu.distributed.cluster import Cluster
 from simgpu.distributed.collective import Channel
+from simgpu.timing.events import FIRST_OF_NCCL
 
-FIRST_STREAM = 1000  # number of NCCL's first stream; programs' own are smaller
 _DUPLICATE = (
     "NCCL error: invalid usage (run with NCCL_DEBUG=WARN for details)\n"
     "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\n"
@@ -51,7 +51,7 @@ class Communicator:
     def stream(self, of: object = None) -> int:
         """The number of NCCL's stream for the group, or for messages with one rank."""
         if of not in self._streams:
-            self._streams[of] = FIRST_STREAM + self.cluster.streams
+            self._streams[of] = FIRST_OF_NCCL + self.cluster.streams
             self.cluster.streams += 1
         return self._streams[of]
 
