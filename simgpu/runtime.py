@@ -8,6 +8,7 @@ import threading
 import weakref
 from typing import NamedTuple
 
+from simgpu.device import overhead
 from simgpu.device.cards import Card
 from simgpu.device.gpu import Gpu
 from simgpu.device.visible import visible_ordinals
@@ -41,6 +42,7 @@ class Request(NamedTuple):
     card: Card
     total_memory: int  # bytes of each
     races: str  # "raise" or "show"
+    overhead: bool = False  # whether CUDA's context and NCCL's buffers take memory
 
 
 class ThreadState(threading.local):
@@ -85,6 +87,8 @@ class Runtime:
         self.clock = Clock(self.gpus, self.sanitizer)
         for gpu in self.gpus:
             gpu.memory.clock = self.clock
+            if request.overhead:
+                gpu.memory.outside["context"] = overhead.CONTEXT
 
         # random numbers
         self.random_lock = threading.RLock()  # for the host's generator

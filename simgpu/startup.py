@@ -29,7 +29,7 @@ MOST_GPUS = patches.MOST_GPUS
 
 def start(
     number: int = 4, card: str = "A100", memory=None, *, honour_visible: bool = False,
-    races: str = "raise",
+    races: str = "raise", overhead: bool | None = None,
 ) -> None:  # fmt: skip
     """Give this process `number` simulated GPUs.
 
@@ -45,6 +45,8 @@ def start(
             in a new process on a real machine.
         races: what happens where two streams use the same memory in no order: "raise"
             an error; or "show": the read returns what the memory held before.
+        overhead: whether CUDA's context and NCCL's buffers take memory of the card,
+            beside what PyTorch counts; None: if the card has all its memory.
 
     Raises:
         ValueError: for a number, card, memory or way with races that cannot be.
@@ -53,7 +55,7 @@ def start(
 
     Taught in 00-start-here.
     """
-    request = check_request(number, card, memory, races)
+    request = check_request(number, card, memory, races, overhead)
     _check_thread("start")
     if state.running is not None:
         if state.running.request == request:
@@ -147,7 +149,9 @@ def _check_thread(action: str) -> None:
         raise RuntimeError(f"{action} the simulated GPUs from the main thread")
 
 
-def check_request(number: int, card: str, memory, races: str = "raise") -> Request:
+def check_request(
+    number: int, card: str, memory, races: str = "raise", overhead: bool | None = None
+) -> Request:
     """What `start()` is asked for, as a `Request`.
 
     Raises:
@@ -163,7 +167,9 @@ def check_request(number: int, card: str, memory, races: str = "raise") -> Reque
     total = found.total_memory if memory is None else parse_memory(memory)
     if total > found.total_memory:
         raise ValueError(f"a {card} does not have {memory} of memory")
-    return Request(number, found, total, races)
+    if overhead is None:
+        overhead = memory is None
+    return Request(number, found, total, races, overhead)
 
 
 def request() -> Request | None:

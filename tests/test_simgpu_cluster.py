@@ -38,6 +38,7 @@ RUNS = [  # a program, its ranks, its arguments
     ("context_parallel", 4, "--kernel=efficient"),
     ("context_parallel", 4, "--kernel=flash"),
     ("experts", 4),
+    ("memory", 2),
 ]
 
 

@@ -260,8 +260,8 @@ def test_spawned_ranks_objects_threads_and_exit_functions_are_as_in_python(tmp_p
     printed = ["4", "7 2.0 cuda:1", "the thread is done", "at exit"]
     assert done.stdout.splitlines() == printed, done.stderr
     assert done.status == 1 and "ValueError: rank 1 has had enough" in done.stderr
-    for processes in ("1 process", "2 processes"):
-        assert done.stderr.count(SAID.format(processes)) == 1
+    for ranks in ("1 rank", "2 ranks"):
+        assert done.stderr.count(SAID.format(ranks)) == 1
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ class CachingAllocator:
         self.index = index
         self.total = total
         self.clock = clock or NoTime()
+        self.outside: dict[str, int] = {}  # bytes that others of this process take
         self.fraction: float | None = None  # of the card that the process may take
         self.small, self.large = Pool(small=True), Pool(small=False)
         self.both = Stats()
@@ -104,8 +105,17 @@ class CachingAllocator:
 
     @property
     def limit(self) -> int:
-        """Bytes that this process may take of the card."""
-        return int(self.total * (1.0 if self.fraction is None else self.fraction))
+        """Bytes that PyTorch may take of the card."""
+        most = self.total - sum(self.outside.values())
+        if self.fraction is None:
+            return most
+        return min(most, int(self.total * self.fraction))
+
+    @property
+    def free_on_card(self) -> int:
+        """Bytes of the card that nobody has taken."""
+        taken = self.both.reserved_bytes.current + sum(self.outside.values())
+        return self.total - taken
 
     def malloc(self, nbytes: int, stream: int = 0) -> Block | None:
         """A block for `nbytes`, used first on `stream`; None for no bytes at all.
@@ -390,17 +400,18 @@ class CachingAllocator:
         self.counts["num_ooms"] += 1
         reserved = self.both.reserved_bytes.current
         allocated = self.both.allocated_bytes.current
-        free = self.total - reserved
+        free = self.free_on_card
         if self.history.is_recording:
             self.history.note("oom", free, size, stream, self.history.frames())
         allowed = ""
         if self.fraction is not None:
-            allowed = f"{show_bytes(self.limit)} allowed; "
+            most = int(self.total * self.fraction)
+            allowed = f"{show_bytes(most)} allowed; "
         return torch.OutOfMemoryError(
             f"CUDA out of memory. Tried to allocate {show_bytes(nbytes)}. GPU "
             f"{self.index} has a total capacity of {show_bytes(self.total)} of which "
             f"{show_bytes(free)} is free. Including non-PyTorch memory, this process "
-            f"has {show_bytes(reserved)} memory in use. {allowed}Of the allocated "
+            f"has {show_bytes(self.total - free)} memory in use. {allowed}Of the allocated "
             f"memory {show_bytes(allocated)} is allocated by PyTorch, and "
             f"{show_bytes(reserved - allocated)} is reserved by PyTorch but "
             "unallocated. If reserved but unallocated memory is large try setting "

@@ -124,7 +124,8 @@ def inner_tensors(tensor) -> list[torch.Tensor]:
     flatten = getattr(type(tensor), "__tensor_flatten__", None)
     if flatten is None or type(tensor) is FakeTensor:
         return []
-    return [getattr(tensor, name) for name in flatten(tensor)[0]]
+    parts = [getattr(tensor, name) for name in flatten(tensor)[0]]
+    return [part for part in parts if isinstance(part, _Tensor)]
 
 
 _BY_ROWS = (_Base.crow_indices, _Base.col_indices, _Base.values)

@@ -2,13 +2,13 @@
 
     torchrun --nproc-per-node=4 -m simgpu script.py
 
-Every rank is a process with simulated GPUs of its own. gloo carries the values, and
-`torch.distributed` is PyTorch's own, with DDP's reducer in C++.
-Models: what NCCL refuses (tensors on the host, strided or sparse ones, two ranks on one
-GPU, a rank that changes its GPU); the time of a collective, as that of a ring over the
-cards' links, on the current stream.
-Leaves out: waiting for a rank that is late (each rank has a clock of its own), that
-NCCL has a stream of its own beside the computing (and so races with it), links between
-machines, the memory of NCCL's buffers, `ProcessGroupNCCL` with its options, and what
-gloo cannot do (it raises `NotSimulated`).
+Every rank is a process with simulated GPUs of its own. `torch.distributed` is PyTorch's
+own, with DDP's reducer in C++, FSDP, DTensor and pipelines in Python; the simulator
+answers where they call NCCL.
+Models: the values of every collective that NCCL has; one simulated time for all ranks,
+with NCCL's own streams; what NCCL refuses; ranks that wait for each other in vain.
+Leaves out: NCCL's options, CUDA graphs, symmetric memory; that the first message
+between two ranks makes them wait for each other; and a program whose host goes on to
+launch work on a second stream while a first one waits for another rank: the values are
+computed by the host, so it waits where they are needed.
 """

@@ -83,16 +83,19 @@ class Collective:
         cluster = channel.cluster
         while len(cluster.under_way) >= MOST_UNDER_WAY:
             cluster.under_way[0].settle()
+        self.dtype = exchange.dtype
         parcel = cluster.arena.put(exchange.gives)
         channel.leave(self.number, parcel)
         self.header = Header(
-            exchange.name, str(exchange.dtype).removeprefix("torch."), exchange.root,
+            exchange.name, str(self.dtype).removeprefix("torch."), exchange.root,
             exchange.reduction.name if exchange.reduction else "",
             [last - first for first, last in exchange.parts], exchange.counts, parcel,
             exchange.parts, self.meeting.ready,
             [m.settle.__self__.name for m in self.meeting.after], self.meeting.seconds,
             channel.settled, self.where,
         )  # fmt: skip
+        # what it gives has been copied: the program may free it, as on a GPU
+        self.exchange = exchange._replace(gives=[])
         cluster.post(self.name, channel.member, self.header)
         cluster.under_way.append(self)
 
@@ -164,10 +167,10 @@ class Collective:
         given = {}
         for member, header in enumerate(headers):
             if exchange.takes[member]:
-                size = exchange.dtype.itemsize
+                size = self.dtype.itemsize
                 first, last = header.parts[me]
                 values = arena.read(header.parcel)[first * size : last * size]
-                given[member] = values.view(exchange.dtype)
+                given[member] = values.view(self.dtype)
         if not given:
             return
         if exchange.reduction is None:

@@ -208,7 +208,10 @@ def launch(now, communicator: Communicator, gpu, one: exchange.Exchange,
             clock.forget(position)
     _tell_sanitizer(now, key, one)
     seconds = collective_cost.collective_seconds(
-        one.name, one.nbytes, channel.ranks, communicator.cluster.topology
+        one.name,
+        one.nbytes,
+        list(dict.fromkeys(channel.ranks)),
+        communicator.cluster.topology,
     )
     title = _title(one, channel)
     meeting = clock.meet(gpu, stream, current, title, one.nbytes, seconds, beside)

@@ -6,6 +6,7 @@ import socket
 import torch
 import torch.distributed as dist
 
+from simgpu.device import overhead
 from simgpu.distributed.cluster import Cluster
 from simgpu.distributed.collective import Channel
 from simgpu.timing.events import FIRST_OF_NCCL
@@ -96,7 +97,14 @@ class Communicator:
                 both = _DUPLICATE.format(me, first + member - me, gpu.ordinal)
                 raise dist.DistBackendError(both)
         self.ordinal = gpu.ordinal
+        if "context" in gpu.memory.outside and len(self.ranks) > 1:
+            gpu.memory.outside[f"NCCL {self.name}"] = overhead.NCCL_BUFFERS
         last = max(range(len(all_here)), key=lambda i: (all_here[i][2], -i))
         clock.host_waits(
             all_here[last][2], f"connect, wait for rank {self.ranks[last]}"
         )
+
+    def close(self, gpus: list) -> None:
+        """The group is destroyed: its buffers are given back."""
+        for gpu in gpus:
+            gpu.memory.outside.pop(f"NCCL {self.name}", None)

@@ -136,6 +136,7 @@ def shutdown(group: dist.ProcessGroup) -> None:
     communicator = now.communicators.pop(group.group_name, None)
     if communicator is not None:
         now.clock.settle()
+        communicator.close(now.gpus)
         if dist.group.WORLD is group:
             now.cluster.board.say_ended(", with its process group")
     _raw_shutdown(group)
