@@ -127,44 +127,6 @@ def parts(title: str = "", **sizes: float) -> Picture:
     return picture
 
 
-def job_memory(rows) -> Picture:
-    """The memory of `ranks.memory()`: a bar for each rank, one scale for all.
-
-    Allocated now in the rank's colour, and white up to the most that ever was. Where
-    the GPU is not much larger than that, it is the bar's frame.
-
-    Taught in 15-shard-everything.
-    """
-    most = max((row.peak for row in rows), default=0)
-    first = max(rows, key=lambda row: row.peak, default=None)
-    words = f"Memory of {plural(len({row.rank for row in rows}), 'rank')} ({_kind()})"
-    if first is not None:
-        words += f": at most {size_text(most)}, on rank {first.rank}"
-    spoken = "; ".join(
-        f"rank {row.rank} {size_text(row.allocated)} now, {size_text(row.peak)} at most"
-        for row in rows
-    )
-    picture = Picture(WIDEST, 34 + 30 * max(1, len(rows)), f"{words}. {spoken}")
-    picture.text(8, 20, words, 14, weight="bold")
-    framed = any(row.total < 3 * most for row in rows)
-    longest = max(row.total for row in rows) if framed else most
-    left, right = 116, 236
-    scale = (WIDEST - left - right) / (longest or 1)
-    for number, row in enumerate(rows):
-        y = 34 + 30 * number
-        picture.text(8, y + 15, f"rank {row.rank} {row.device}", 13)
-        if framed:
-            picture.box(left, y, row.total * scale, 22, "#F3F3F3", stroke=HOST)
-        picture.box(left, y, max(row.peak * scale, 1), 22, "white", dashed=True)
-        fill = COLOURS[row.rank % len(COLOURS)]
-        picture.box(left, y, max(row.allocated * scale, 1), 22, fill)
-        figures = f"{size_text(row.allocated)} now, {size_text(row.peak)} at most"
-        if framed:
-            figures += f" of {size_text(row.total)}"
-        picture.text(left + longest * scale + 8, y + 15, figures, 12)
-    return picture
-
-
 def history(device: int = 0) -> Picture:
     """The bytes in use on a GPU, event by event, since recording began.
 
@@ -210,14 +172,6 @@ def history(device: int = 0) -> Picture:
     picture.text(left, bottom + 20, "first event", 12)
     picture.text(left + wide, bottom + 20, "last event", 12, "end")
     return picture
-
-
-def _kind() -> str:
-    """Whether the GPUs of the ranks that are open are simulated."""
-    from helpers.ranks import current
-
-    ranks = current()
-    return "measured" if ranks is not None and not ranks.simulated else "simulated"
 
 
 def _whose() -> str:

@@ -117,11 +117,11 @@ class Board:
         state = ("works", "", {}, self.turn)
         if self.store.check([key]):
             state = pickle.loads(self.store.get(key))
-        if state[0] != "ended" and not self._is_alive(rank):
+        if state[0] != "ended" and not self.is_alive(rank):
             return ("ended", "", {}, self.turn)
         return state
 
-    def _is_alive(self, rank: int) -> bool:
+    def is_alive(self, rank: int) -> bool:
         """Whether its process runs; where that cannot be known, it does."""
         key = f"who/{rank}"
         if not self.store.check([key]):

@@ -59,7 +59,8 @@ def of_job(job) -> dict:
             rows.append(_meta(of_gpu, "thread_sort_index", {"sort_index": thread},
                               thread))  # fmt: skip
             rows += [row for e in events for row in _in_stream(e, of_gpu, thread)]
-    return {"traceEvents": rows, "displayTimeUnit": "ns"}
+    left_out = {f"rank {rank}": why for rank, why in job.missing.items()}
+    return {"traceEvents": rows, "displayTimeUnit": "ns", "otherData": left_out}
 
 
 def _in_stream(event, process: int, thread: int) -> list[dict]:
