@@ -14,8 +14,6 @@ def job_timeline(log) -> Picture:
     streams; and those of NCCL. What runs has the rank's colour, copies are grey. A
     collective that waits for another rank is white until that one is ready, and says
     for which.
-
-    Taught in 12-talk-between-ranks.
     """
     rows = {rank: log.lanes(rank) for rank in log.ranks}
     titles = [lane.title for lanes in rows.values() for lane in lanes]
@@ -118,8 +116,6 @@ def job_memory(rows) -> Picture:
 
     Allocated now in the rank's colour, and white up to the most that ever was. Where
     the GPU is not much larger than that, it is the bar's frame.
-
-    Taught in 15-shard-everything.
     """
     most = max((row.peak for row in rows), default=0)
     first = max(rows, key=lambda row: row.peak, default=None)

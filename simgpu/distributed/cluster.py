@@ -57,6 +57,7 @@ class Cluster:
         self.under_way: list = []  # collectives that are not settled, as launched
         self.ends: dict[Name, float] = {}  # of settled ones
         self.streams = 0  # of NCCL, so far
+        self.connecting: set[str] = set()  # groups that have begun to, and have not yet
         self._keeps_store = rank == 0 and (
             os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         )
@@ -73,9 +74,12 @@ class Cluster:
         """Wait for all collectives of this rank that are under way.
 
         Raises:
-            torch.distributed.DistBackendError: if one of them never ends.
+            torch.distributed.DistBackendError: if one of them never ends, or if its
+                group could not be connected.
         """
         self.board.check_verdict()
+        if self.connecting:
+            raise dist.DistBackendError(f"not connected: {min(self.connecting)}")
         while self.under_way:
             self.under_way[0].settle()
 

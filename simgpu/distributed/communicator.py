@@ -86,6 +86,7 @@ class Communicator:
         board, me = self.cluster.board, self.member
         here = f"{self.name}/here {self.attempts}"
         self.attempts += 1  # one that fails may be followed by a better one
+        self.cluster.connecting.add(self.name)
         board.post(f"{here}/{me}", (machine, gpu.ordinal, clock.host))
         keys = {f"{here}/{i}": rank for i, rank in enumerate(self.ranks)}
         doing = f"rank {self.cluster.rank}: the first collective of {self.title}"
@@ -97,6 +98,7 @@ class Communicator:
                 both = _DUPLICATE.format(me, first + member - me, gpu.ordinal)
                 raise dist.DistBackendError(both)
         self.ordinal = gpu.ordinal
+        self.cluster.connecting.remove(self.name)
         if "context" in gpu.memory.outside and len(self.ranks) > 1:
             gpu.memory.outside[f"NCCL {self.name}"] = overhead.NCCL_BUFFERS
         last = max(range(len(all_here)), key=lambda i: (all_here[i][2], -i))
