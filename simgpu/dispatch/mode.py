@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from simgpu import runtime as state
 from simgpu.dispatch.call import Call
 from simgpu.dispatch.function_mode import FunctionMode
-from simgpu.dispatch.operation import operation_of
+from simgpu.dispatch.operation import known_operations, operation_of
 from simgpu.errors import NotSimulated
 
 _active_mode = torch._C._get_dispatch_mode
@@ -44,9 +44,11 @@ class DispatchMode(TorchDispatchMode):
         for kind in types:
             if kind.__torch_dispatch__ is not _PLAIN:
                 return NotImplemented  # tensor subclasses unwrap themselves first
-        if isinstance(func, HigherOrderOperator):
-            return _run_higher_order(self.runtime, func, args, kwargs or {})
-        operation = operation_of(func)
+        operation = known_operations.get(func)
+        if operation is None:
+            if isinstance(func, HigherOrderOperator):
+                return _run_higher_order(self.runtime, func, args, kwargs or {})
+            operation = operation_of(func)
         if self.runtime.clock.pending and not operation.silent:
             settle_streams(self.runtime, func.namespace)
         call = Call(self.runtime, operation, func, args, kwargs or _NO_KWARGS)

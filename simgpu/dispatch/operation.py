@@ -21,7 +21,7 @@ _SILENT = {
 _GATHERS = {"embedding", "index", "index_select", "gather", "take", "_unsafe_index"}
 
 _handlers: dict[str, Callable] = {}  # operation, or "namespace::" -> what runs it
-_operations: dict[object, "Operation"] = {}
+known_operations: dict[object, "Operation"] = {}
 
 
 def handles(*names: str) -> Callable:
@@ -86,9 +86,9 @@ class Operation:
 
 def operation_of(func) -> Operation:
     """What is known of an operation, looked up once."""
-    operation = _operations.get(func)
+    operation = known_operations.get(func)
     if operation is None:
-        operation = _operations[func] = Operation(func)
+        operation = known_operations[func] = Operation(func)
     return operation
 
 
