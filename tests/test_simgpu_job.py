@@ -1,4 +1,4 @@
-"""All ranks on one axis: lanes, waits, the trace that `--timeline` writes, `--nodes`."""
+"""All ranks on one axis: lanes, waits, `--timeline` and `--nodes` under torchrun."""
 
 import json
 import textwrap

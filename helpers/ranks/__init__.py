@@ -26,9 +26,9 @@ and how the processes come to be:
     store.py         the process at which ranks on GPUs meet
     listener.py      the socket where new processes report, each with the key
 
-Leaves out: ranks on several real machines, and pictures drawn by a rank (return the numbers
-and draw in the notebook). Run on Linux and gloo; macOS, Windows and NCCL are written
-for and were not run.
+Leaves out: ranks on several real machines, and pictures drawn by a rank (return the
+numbers and draw in the notebook). Run on Linux, on simulated GPUs and with gloo; macOS,
+Windows and NCCL are written for and were not run.
 """
 
 from helpers.ranks import magic

@@ -83,13 +83,21 @@ class Arena:
             return torch.empty(0, dtype=torch.uint8)
         memory = self.mine
         if parcel.pid != self.pid:
-            key = (parcel.pid, parcel.file)
-            memory = self._opened.get(key)
-            if memory is None:
-                file = os.open(f"/proc/{parcel.pid}/fd/{parcel.file}", os.O_RDWR)
-                memory = self._opened[key] = _map(file)
-                os.close(file)
+            memory = self.look_at(parcel.pid, parcel.file)
         return memory[parcel.offset : parcel.offset + parcel.nbytes]
+
+    def look_at(self, pid: int, file: int) -> torch.Tensor:
+        """The memory of another process; once seen, it stays when that one ends.
+
+        Raises:
+            OSError: if that process has ended, or is on another machine.
+        """
+        memory = self._opened.get((pid, file))
+        if memory is None:
+            own = os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR)
+            memory = self._opened[pid, file] = _map(own)
+            os.close(own)
+        return memory
 
 
 def _map(file: int) -> torch.Tensor:

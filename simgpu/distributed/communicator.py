@@ -1,5 +1,6 @@
 """What NCCL would keep for a process group on one rank: members, GPU, streams."""
 
+import contextlib
 import os
 import socket
 
@@ -87,12 +88,17 @@ class Communicator:
         here = f"{self.name}/here {self.attempts}"
         self.attempts += 1  # one that fails may be followed by a better one
         self.cluster.connecting.add(self.name)
-        board.post(f"{here}/{me}", (machine, gpu.ordinal, clock.host))
+        arena = self.cluster.arena
+        address = None if arena.mine is None else (arena.pid, arena.file)
+        board.post(f"{here}/{me}", (machine, gpu.ordinal, clock.host, address))
         keys = {f"{here}/{i}": rank for i, rank in enumerate(self.ranks)}
         doing = f"rank {self.cluster.rank}: the first collective of {self.title}"
         all_here = board.read(keys, doing, self.limit)
         seen: dict[tuple, int] = {}
-        for member, (its_machine, ordinal, _) in enumerate(all_here):
+        for member, (its_machine, ordinal, _, its_address) in enumerate(all_here):
+            if its_address is not None and member != me:
+                with contextlib.suppress(OSError):  # it may end before it is read
+                    arena.look_at(*its_address)
             first = seen.setdefault((its_machine, ordinal), member)
             if first != member and me in (first, member):
                 both = _DUPLICATE.format(me, first + member - me, gpu.ordinal)
