@@ -49,5 +49,5 @@ def called_from() -> str:
         frame = frame.f_back
     if frame is None:
         return "PyTorch"
-    name = frame.f_code.co_filename.replace("\\", "/").rpartition("/")[2]
+    name = shown(frame.f_code.co_filename).replace("\\", "/").rpartition("/")[2]
     return f"{name}:{frame.f_lineno}"

@@ -95,22 +95,22 @@ class Arena:
             return torch.frombuffer(bytearray(parcel.data), dtype=torch.uint8)
         if not parcel.nbytes:
             return torch.empty(0, dtype=torch.uint8)
-        memory = self.open(parcel.pid, parcel.file)
+        memory = self.mine
+        if parcel.pid != self.pid:
+            memory = self.look_at(parcel.pid, parcel.file)
         return memory[parcel.offset : parcel.offset + parcel.nbytes]
 
-    def open(self, pid: int, file: int) -> torch.Tensor:
-        """The arena of a process, which stays readable when that process has ended.
+    def look_at(self, pid: int, file: int) -> torch.Tensor:
+        """The memory of another process; once seen, it stays when that one ends.
 
         Raises:
-            FileNotFoundError: if the process has ended already.
+            OSError: if that process has ended, or is on another machine.
         """
-        if pid == self.pid:
-            return self.mine
         memory = self._opened.get((pid, file))
         if memory is None:
-            opened = os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR)
-            memory = self._opened[pid, file] = _map(opened)
-            os.close(opened)
+            own = os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR)
+            memory = self._opened[pid, file] = _map(own)
+            os.close(own)
         return memory
 
 

@@ -14,10 +14,7 @@ import torch.distributed as dist
 
 _LOOK = 0.5  # seconds after which one looks what the others do
 _SHORTEST, _LONGEST = 5e-5, 2e-3  # seconds between two looks at the store
-_ENDED = (
-    "{} waits for rank {}, which has ended{}. NCCL would wait here until its time "
-    "limit."
-)
+_ENDED = "{} waits for rank {}, which {}. NCCL would wait here until its time limit."
 _CIRCLE = (
     "these ranks wait for each other, and NCCL would wait here until its time limit:\n"
     "{}\nEvery rank must call the same collectives of a group in the same order, and "
@@ -38,6 +35,7 @@ class Board:
 
     def __init__(self, store: dist.Store, rank: int, size: int, file: int):
         self.rank, self.size = rank, size
+        self.turn = 0  # in a notebook: number of the cell that all ranks run
         with contextlib.suppress(RuntimeError, NotImplementedError):
             store = store.clone()  # a wait must not keep the program from its store
         self.store = store
@@ -106,14 +104,11 @@ class Board:
     # -- what a rank does --------------------------------------------------------------
 
     def _say(self, state: tuple) -> None:
-        self.post(f"state/{self.rank}", state)
+        self.post(f"state/{self.rank}", (*state, self.turn))
 
     def say_idle(self, why: str) -> None:
-        """This rank will call no collective until it says that it works again."""
+        """This rank will call no collective before the next turn: it "has ..."."""
         self._say(("idle", why, {}))
-
-    def say_works(self) -> None:
-        self._say(("works", "", {}))
 
     def wait_for_others(self, limit: float = 60.0) -> None:
         """The store is in this process: stay until the others have ended, too."""
@@ -131,14 +126,14 @@ class Board:
 
     def _state_of(self, rank: int) -> tuple:
         key = f"state/{rank}"
-        state = ("works", "", {})
+        state = ("works", "", {}, self.turn)
         if self.store.check([key]):
             state = pickle.loads(self.store.get(key))
-        if state[0] != "ended" and not self._is_alive(rank):
-            return ("ended", "", {})
+        if state[0] != "ended" and not self.is_alive(rank):
+            return ("ended", "", {}, self.turn)
         return state
 
-    def _is_alive(self, rank: int) -> bool:
+    def is_alive(self, rank: int) -> bool:
         """Whether its process runs; where that cannot be known, it does."""
         key = f"who/{rank}"
         if not self.store.check([key]):
@@ -163,24 +158,21 @@ class Board:
     def _check(self, doing: str, missing: dict[str, int]) -> None:
         """Raise if none of the ranks that one waits for will ever come."""
         __tracebackhide__ = True
-        if self.store.check(["verdict"]):
-            raise dist.DistBackendError(pickle.loads(self.store.get("verdict")))
+        self.check_verdict()
         lines = {self.rank: f"  {doing}, waits for {_ranks(missing)}"}
         ask = list(missing.values())
         while ask:
             rank = ask.pop()
             if rank in lines:
                 continue
-            kind, text, its = self._state_of(rank)
-            if kind == "works":
-                return
-            if kind == "ended":
+            kind, text, its, turn = self._state_of(rank)
+            if kind == "works" or (kind == "idle" and turn < self.turn):
+                return  # it has not come as far as this rank
+            if kind in ("ended", "idle"):
                 if rank in self._missing(missing).values():
-                    raise dist.DistBackendError(_ENDED.format(doing, rank, text))
+                    how = text if kind == "idle" else f"has ended{text}"
+                    raise dist.DistBackendError(_ENDED.format(doing, rank, how))
                 return  # whoever waits for that one will say so
-            if kind == "idle":
-                lines[rank] = f"  rank {rank}: {text}"
-                continue
             if len(self._missing(its)) < len(its):
                 return  # it is about to go on
             lines[rank] = f"  {text}, waits for {_ranks(its)}"
@@ -190,6 +182,12 @@ class Board:
         text = _CIRCLE.format("\n".join(lines[rank] for rank in sorted(lines)))
         self.post("verdict", text)
         raise dist.DistBackendError(text)
+
+    def check_verdict(self) -> None:
+        """Raise if ranks of the job have been found to wait for each other."""
+        __tracebackhide__ = True
+        if self.store.check(["verdict"]):
+            raise dist.DistBackendError(pickle.loads(self.store.get("verdict")))
 
     def _store_is_gone(self, doing: str) -> Exception:
         return dist.DistBackendError(

@@ -55,12 +55,14 @@ class Cluster:
     def __init__(self, store: dist.Store, rank: int, size: int, topology):
         self.rank, self.size, self.topology = rank, size, topology
         self.arena = Arena()
-        self.board = Board(store, rank, size, self.arena.file)
+        shared = self.arena.file if self.arena.mine is not None else -1
+        self.board = Board(store, rank, size, shared)
         self._readable: set[int] = {rank}  # whose arenas this process has opened
         self.under_way: list = []  # collectives that are not settled, as launched
         self.ends: dict[Name, float] = {}  # of settled ones
         self.streams = 0  # of NCCL, so far
         self._titles: Counter[str] = Counter()
+        self.connecting: set[str] = set()  # groups that have begun to, and have not yet
         self._keeps_store = rank == 0 and (
             os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         )
@@ -82,7 +84,7 @@ class Cluster:
         number = self._titles[ranks]
         return ranks if number == 1 else f"{ranks} (group {number})"
 
-    def open_arenas(self, ranks: list[int], doing: str, limit: float) -> None:
+    def look_at_arenas(self, ranks: list[int], doing: str, limit: float) -> None:
         """See to it that what these ranks give can be read even if they end first.
 
         Waits until they have joined the job.
@@ -92,9 +94,22 @@ class Cluster:
         if new:
             for pid, file in self.board.arenas(new, doing, limit).values():
                 if file >= 0:
-                    with contextlib.suppress(FileNotFoundError):  # it has ended
-                        self.arena.open(pid, file)
+                    with contextlib.suppress(OSError):  # it has ended
+                        self.arena.look_at(pid, file)
             self._readable.update(new)
+
+    def settle(self) -> None:
+        """Wait for all collectives of this rank that are under way.
+
+        Raises:
+            torch.distributed.DistBackendError: if one of them never ends, or if its
+                group could not be connected.
+        """
+        self.board.check_verdict()
+        if self.connecting:
+            raise dist.DistBackendError(f"not connected: {min(self.connecting)}")
+        while self.under_way:
+            self.under_way[0].settle()
 
     def post(self, name: Name, member: int, header: Header) -> None:
         channel, number = name[:2]

@@ -97,7 +97,7 @@ class Collective:
             [m.settle.__self__.name for m in self.meeting.after], self.meeting.seconds,
             channel.settled, self.where,
         )  # fmt: skip
-        cluster.open_arenas(channel.ranks, self._doing(), channel.limit)
+        cluster.look_at_arenas(channel.ranks, self._doing(), channel.limit)
         # what it gives has been copied: the program may free it, as on a GPU
         self.exchange = exchange._replace(gives=[])
         cluster.post(self.name, channel.member, self.header)
@@ -202,7 +202,7 @@ class Collective:
                 first, last = header.parts[me]
                 try:
                     values = arena.read(header.parcel)[first * size : last * size]
-                except FileNotFoundError:
+                except OSError:
                     rank = self.channel.ranks[member]
                     raise dist.DistBackendError(_GONE.format(self, rank)) from None
                 given[member] = values.view(self.dtype)

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from simgpu.device import overhead
 from simgpu.distributed.cluster import Cluster
 from simgpu.distributed.collective import Channel
+from simgpu.timing.events import FIRST_OF_NCCL
 
-FIRST_STREAM = 1000  # number of NCCL's first stream; programs' own are smaller
 _DUPLICATE = (
     "NCCL error: invalid usage (run with NCCL_DEBUG=WARN for details)\n"
     "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\n"
@@ -46,13 +46,14 @@ class Communicator:
         self._pairs: dict[tuple[int, int, str], Channel] = {}
         self._streams: dict[object, int] = {}
         self.ordinal: int | None = None  # of the GPU of its collectives so far
+        self.attempts = 0  # to be connected
         self.splits = 0  # groups that have been split from it
         self.batch: list | None = None  # messages of `batch_isend_irecv`, being told
 
     def stream(self, of: object = None) -> int:
         """The number of NCCL's stream for the group, or for messages with one rank."""
         if of not in self._streams:
-            self._streams[of] = FIRST_STREAM + self.cluster.streams
+            self._streams[of] = FIRST_OF_NCCL + self.cluster.streams
             self.cluster.streams += 1
         return self._streams[of]
 
@@ -90,9 +91,12 @@ class Communicator:
         machine = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', 0)} {node}"
         board, me = self.cluster.board, self.member
         doing = f"rank {self.cluster.rank}: {what} on {self.title} for the first time"
-        self.cluster.open_arenas(self.ranks, doing, self.limit)
-        board.post(f"{self.name}/here/{me}", (machine, gpu.ordinal, clock.host))
-        keys = {f"{self.name}/here/{i}": rank for i, rank in enumerate(self.ranks)}
+        self.cluster.look_at_arenas(self.ranks, doing, self.limit)
+        here = f"{self.name}/here {self.attempts}"
+        self.attempts += 1  # one that fails may be followed by a better one
+        self.cluster.connecting.add(self.name)
+        board.post(f"{here}/{me}", (machine, gpu.ordinal, clock.host))
+        keys = {f"{here}/{i}": rank for i, rank in enumerate(self.ranks)}
         all_here = board.read(keys, doing, self.limit)
         seen: dict[tuple, int] = {}
         for member, (its_machine, ordinal, _) in enumerate(all_here):
@@ -101,6 +105,7 @@ class Communicator:
                 both = _DUPLICATE.format(me, first + member - me, gpu.ordinal)
                 raise dist.DistBackendError(both)
         self.ordinal = gpu.ordinal
+        self.cluster.connecting.remove(self.name)
         if "context" in gpu.memory.outside and len(self.ranks) > 1:
             gpu.memory.outside[f"NCCL {self.name}"] = overhead.NCCL_BUFFERS
         last = max(range(len(all_here)), key=lambda i: (all_here[i][2], -i))
