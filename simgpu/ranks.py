@@ -69,8 +69,17 @@ class RanksFailed(RuntimeError):
         return RanksFailed, (self.failures,)
 
 
-def run_ranks(function: Callable, ranks: int, *args, card: str = "A100", memory=None,
-              nodes: int = 1, network=None, seconds: float = 60.0, **kwargs) -> list:
+def run_ranks(
+    function: Callable,
+    ranks: int,
+    *args,
+    card: str = "A100",
+    memory=None,
+    nodes: int = 1,
+    network=None,
+    seconds: float = 60.0,
+    **kwargs,
+) -> list:
     """Call a function on every rank of a job and return what each has returned.
 
     Args:

@@ -8,7 +8,9 @@ import contextlib
 import os
 import pickle
 import socket
+import threading
 import time
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -39,22 +41,27 @@ class Board:
         with contextlib.suppress(RuntimeError, NotImplementedError):
             store = store.clone()  # a wait must not keep the program from its store
         self.store = store
+        # the threads that use it, and whether each one waits
+        self._threads: dict[threading.Thread, bool] = {}
         self.post(f"who/{rank}", (socket.gethostname(), os.getpid(), file))
 
     def post(self, key: str, value) -> None:
         """Let everyone read `value` under `key`."""
+        self._threads.setdefault(threading.current_thread(), False)
         self.store.set(key, pickle.dumps(value))
 
     def forget(self, key: str) -> None:
         """Nobody will read what this rank has posted under `key`."""
         self.store.delete_key(key)
 
-    def read(self, keys: dict[str, int], doing: str, limit: float) -> list:
+    def read(self, keys: dict[str, int], doing: str | Callable[[], str],
+             limit: float) -> list:  # fmt: skip
         """What ranks have posted; waits until it is all there.
 
         Args:
             keys: key -> the rank that posts it.
-            doing: what this rank does, for the error: "rank 0: all_reduce ...".
+            doing: what this rank does, for the error: "rank 0: all_reduce ...";
+                a function is asked once it is needed.
             limit: seconds that the wait may take.
 
         Raises:
@@ -75,9 +82,9 @@ class Board:
                     missing = self._missing(keys)
                     if not missing:  # it has just come
                         break
-                    self._say(("waits", doing, missing))
                     said, look_again = True, now + _LOOK
-                    self._check(doing, missing)
+                    doing = doing if isinstance(doing, str) else doing()
+                    self._wait(doing, missing)
                     if now > begin + limit:
                         late = next(iter(missing.values()))
                         raise dist.DistBackendError(_LATE.format(doing, limit, late))
@@ -85,9 +92,12 @@ class Board:
                 pause = min(2 * pause, _LONGEST)
             found = self.store.multi_get(names)
         except dist.DistNetworkError:
-            raise self._store_is_gone(doing) from None
-        if said:
-            self._say(("works", "", {}))
+            raise self._store_is_gone() from None
+        finally:
+            if said:
+                self._threads[threading.current_thread()] = False
+                with contextlib.suppress(RuntimeError):  # the store is gone
+                    self._say(("works", "", {}))
         return [pickle.loads(value) for value in found]
 
     def arenas(self, ranks: list[int], doing: str, limit: float) -> dict:
@@ -155,27 +165,42 @@ class Board:
 
     # -- waits that cannot end ---------------------------------------------------------
 
-    def _check(self, doing: str, missing: dict[str, int]) -> None:
-        """Raise if none of the ranks that one waits for will ever come."""
+    def _wait(self, doing: str, missing: dict[str, int]) -> None:
+        """A wait goes on: say so, and raise if it cannot end."""
         __tracebackhide__ = True
         self.check_verdict()
-        lines = {self.rank: f"  {doing}, waits for {_ranks(missing)}"}
+        self._check_ended(doing, missing)
+        self._threads[threading.current_thread()] = True
+        threads = list(self._threads.items())
+        if all(waits for thread, waits in threads if thread.is_alive()):
+            self._say(("waits", doing, missing))
+            self._check_circle(doing, missing)
+
+    def _check_ended(self, doing: str, missing: dict[str, int]) -> None:
+        """Raise if one of the ranks that one waits for will never come."""
+        __tracebackhide__ = True
+        for rank in sorted(set(missing.values()) - {self.rank}):
+            kind, text, _, turn = self._state_of(rank)
+            if kind == "ended" or (kind == "idle" and turn >= self.turn):
+                if rank in self._missing(missing).values():
+                    how = text if kind == "idle" else f"has ended{text}"
+                    raise dist.DistBackendError(_ENDED.format(doing, rank, how))
+
+    def _check_circle(self, doing: str, missing: dict[str, int]) -> None:
+        """Raise if all that one waits for wait themselves."""
+        __tracebackhide__ = True
+        lines = {self.rank: f"  {doing}, waits for {_ranks(missing, self.rank)}"}
         ask = list(missing.values())
         while ask:
             rank = ask.pop()
             if rank in lines:
                 continue
-            kind, text, its, turn = self._state_of(rank)
-            if kind == "works" or (kind == "idle" and turn < self.turn):
-                return  # it has not come as far as this rank
-            if kind in ("ended", "idle"):
-                if rank in self._missing(missing).values():
-                    how = text if kind == "idle" else f"has ended{text}"
-                    raise dist.DistBackendError(_ENDED.format(doing, rank, how))
-                return  # whoever waits for that one will say so
+            kind, text, its, _ = self._state_of(rank)
+            if kind != "waits":
+                return  # or it has ended: whoever waits for that one will say so
             if len(self._missing(its)) < len(its):
                 return  # it is about to go on
-            lines[rank] = f"  {text}, waits for {_ranks(its)}"
+            lines[rank] = f"  {text}, waits for {_ranks(its, rank)}"
             ask += its.values()
         if len(self._missing(missing)) < len(missing):
             return
@@ -189,12 +214,14 @@ class Board:
         if self.store.check(["verdict"]):
             raise dist.DistBackendError(pickle.loads(self.store.get("verdict")))
 
-    def _store_is_gone(self, doing: str) -> Exception:
+    def _store_is_gone(self) -> Exception:
         return dist.DistBackendError(
-            f"{doing}: the process that keeps the job's store has ended"
+            f"rank {self.rank}: the process that keeps the job's store has ended"
         )
 
 
-def _ranks(missing: dict[str, int]) -> str:
+def _ranks(missing: dict[str, int], own: int) -> str:
+    """Whom rank `own` waits for: "ranks 0, 2", "rank 1 itself"."""
     ranks = sorted(set(missing.values()))
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    names = [f"{rank} itself" if rank == own else f"{rank}" for rank in ranks]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(names)}"

@@ -117,13 +117,13 @@ class Cluster:
         if number >= _KEPT:
             self.board.forget(f"{channel}/{number - _KEPT}/{member}")
 
-    def headers(self, name: Name, ranks: list[int], doing: str, limit) -> list[Header]:
+    def headers(self, name: Name, ranks: list[int], doing, limit) -> list[Header]:
         """What the members have posted, in their order.
 
         Args:
             name: of the collective.
             ranks: the members' ranks in the job.
-            doing: what this rank does, for an error.
+            doing: what this rank does, for an error, or a function that says so.
             limit: seconds.
         """
         __tracebackhide__ = True
@@ -136,18 +136,27 @@ class Cluster:
         if len(self.ends) > _ENDS_KEPT:
             del self.ends[next(iter(self.ends))]
 
-    def start_of(self, headers: list[Header], doing, limit) -> tuple[float, int]:
+    def start_of(self, headers: list[Header], ranks: list[int], doing,
+                 limit) -> tuple[float, int]:  # fmt: skip
         """When all members are ready, and the last of them, by number."""
         times = []
-        for header in headers:
-            ends = [self._end_of(name, doing, limit) for name in header.after]
+        for header, rank in zip(headers, ranks, strict=True):
+            ends = [self._end_of(name, rank, doing, limit) for name in header.after]
             times.append(max([header.ready, *ends]))
         return max(times), times.index(max(times))
 
-    def _end_of(self, name: Name, doing: str, limit: float) -> float:
-        """When a collective ends, be this rank a member of it or not."""
+    def _end_of(self, name: Name, rank: int, doing, limit: float) -> float:
+        """When a collective of `rank` ends, be this rank a member of it or not."""
         if name not in self.ends:
-            headers = self.headers(name, name[2], doing, limit)
-            start, _ = self.start_of(headers, doing, limit)
+            channel, number, ranks = name
+
+            def behind() -> str:
+                own = f"{channel}/{number}/{ranks.index(rank)}"
+                (its,) = self.board.read({own: rank}, "", limit)
+                words = doing if isinstance(doing, str) else doing()
+                return f"{words}, behind {its.name} of rank {rank} ({its.where})"
+
+            headers = self.headers(name, list(ranks), behind, limit)
+            start, _ = self.start_of(headers, list(ranks), behind, limit)
             self.note_end(name, start + max(header.seconds for header in headers))
         return self.ends[name]

@@ -97,7 +97,7 @@ class Collective:
             [m.settle.__self__.name for m in self.meeting.after], self.meeting.seconds,
             channel.settled, self.where,
         )  # fmt: skip
-        cluster.look_at_arenas(channel.ranks, self._doing(), channel.limit)
+        cluster.look_at_arenas(channel.ranks, self._doing, channel.limit)
         # what it gives has been copied: the program may free it, as on a GPU
         self.exchange = exchange._replace(gives=[])
         cluster.post(self.name, channel.member, self.header)
@@ -154,7 +154,7 @@ class Collective:
         for earlier in list(self.meeting.after):
             earlier.settle()
         channel, cluster = self.channel, self.channel.cluster
-        doing = self._doing()
+        doing = self._doing
         headers = cluster.headers(self.name, channel.ranks, doing, channel.limit)
         self._compare(headers)
         with (
@@ -162,7 +162,7 @@ class Collective:
             torch.no_grad(),
         ):  # fmt: skip
             self._deliver(headers)
-        start, last = cluster.start_of(headers, doing, channel.limit)
+        start, last = cluster.start_of(headers, channel.ranks, doing, channel.limit)
         end = start + max(header.seconds for header in headers)
         cluster.note_end(self.name, end)
         cluster.under_way.remove(self)
