@@ -250,6 +250,14 @@ def _context():
     asked = dict.fromkeys([*others, *_PRELOADED])  # of no account once the server runs
     asked.pop("__main__", None)
     context.set_forkserver_preload(list(asked))
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # what is preloaded is found
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ["PYTHONPATH"]
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
     return context
 
 
