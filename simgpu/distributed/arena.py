@@ -5,12 +5,13 @@ read it there. On Linux it is a file without a name, which ends with the process
 Elsewhere values travel in the messages themselves.
 """
 
+import contextlib
 import mmap
 import os
 
 import torch
 
-ROOM = 1 << 36  # addresses, not memory: pages count once they are used
+ROOM = 1 << 35  # addresses, not memory: pages count once they are used
 _ALIGNED = 64
 _SMALL = 1024  # bytes up to which a value travels in the message
 
@@ -40,7 +41,8 @@ class Arena:
         if hasattr(os, "memfd_create"):
             self.file = os.memfd_create("simgpu")
             os.ftruncate(self.file, ROOM)
-            self.mine = _map(self.file)
+            with contextlib.suppress(OSError):  # a limit on addresses (ulimit -v)
+                self.mine = _map(self.file)
 
     def put(self, tensors: list[torch.Tensor]) -> Parcel:
         """Copy flat tensors, one after the other, to where peers can read them."""
@@ -99,6 +101,11 @@ class Arena:
         if parcel.pid != self.pid:
             memory = self.look_at(parcel.pid, parcel.file)
         return memory[parcel.offset : parcel.offset + parcel.nbytes]
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Where others find it: the process, and its file or -1."""
+        return self.pid, self.file if self.mine is not None else -1
 
     def look_at(self, pid: int, file: int) -> torch.Tensor:
         """The memory of another process; once seen, it stays when that one ends.

@@ -32,10 +32,10 @@ class Board:
         store: of the job's first process group.
         rank: of this process in the job.
         size: how many ranks the job has.
-        file: of this process's arena.
+        place: of this process's arena: the process and its file.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, file: int):
+    def __init__(self, store: dist.Store, rank: int, size: int, place: tuple):
         self.rank, self.size = rank, size
         self.turn = 0  # in a notebook: number of the cell that all ranks run
         with contextlib.suppress(RuntimeError, NotImplementedError):
@@ -43,7 +43,7 @@ class Board:
         self.store = store
         # the threads that use it, and whether each one waits
         self._threads: dict[threading.Thread, bool] = {}
-        self.post(f"who/{rank}", (socket.gethostname(), os.getpid(), file))
+        self.post(f"who/{rank}", (socket.gethostname(), *place))
 
     def post(self, key: str, value) -> None:
         """Let everyone read `value` under `key`."""

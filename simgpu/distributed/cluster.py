@@ -54,9 +54,9 @@ class Cluster:
 
     def __init__(self, store: dist.Store, rank: int, size: int, topology):
         self.rank, self.size, self.topology = rank, size, topology
+        self.pid = os.getpid()
         self.arena = Arena()
-        shared = self.arena.file if self.arena.mine is not None else -1
-        self.board = Board(store, rank, size, shared)
+        self.board = Board(store, rank, size, self.arena.place)
         self._readable: set[int] = {rank}  # whose arenas this process has opened
         self.under_way: list = []  # collectives that are not settled, as launched
         self.ends: dict[Name, float] = {}  # of settled ones
@@ -70,6 +70,8 @@ class Cluster:
 
     def end(self) -> None:
         """This process ends: what others still need of it, they get."""
+        if self.pid != os.getpid():
+            return  # a child that was forked, such as a worker of a DataLoader
         atexit.unregister(self.end)
         for collective in self.under_way:
             with contextlib.suppress(RuntimeError):

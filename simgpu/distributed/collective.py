@@ -14,7 +14,10 @@ _DIFFERENT = (
     "  rank {0}: {3}\n  rank {1}: {4}\n"
     "NCCL would hang, or give wrong values."
 )
-_GONE = "{}: rank {} has ended, and what it gave is lost"
+_GONE = (
+    "{}: rank {} has ended, and what it gave is lost. Let it wait for the others: call "
+    "dist.barrier() or dist.destroy_process_group() at the end."
+)
 
 
 class Channel:
