@@ -10,6 +10,8 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.util import spec_from_loader
 
 import simgpu
+from simgpu.device.job_memory import JobMemory
+from simgpu.timing.job import JobTimeline
 from simgpu.timing.timeline import Timeline
 
 _NAME = "helpers.simgpu"
@@ -44,6 +46,18 @@ def _draw(timeline: Timeline):
     return draw.timeline(timeline)
 
 
+def _draw_job(timeline: JobTimeline):
+    from helpers import draw
+
+    return draw.job_timeline(timeline)
+
+
+def _draw_memory(memory: JobMemory):
+    from helpers import draw
+
+    return draw.job_memory(memory)
+
+
 if __name__ == "__main__":
     from simgpu.__main__ import main
 
@@ -52,3 +66,5 @@ else:
     sys.meta_path.insert(0, _SameModules())
     sys.modules[_NAME] = simgpu
     Timeline.painter = staticmethod(_draw)
+    JobTimeline.painter = staticmethod(_draw_job)
+    JobMemory.painter = staticmethod(_draw_memory)

@@ -5,6 +5,7 @@ Standard library only, because ranks use it before PyTorch is there.
 
 import linecache
 import os
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -39,3 +40,14 @@ def shown(filename: str) -> str:
 def text(filename: str, line: int) -> str:
     """What stands in a line, as far as it is known."""
     return linecache.getline(filename, line).strip()
+
+
+def called_from() -> str:
+    """The line of the program that runs: "train.py:12"."""
+    frame = sys._getframe(1)
+    while frame is not None and not is_learners(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return "PyTorch"
+    name = shown(frame.f_code.co_filename).replace("\\", "/").rpartition("/")[2]
+    return f"{name}:{frame.f_lineno}"

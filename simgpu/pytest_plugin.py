@@ -1,4 +1,4 @@
-"""A fixture for the tests of other projects: GPUs on a machine that has none.
+"""Fixtures for the tests of other projects: GPUs on a machine that has none.
 
     def test_the_head_stays_on_the_first_gpu(simulated_gpus):
         model = MyModel().to("cuda:1")
@@ -9,9 +9,19 @@
 
     pytest --simulated-gpus 4       # the whole run, for tests that ask device_count()
 
+    def train():                    # on each rank, as torchrun would run a script
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl")
+        ...
+        return loss.item()
+
+    def test_all_ranks_have_one_loss(simulated_ranks):
+        assert len(set(simulated_ranks(train, 4))) == 1
+
 pytest finds it by itself where `simgpu` is installed. Nothing of it is imported before
 it is asked for. The GPUs are simulated even where there are real ones, as long as these
-are not in use in the same process. Processes that a test starts have none.
+are not in use in the same process. Processes that a test starts have none, other than
+those of `simulated_ranks`.
 """
 
 import pytest
@@ -68,6 +78,19 @@ def simulated_gpus(request: pytest.FixtureRequest):
         _stop()
         if of_all is not None:
             _start(of_all)
+
+
+@pytest.fixture
+def simulated_ranks():
+    """Calls a function on N ranks, each with a simulated GPU, as torchrun would.
+
+    Returns:
+        `run_ranks(function, ranks, *args, card=..., memory=..., nodes=1, network=None,
+        seconds=60)`: see `simgpu/ranks.py`. It returns what each rank has returned.
+    """
+    from simgpu.ranks import run_ranks
+
+    return run_ranks
 
 
 def _start(*args, **kwargs):

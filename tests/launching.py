@@ -81,7 +81,7 @@ def in_ranks(name: str, ranks: int, *arguments: str) -> str:
     Returns:
         What it prints, also as errors, each line behind the number of its rank.
     """
-    with tempfile.TemporaryDirectory() as folder, Ranks(ranks, backend="gloo") as it:
+    with tempfile.TemporaryDirectory() as folder, Ranks(ranks, device="cpu") as it:
 
         def run() -> None:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -17,7 +17,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 @pytest.fixture(scope="module")
 def four():
-    with Ranks(4, backend="gloo") as ranks:
+    with Ranks(4, device="cpu") as ranks:
         yield ranks
 
 

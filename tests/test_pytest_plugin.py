@@ -1,12 +1,14 @@
-"""The fixture `simulated_gpus`, in a project of somebody else's."""
+"""Fixtures for simulated GPUs and ranks, in a project of somebody else's."""
 
 import pytest
-import torch
+import torch.distributed as dist
 
 import simgpu
+import simgpu.ranks  # noqa: F401
 
 pytest_plugins = ["pytester"]
 PROJECT = """
+import os
 import sys
 import pytest
 import torch
@@ -38,6 +40,18 @@ class TestGroups:
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
 
 
+def rank_of_sum():
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    total = torch.tensor(dist.get_rank(), device="cuda")
+    dist.all_reduce(total)
+    return dist.get_rank(), total.item()
+
+
+def test_ranks(simulated_ranks):
+    assert simulated_ranks(rank_of_sum, 3) == [(0, 3), (1, 3), (2, 3)]
+
+
 def test_after_them(request):
     of_all = request.config.option.simulated_gpus or 0
     assert (torch.cuda.device_count(), dist.is_initialized()) == (of_all, False)
@@ -56,7 +70,8 @@ def imported() -> None:
     Whatever is imported later, `pytester` forgets; PyTorch cannot be imported twice.
     """
     simgpu.start(1)
-    torch.ones(1, device="cuda")
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    dist.destroy_process_group()
     simgpu.stop()
 
 
@@ -68,7 +83,7 @@ def run(pytester: pytest.Pytester, *options: str) -> pytest.RunResult:
 
 def test_gpus_for_single_tests(pytester):
     done = run(pytester)
-    done.assert_outcomes(passed=5, skipped=1, errors=1)
+    done.assert_outcomes(passed=6, skipped=1, errors=1)
     printed = done.stdout.str()
     assert "needs two GPUs" in printed
     assert "@pytest.mark.simulated_gpus: start() got an unexpected keyword" in printed
@@ -76,6 +91,6 @@ def test_gpus_for_single_tests(pytester):
 
 def test_gpus_for_a_whole_run(pytester):
     done = run(pytester, "--simulated-gpus", "2")
-    done.assert_outcomes(passed=6, errors=1)
+    done.assert_outcomes(passed=7, errors=1)
     asked = "PASSED test_project.py::test_asked_before_any_fixture"
     assert asked in done.stdout.str()

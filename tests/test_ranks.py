@@ -50,7 +50,7 @@ def descendants() -> list[psutil.Process]:
 @pytest.fixture
 def four():
     """Four ranks, which work afterwards, whatever a test has done to them."""
-    with Ranks(4) as ranks:
+    with Ranks(4, device="cpu") as ranks:
         yield ranks
         assert ranks.run(all_sum) == [6.0] * 4
 
@@ -113,8 +113,8 @@ def test_item_r_came_from_rank_r(four):
 
 
 def test_opening_ranks_says_what_they_are_and_closes_the_older_ones(capsys):
-    older = Ranks(1)
-    with Ranks(2, backend="gloo") as newer:
+    older = Ranks(1, device="cpu")
+    with Ranks(2, device="cpu") as newer:
         assert "are closed; open new ones" in error_of(older.run, rank)
         older.close()  # does nothing
         assert module.current() is newer and newer.run(rank) == [0, 1]
@@ -208,14 +208,14 @@ def test_new_ranks_know_the_environment_the_folder_and_the_modules(
         drawn = numpy.random.rand()  # noqa: NPY002
         return drawn, (detail, local, os.getcwd(), threads, word)
 
-    Ranks(1).close()  # now the fork server is in another folder
+    Ranks(1, device="cpu").close()  # now the fork server is in another folder
     modules = tmp_path / "modules"
     modules.mkdir()
     (modules / "own_module.py").write_text("word = 'known'")
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(modules)
-    with Ranks(2, threads=2) as ranks:
+    with Ranks(2, threads=2, device="cpu") as ranks:
         (first, _), (second, seen) = ranks.run(look)
     assert seen == (True, "1", str(tmp_path), 2, "known")
     assert first != second  # or all forked ranks draw the same numbers
@@ -230,8 +230,6 @@ def test_impossible_ranks_are_refused(size):
     words = f"{size} ranks cannot be started" if known else "whole number"
     with pytest.raises(ValueError, match=words):
         Ranks(size)
-    with pytest.raises(ValueError, match="use gloo or nccl"):
-        Ranks(1, backend="mpi")
 
 
 def test_what_cannot_be_sent_says_so(four):
@@ -461,7 +459,7 @@ def test_errors_survive_pickling():
 
 def test_fifty_starts_and_stops_in_a_row():
     for i in range(50):
-        with Ranks(2) as ranks, soon():
+        with Ranks(2, device="cpu") as ranks, soon():
             assert ranks.run(all_sum, i) == [2.0 * i] * 2
             pids, folder = ranks._workers.pids, ranks._workers.folder
             assert folder.exists()
@@ -479,7 +477,7 @@ def test_a_fork_server_that_dies_is_told_at_once_and_replaced(four):
 def test_spawned_ranks_do_the_same(monkeypatch):
     """As on Windows, where there is no fork."""
     monkeypatch.setattr(fork_server, "CAN_FORK", False)
-    with Ranks(2) as ranks:
+    with Ranks(2, device="cpu") as ranks:
         pids = ranks.run(os.getpid)
         assert ranks.run(all_sum) == [1.0, 1.0]
         told = error_of(ranks.run, lambda: os._exit(3) if rank() else None)
@@ -492,7 +490,9 @@ def test_spawned_ranks_do_the_same(monkeypatch):
 def test_a_notebook_that_hangs_up_while_its_fork_server_reports_leaves_nothing():
     """A process that is killed hangs up before it is dead, and its ranks end then."""
     module.close()
-    ranks = Ranks(8)  # what is sent first to one that has hung up raises nothing
+    ranks = Ranks(
+        8, device="cpu"
+    )  # what is sent first to one that has hung up raises nothing
     server, pids = fork_server._running, ranks._workers.pids
     try:
         os.kill(server.process.pid, signal.SIGSTOP)
@@ -525,7 +525,9 @@ def test_who_has_no_key_is_turned_away(monkeypatch):
 
     module.close()  # or only the ranks would connect, not the fork server too
     monkeypatch.setattr(Listener, "__enter__", enter_after_strangers)
-    thread = threading.Thread(target=lambda: opened.append(Ranks(2)), daemon=True)
+    thread = threading.Thread(
+        target=lambda: opened.append(Ranks(2, device="cpu")), daemon=True
+    )
     thread.start()
     thread.join(60)
     time.sleep(1)  # the system would tell the children of a thread at once
@@ -556,12 +558,14 @@ def test_a_start_that_fails_leaves_nothing(monkeypatch, tmp_path):
     monkeypatch.setattr(fork_server.tempfile, "tempdir", str(tmp_path))
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(Listener, "accept", break_off)
-        Ranks(2)
+        Ranks(2, device="cpu")
     assert list(tmp_path.iterdir()) == [] and descendants() == []
     with monkeypatch.context() as patched:
         patched.setattr(fork_server.ForkServer, "fork", kill)
-        assert error_of(Ranks, 2).endswith("with status -9: it said nothing")
-    with Ranks(2) as ranks:
+        assert error_of(Ranks, 2, device="cpu").endswith(
+            "with status -9: it said nothing"
+        )
+    with Ranks(2, device="cpu") as ranks:
         assert ranks.run(rank) == [0, 1]
     module.close()
     assert list(tmp_path.iterdir()) == []
@@ -572,7 +576,7 @@ def test_a_start_that_fails_leaves_nothing(monkeypatch, tmp_path):
 
 @FORKS
 def test_what_a_rank_started_ends_with_it():
-    with Ranks(2) as ranks:
+    with Ranks(2, device="cpu") as ranks:
         pids = ranks.run(lambda: subprocess.Popen(["sleep", "60"]).pid)
         assert all(map(psutil.pid_exists, pids))
     started = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
@@ -607,7 +611,7 @@ NOTEBOOK = """
         time.sleep(60) if dist.get_rank() == 0 else total(1)
     def kill():
         os.kill(os.getpid(), signal.SIGKILL)
-    ranks = Ranks(2)
+    ranks = Ranks(2, device="cpu")
     for i in range(100):
         assert ranks.run(total, i) == [2.0 * i] * 2
     children = [p.pid for p in psutil.Process().children(recursive=True)]
@@ -649,7 +653,7 @@ def test_ranks_are_light_and_a_forked_child_leaves_them_alone():
         sys.path.insert(0, {benchmarks!r})
         from ranks_start import shared_out_megabytes, step
         from helpers import Ranks
-        with Ranks(4) as ranks:
+        with Ranks(4, device="cpu") as ranks:
             ranks.run(step)
             megabytes = shared_out_megabytes()
             if (pid := os.fork()) == 0:
@@ -675,7 +679,7 @@ def test_a_full_shared_memory_is_no_trouble():
         def total():
             import torch, torch.distributed as dist
             x = torch.ones(1_000_000); dist.all_reduce(x); return x.sum().item()
-        with Ranks(2) as ranks:
+        with Ranks(2, device="cpu") as ranks:
             print(ranks.run(total))
     """
     script = start_script(code, before=("unshare", "-m", "sh", "-c", inside, "sh"))

@@ -23,7 +23,7 @@ LAYERS = [
     {"patches"},
     {"startup"},
     {"__init__"},
-    {"__main__", "spawned", "pytest_plugin"},
+    {"__main__", "spawned", "ranks", "pytest_plugin"},
 ]
 HEIGHTS = {name: height for height, names in enumerate(LAYERS) for name in names}
 MOST_LINES = 420

@@ -1,4 +1,4 @@
-"""Runs a learner's function in real ranks, for the exercises of lessons 12 to 16."""
+"""Runs a learner's function in ranks on the CPU, for exercises of lessons 12 to 16."""
 
 import contextlib
 import io
@@ -16,7 +16,6 @@ def in_ranks(
     function,
     *args,
     seconds: float = SECONDS,
-    backend: str | None = None,
     reuse: bool = False,
     meanings: dict[str, str] | None = None,
 ) -> list:
@@ -27,8 +26,7 @@ def in_ranks(
         function: of the check, to run in each rank; it calls the learner's by `call`.
         args: for it, the learner's among them.
         seconds: that it may take; what the ranks import for it is not counted.
-        backend: of the ranks.
-        reuse: take the ranks that are open, if they are as many and of this backend.
+        reuse: take the ranks that are open, if they are as many and on the CPU.
         meanings: part of an error's first line -> what it means to the learner.
 
     Raises:
@@ -39,10 +37,10 @@ def in_ranks(
     from helpers.ranks import RankError, Ranks, current
 
     theirs = current() if reuse else None
-    if theirs is None or (theirs.size, theirs.backend) != (size, backend):
+    if theirs is None or (theirs.size, theirs.backend) != (size, "gloo"):
         theirs = None
     with contextlib.redirect_stdout(io.StringIO()):  # "4 real ranks: ..."
-        ranks = theirs or Ranks(size, backend=backend)
+        ranks = theirs or Ranks(size, device="cpu")
     try:
         ranks.run(_arrived, function, args)
         return ranks.run(function, *args, timeout=seconds)

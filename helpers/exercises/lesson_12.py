@@ -240,7 +240,7 @@ def _on_ranks(function, names: tuple = ()) -> list:
         its x afterwards.
     """
     must_be_callable(function)
-    options = {"seconds": HANGS, "backend": "gloo", "reuse": True}
+    options = {"seconds": HANGS, "reuse": True}
     try:
         told = in_ranks(4, _watched, function, names, **options)
     except Wrong as wrong:

@@ -354,7 +354,7 @@ def keep(function) -> None:
     """The old content or the new one, whole, whenever it is killed."""
     if not inspect.isfunction(function):
         raise Wrong("give a function that you have written with `def`")
-    (wrong,) = in_ranks(1, _try, function, seconds=60, backend="gloo")
+    (wrong,) = in_ranks(1, _try, function, seconds=60)
     if wrong == "NOT YET":
         raise NotYet("your function writes nothing so far")
     if wrong:

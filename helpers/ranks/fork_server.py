@@ -16,18 +16,21 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from helpers.ranks.listener import Listener, connect
 from helpers.ranks.process import START_SECONDS, PythonProcess, exit_with_parent
+from helpers.ranks.store import keep_store
 from helpers.ranks.worker import WorkerSettings, run_worker
 
 CAN_FORK = sys.platform == "linux"
 PRELOAD = (
     "torch", "torch.distributed", "torch.nn.parallel.distributed", "torch.optim",
     "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint",
-    "torch.distributed.pipelining", "numpy",
+    "torch.distributed.pipelining", "numpy", "simgpu.startup",
+    "torch.testing._internal.distributed.fake_pg",
 )  # fmt: skip
 _running: "ForkServer | None" = None  # that of this notebook
 
@@ -168,12 +171,15 @@ def _serve_until_hang_up(notebook: Connection, notebook_pid: int) -> None:
             if settings is None:  # is the server alive?
                 notebook.send(None)
                 continue
+            close = (notebook.fileno(), rank_ended, wakeup)
+            if settings.gpus is not None:
+                _fork(keep_store, settings, close=close)
             for rank in range(settings.world_size):
-                _fork(rank, settings, close=(notebook.fileno(), rank_ended, wakeup))
+                _fork(run_worker, rank, settings, close=close)
 
 
-def _fork(rank: int, settings: WorkerSettings, close: tuple[int, ...]) -> None:
-    """Fork a rank, which closes these files of the server. It does not return."""
+def _fork(function: Callable, *args, close: tuple[int, ...]) -> None:
+    """Fork a process, which closes these files of the server, for a function."""
     server = os.getpid()
     if os.fork() != 0:
         return
@@ -184,7 +190,7 @@ def _fork(rank: int, settings: WorkerSettings, close: tuple[int, ...]) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for fd in close:
             os.close(fd)
-        run_worker(rank, settings)
+        function(*args)
     finally:
         os._exit(1)
 

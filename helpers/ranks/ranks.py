@@ -7,18 +7,20 @@ import atexit
 import linecache
 import os
 import pickle
-import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import cloudpickle
 
-from helpers.ranks import fork_server
+from helpers import simgpu  # noqa: F401 - has the timeline drawn
+from helpers.ranks import fork_server, worker
 from helpers.ranks.call import GRACE_SECONDS, Call
+from helpers.ranks.gpus import choose
 from helpers.ranks.report import RankError, may_have_lost_connections
 from helpers.ranks.worker_group import WorkerGroup
 from simgpu import frames
+from simgpu.device.job_memory import JobMemory
+from simgpu.timing.job import JobTimeline
 
 MOST_RANKS = 32
 RUN_SECONDS = 60.0  # that a call or a cell may take
@@ -28,18 +30,34 @@ _current: "Ranks | None" = None  # that are open in this notebook
 
 
 class Ranks:
-    """N real processes, each one rank of a process group.
+    """N processes, each one rank of a process group, as under torchrun.
+
+    Each sees as many GPUs as there are ranks on its node: the machine's own where it
+    has enough, else simulated ones. The process group is there, over NCCL, and
+    RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and
+    MASTER_PORT are set; `torch.cuda.set_device` is yours to call. On the CPU, the
+    process group is over gloo, and nothing is simulated.
 
     Opening ranks closes those that were open before.
 
     Args:
         size: how many ranks (the world size), 1 to 32.
+        device: "cuda", or "cpu".
+        card: which GPU to simulate: "T4", "A100", "H100" or "H200".
+        memory: cap for each GPU, in bytes or as text ("512MB").
+        nodes: on which the ranks lie, equally many on each; more than one are
+            simulated.
+        network: between nodes: bytes/s, or text such as "100 Gbit/s".
         timeout: seconds before a collective that waits for another rank gives up.
         threads: of PyTorch in each rank.
-        backend: "gloo" or "nccl"; None chooses.
+
+    Attributes:
+        backend: "nccl", or on the CPU "gloo".
+        simulated: whether the GPUs are.
 
     Raises:
-        ValueError: for a number of ranks or a backend that cannot be.
+        ValueError: for ranks, GPUs, nodes or a network that cannot be.
+        RuntimeError: if HELPERS_GPUS=real and the machine has fewer GPUs.
         RankError: if they do not come up.
 
     Taught in 12-talk-between-ranks.
@@ -49,9 +67,13 @@ class Ranks:
         self,
         size: int,
         *,
+        device: str = "cuda",
+        card: str = "A100",
+        memory: int | str | None = None,
+        nodes: int = 1,
+        network: float | str | None = None,
         timeout: float = COLLECTIVE_SECONDS,
         threads: int = 1,
-        backend: str | None = None,
     ):
         global _current
         if not isinstance(size, int) or isinstance(size, bool):
@@ -60,12 +82,13 @@ class Ranks:
             raise ValueError(
                 f"{size} ranks cannot be started; choose 1 to {MOST_RANKS}"
             )
-        if backend not in (None, "gloo", "nccl"):
-            raise ValueError(f"backend={backend!r}; use gloo or nccl")
+        gpus = choose(size, device, card, memory, nodes, network)
         if _current is not None:
             _current.close()
         self.size = size
-        self.backend = backend or _choose_backend(size)
+        self._gpus = gpus
+        self.backend = "gloo" if gpus is None else "nccl"
+        self.simulated = gpus is not None and gpus.simulated
         self._timeout = timeout
         self._threads = threads
         self._cells = 0
@@ -73,9 +96,11 @@ class Ranks:
         self._workers: WorkerGroup | None = None
         self._start()
         _current = self
-        where = "GPUs" if self.backend == "nccl" else "the CPU"
-        ranks = "rank" if size == 1 else "ranks"
-        print(f"{size} real {ranks}: processes on {where}, backend {self.backend}.")
+        ranks = f"{size} rank" if size == 1 else f"{size} ranks"
+        if gpus is None:
+            ranks = ranks.replace(" ", " real ")
+        where = "the CPU" if gpus is None else gpus
+        print(f"{ranks}: processes on {where}, backend {self.backend}.")
 
     def run(
         self, function: Callable, *args, timeout: float = RUN_SECONDS, **kwargs
@@ -112,6 +137,31 @@ class Ranks:
         linecache.cache[name] = (len(source), None, lines, name)
         self._call("cell", (name, source), timeout)
 
+    def timeline(self) -> JobTimeline:
+        """What the simulated GPUs of all ranks did, on one axis; it draws itself.
+
+        To begin anew, clear the log of every rank first:
+        `ranks.run(lambda: helpers.simgpu.timeline().clear())`.
+
+        Raises:
+            RankError: if the ranks have no simulated GPUs, or a collective is under way
+                that not all ranks have called.
+        """
+        if not self.simulated:
+            raise RankError("only simulated GPUs have a timeline; see lesson 05")
+        # pickled by name, with no code of the notebook
+        return JobTimeline(self.run(worker.timeline))
+
+    def memory(self) -> JobMemory:
+        """What each rank has on its GPU, now and at most; it draws itself.
+
+        Raises:
+            RankError: if the ranks are on the CPU.
+        """
+        if self.backend != "nccl":
+            raise RankError("these ranks are on the CPU, whose memory is not counted")
+        return JobMemory(row for rows in self.run(worker.memory) for row in rows)
+
     def _call(self, kind: str, payload: object, timeout: float) -> list:
         """The answers of all ranks, in their order."""
         if self._workers is None:
@@ -133,11 +183,10 @@ class Ranks:
             call.send(kind, payload)
             call.wait(timeout)
             report = call.finish()
-            usable = not call.broken and (
-                not may_have_lost_connections(report) or self._can_still_talk()
-            )
+            usable = not call.broken and self._can_go_on_after(report)
         except KeyboardInterrupt:
             usable = call.interrupt()
+            usable = usable and (not self.simulated or self._can_still_talk())
             if not usable:
                 print(afresh)
             raise
@@ -148,17 +197,26 @@ class Ranks:
             raise RankError(report if usable else f"{report}\n{afresh}")
         return [call.results[rank] for rank in range(self.size)]
 
+    def _can_go_on_after(self, report: str) -> bool:
+        """Whether the ranks, which have all answered, are still of use."""
+        if self.simulated:
+            # one may have launched a collective and failed before it was needed
+            usable = "DistBackendError" not in report
+            return report == "" or (usable and self._can_still_talk())
+        return not may_have_lost_connections(report) or self._can_still_talk()
+
     def _can_still_talk(self) -> bool:
-        """Whether a barrier succeeds: a time-out costs gloo its connections."""
+        """Whether a barrier succeeds: a time-out costs gloo its connections.
+
+        On simulated GPUs: whether all collectives so far were launched by all.
+        """
         call = Call(self._workers)
         call.send("barrier", None)
         call.wait(GRACE_SECONDS)
         return call.finish() == ""
 
     def _start(self) -> None:
-        self._workers = WorkerGroup(
-            self.size, self.backend, self._timeout, self._threads
-        )
+        self._workers = WorkerGroup(self.size, self._gpus, self._timeout, self._threads)
 
     def _restart(self) -> None:
         workers, self._workers = self._workers, None
@@ -181,20 +239,12 @@ class Ranks:
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._workers is None else self.backend
+        state = self.backend
+        if self.simulated:
+            state = f"simulated GPUs, {state}"
+        if self._workers is None:
+            state = "closed"
         return f"Ranks({self.size}, {state})"
-
-
-def _choose_backend(size: int) -> str:
-    """NCCL where there are enough real GPUs."""
-    if os.environ.get("HELPERS_GPUS") == "simulated":
-        return "gloo"
-    if sys.platform == "linux" and not list(Path("/dev").glob("nvidia[0-9]*")):
-        return "gloo"  # without importing PyTorch here
-    from helpers import gpus
-
-    real = gpus._REAL_GPUS
-    return "nccl" if isinstance(real, int) and real >= size else "gloo"
 
 
 def current() -> Ranks | None:

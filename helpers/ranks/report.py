@@ -91,7 +91,8 @@ def failure_report(
         where = _learners_lines(stack) or " in code of its own"
         troubles[rank] = f"did not finish; waiting{where}"
     for rank, failure in failed.items():
-        message = failure.message
+        # a collective on simulated GPUs begins with the rank that waits in it
+        message = failure.message.replace(f"Error: rank {rank}: ", "Error: ", 1)
         if ended and any(words in message for words in _LOST_CONNECTION):
             message = "lost another rank"
         troubles[rank] = message + _learners_lines(failure.stack)

@@ -6,13 +6,16 @@ while Python shuts down, which aborts the process.
 
 The notebook sends (kind, payload): ("call", pickled function and arguments),
 ("cell", (name, source)) or ("barrier", None). The rank answers ("ok", pickled result or
-None) or ("error", a `report.Failure`).
+None) or ("error", a `report.Failure`). Before all that, it sends a rank on GPUs the
+port of the store.
 """
 
 import ast
+import contextlib
 import ctypes
 import datetime
 import faulthandler
+import io
 import os
 import pickle
 import signal
@@ -24,9 +27,13 @@ from typing import NoReturn
 
 import cloudpickle
 
+from helpers.ranks.gpus import Gpus
 from helpers.ranks.listener import connect
 from helpers.ranks.process import exit_with_stdin
 from helpers.ranks.report import describe
+from simgpu.device.cards import parse_memory
+from simgpu.device.job_memory import GpuMemory, memory_of
+from simgpu.timing.job import RankLog, log_of
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,7 @@ class WorkerSettings:
     key: bytes  # of its listener
     folder: Path  # of output, stacks and the store at which the group meets
     world_size: int
-    backend: str  # "gloo" or "nccl"
+    gpus: Gpus | None  # of the ranks; None: they are on the CPU
     timeout: float  # seconds before a collective gives up
     threads: int  # of PyTorch in each rank
     module_path: list[str]  # what the notebook can import, a rank can
@@ -66,18 +73,25 @@ def run_worker(rank: int, settings: WorkerSettings) -> NoReturn:
     notebook = connect(settings.address, settings.key)
     notebook.send((rank, os.getpid()))
     try:
-        _init_process_group(rank, settings)
+        if settings.gpus is None:
+            _init_on_cpu(rank, settings)
+        else:
+            _init_on_gpus(notebook.recv(), settings)
         namespace = _make_namespace(rank, settings)
     except BaseException as error:
         notebook.send(("error", describe(error)))
         os._exit(1)
     notebook.send(("ok", None))
+    turn = 0
     while True:
         try:
             kind, payload = notebook.recv()
         except (EOFError, OSError):
             os._exit(0)
+        turn += 1
+        _begin_turn(turn)
         answer = _answer(kind, payload, namespace)
+        _end_turn(kind, answer)
         _flush()
         try:
             notebook.send(answer)
@@ -91,11 +105,18 @@ def run_worker(rank: int, settings: WorkerSettings) -> NoReturn:
 def _set_environment(rank: int, settings: WorkerSettings) -> None:
     sys.path[:] = settings.module_path
     os.chdir(settings.cwd)
-    size = str(settings.world_size)
+    size, gpus = settings.world_size, settings.gpus
+    here = size // (gpus.nodes if gpus else 1)  # ranks on a node
+    node, local_rank = divmod(rank, here)
     os.environ.update(
-        settings.environ, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size,
-        LOCAL_WORLD_SIZE=size, OMP_NUM_THREADS=str(settings.threads),
+        settings.environ, RANK=str(rank), LOCAL_RANK=str(local_rank),
+        WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(here),
+        OMP_NUM_THREADS=str(settings.threads),
     )  # fmt: skip
+    if gpus is not None:
+        os.environ["GROUP_RANK"] = str(node)
+        if gpus.simulated:  # it is the machine's own that the notebook may hide
+            os.environ.pop("CUDA_VISIBLE_DEVICES", None)
 
 
 def _redirect_output(path: Path) -> None:
@@ -113,24 +134,64 @@ def _dump_stack_when_asked(path: Path) -> None:
         faulthandler.register(signal.SIGUSR1, file=open(path, "w"), all_threads=False)
 
 
-def _init_process_group(rank: int, settings: WorkerSettings) -> None:
+def _init_on_cpu(rank: int, settings: WorkerSettings) -> None:
+    """Make the process group over gloo."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(settings.threads)
     dist.set_debug_level_from_env()
-    on_gpus = settings.backend == "nccl"
-    if on_gpus:
-        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpus else "gloo",
+        "gloo",
         store=dist.FileStore(str(settings.folder / "store"), settings.world_size),
         rank=rank,
         world_size=settings.world_size,
         timeout=datetime.timedelta(seconds=settings.timeout),
-        device_id=torch.device("cuda", rank) if on_gpus else None,
     )
     dist.barrier()
+
+
+def _init_on_gpus(port: int, settings: WorkerSettings) -> None:
+    """Make the process group over NCCL, as a script under torchrun does.
+
+    Which GPU is the rank's own, `torch.cuda.set_device` says, and that is left to the
+    learner.
+
+    Args:
+        port: of the store.
+        settings: of the rank.
+    """
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )  # fmt: skip
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(settings.threads)
+    dist.set_debug_level_from_env()
+    if settings.gpus.simulated:
+        _simulate(settings)
+    elif settings.gpus.memory is not None:
+        local_rank = int(os.environ["LOCAL_RANK"])
+        total = torch.cuda.get_device_properties(local_rank).total_memory
+        share = parse_memory(settings.gpus.memory) / total
+        torch.cuda.set_per_process_memory_fraction(share, local_rank)
+    with contextlib.redirect_stderr(io.StringIO()):  # what the notebook says, too
+        dist.init_process_group(
+            "nccl", timeout=datetime.timedelta(seconds=settings.timeout)
+        )
+
+
+def _simulate(settings: WorkerSettings) -> None:
+    """Give this rank as many simulated GPUs as its node has ranks."""
+    import simgpu
+    from simgpu import runtime
+
+    gpus = settings.gpus
+    number = settings.world_size // gpus.nodes
+    simgpu.start(number, gpus.card, gpus.memory, honour_visible=True)
+    runtime.current().network = gpus.network
 
 
 def _make_namespace(rank: int, settings: WorkerSettings) -> dict:
@@ -180,6 +241,18 @@ def _call_function(payload: bytes) -> bytes:
         raise TypeError(f"the result, a {kind}, cannot be sent: {error}") from None
 
 
+def timeline() -> RankLog:
+    """What this rank did on its simulated GPUs."""
+    from simgpu import runtime
+
+    return log_of(runtime.current().clock, int(os.environ["RANK"]))
+
+
+def memory() -> list[GpuMemory]:
+    """What this rank has on its GPUs."""
+    return memory_of(int(os.environ["RANK"]))
+
+
 def _run_cell(name: str, source: str, namespace: dict) -> None:
     """Run the text of a cell; print the value of its last expression."""
     tree = ast.parse(source, name)
@@ -194,9 +267,37 @@ def _run_cell(name: str, source: str, namespace: dict) -> None:
 
 
 def _barrier() -> None:
+    """Succeed if the ranks can still talk."""
     import torch.distributed as dist
 
-    dist.barrier()
+    if (cluster := _cluster()) is not None:
+        cluster.settle()
+    elif dist.get_backend() == "nccl":
+        dist.barrier(device_ids=[int(os.environ["LOCAL_RANK"])])
+    else:
+        dist.barrier()
+
+
+def _cluster():
+    """The job on simulated GPUs, if there is one."""
+    runtime = sys.modules.get("simgpu.runtime")
+    return runtime and runtime.running and runtime.running.cluster
+
+
+def _begin_turn(turn: int) -> None:
+    """Ranks that wait for this one know from now on that it may come."""
+    if (cluster := _cluster()) is not None:
+        cluster.board.turn = turn
+
+
+def _end_turn(kind: str, answer: tuple) -> None:
+    """Ranks that wait for this one know from now on that it does not come."""
+    if (cluster := _cluster()) is not None:
+        why = f"has finished the {kind}"
+        if answer[0] == "error":
+            why = f"has raised {answer[1].message.partition(':')[0]}"
+        with contextlib.suppress(RuntimeError):  # the store is gone: so are all
+            cluster.board.say_idle(why)
 
 
 def _flush() -> None:

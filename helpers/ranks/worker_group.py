@@ -14,8 +14,9 @@ import time
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from helpers.ranks import fork_server, worker
+from helpers.ranks import fork_server, store, worker
 from helpers.ranks.call import Call
+from helpers.ranks.gpus import Gpus
 from helpers.ranks.listener import Listener
 from helpers.ranks.output import Output
 from helpers.ranks.process import START_SECONDS, PythonProcess
@@ -28,7 +29,7 @@ class WorkerGroup:
 
     Args:
         size: how many ranks.
-        backend: "gloo" or "nccl".
+        gpus: of the ranks; None: they are on the CPU.
         timeout: seconds before a collective gives up.
         threads: of PyTorch in each rank.
 
@@ -42,11 +43,14 @@ class WorkerGroup:
         RankError: if the ranks do not come up.
     """
 
-    def __init__(self, size: int, backend: str, timeout: float, threads: int):
+    def __init__(self, size: int, gpus: Gpus | None, timeout: float, threads: int):
         self.size = size
         self.connections: list[Connection | None] = [None] * size
         self.pids = [0] * size
         self._spawned: list[PythonProcess] = []
+        # of the process that keeps the store of ranks on GPUs
+        self._store: Connection | None = None
+        self._store_pid = 0
         self._server = fork_server.running() if fork_server.CAN_FORK else None
         inside = self._server.folder if self._server else None
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=inside))
@@ -57,7 +61,7 @@ class WorkerGroup:
                     key=listener.key,
                     folder=self.folder,
                     world_size=size,
-                    backend=backend,
+                    gpus=gpus,
                     timeout=timeout,
                     threads=threads,
                     module_path=sys.path,
@@ -83,15 +87,28 @@ class WorkerGroup:
                 self._spawned.append(
                     PythonProcess(worker.run_spawned_worker, args, self.folder)
                 )
+            if self._settings.gpus is not None:
+                args = (self._settings,)
+                self._spawned.append(
+                    PythonProcess(store.keep_store_spawned, args, self.folder)
+                )
 
     def _accept_connections(self, listener: Listener) -> None:
-        for _ in range(self.size):
+        needs_store = self._settings.gpus is not None
+        for _ in range(self.size + needs_store):
             processes = self._spawned or [self._server.process]
             connection = listener.accept(START_SECONDS, processes)
             rank, pid = connection.recv()
-            self.connections[rank], self.pids[rank] = connection, pid
+            if rank == store.KEEPER:
+                self._store, self._store_pid = connection, pid
+            else:
+                self.connections[rank], self.pids[rank] = connection, pid
             if self._server:  # one that ended earlier may have had the same number
                 self._server.exit_statuses.pop(pid, None)
+        if needs_store:
+            port = self._store.recv()
+            for connection in self.connections:
+                connection.send(port)
 
     def _wait_for_process_group(self) -> None:
         call = Call(self)  # of nothing: each rank answers once when it is up
@@ -139,7 +156,7 @@ class WorkerGroup:
 
     def close(self) -> None:
         """End every process of it and leave nothing behind."""
-        for connection in filter(None, self.connections):
+        for connection in filter(None, [*self.connections, self._store]):
             connection.close()
         for process in self._spawned:
             process.kill()
@@ -149,12 +166,13 @@ class WorkerGroup:
 
     def _kill_forked(self) -> None:
         """End the ranks, with all that they have started, and see them gone."""
-        alive = [rank for rank, pid in enumerate(self.pids) if pid]
-        for rank in alive:
+        alive = [pid for pid in (*self.pids, self._store_pid) if pid]
+        for pid in alive:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pids[rank], signal.SIGKILL)
+                os.killpg(pid, signal.SIGKILL)
         end = time.monotonic() + 5
         while time.monotonic() < end and not self._server.hung_up:
-            if all(self.exit_status(rank) is not None for rank in alive):
+            self._server.read_exit_statuses()
+            if all(pid in self._server.exit_statuses for pid in alive):
                 return
             wait([self._server.connection], 0.05)

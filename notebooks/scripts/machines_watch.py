@@ -78,7 +78,7 @@ def two_machines(addresses: tuple[str, str], *words: str, **options) -> Job:
 
 def on_one_machine(steps: int) -> list[torch.Tensor]:
     """The weights after the same training in two ranks of this notebook."""
-    with tempfile.TemporaryDirectory() as folder, Ranks(2, backend="gloo") as ranks:
+    with tempfile.TemporaryDirectory() as folder, Ranks(2, device="cpu") as ranks:
         ranks.run(_train, folder, steps)
         return list(torch.load(f"{folder}/weights.pt").values())
 

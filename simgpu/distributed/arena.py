@@ -10,13 +10,8 @@ import mmap
 import os
 
 import torch
-import torch.distributed as dist
 
 ROOM = 1 << 35  # addresses, not memory: pages count once they are used
-_GONE = (
-    "the process {} has ended before what it sent was received. Let it wait for the "
-    "others: call dist.barrier() or dist.destroy_process_group() at the end."
-)
 _ALIGNED = 64
 _SMALL = 1024  # bytes up to which a value travels in the message
 
@@ -82,38 +77,48 @@ class Arena:
         if not parcel.data and parcel.nbytes:
             self._taken.remove((parcel.offset, parcel.offset + parcel.nbytes))
 
+    def close(self) -> None:
+        """This process needs it no more; who has opened it can go on to read."""
+        if self.file >= 0:
+            os.close(self.file)
+            self.file, self.mine = -1, None
+
+    def inline(self, parcel: Parcel) -> Parcel:
+        """The same values in a parcel that does not need this process."""
+        return Parcel(nbytes=parcel.nbytes, data=self.read(parcel).numpy().tobytes())
+
     def read(self, parcel: Parcel) -> torch.Tensor:
-        """The bytes of a parcel, of whichever rank."""
+        """The bytes of a parcel, of whichever rank.
+
+        Raises:
+            FileNotFoundError: if its process has ended, and it was not opened before.
+        """
         if parcel.data:
             return torch.frombuffer(bytearray(parcel.data), dtype=torch.uint8)
         if not parcel.nbytes:
             return torch.empty(0, dtype=torch.uint8)
         memory = self.mine
         if parcel.pid != self.pid:
-            memory = self._open((parcel.pid, parcel.file))
+            memory = self.look_at(parcel.pid, parcel.file)
         return memory[parcel.offset : parcel.offset + parcel.nbytes]
 
     @property
     def place(self) -> tuple[int, int]:
-        """Where others find it: the process and the number of its file."""
-        return (self.pid, self.file if self.mine is not None else -1)
+        """Where others find it: the process, and its file or -1."""
+        return self.pid, self.file if self.mine is not None else -1
 
-    def open(self, places: list[tuple[int, int]]) -> None:
-        """See what these processes leave, also after they have ended."""
-        for place in places:
-            if place[0] != self.pid and place[1] >= 0:
-                self._open(place)
+    def look_at(self, pid: int, file: int) -> torch.Tensor:
+        """The memory of another process; once seen, it stays when that one ends.
 
-    def _open(self, place: tuple[int, int]) -> torch.Tensor:
-        if place not in self._opened:
-            pid, number = place
-            try:
-                file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
-            except FileNotFoundError:
-                raise dist.DistBackendError(_GONE.format(pid)) from None
-            self._opened[place] = _map(file)
-            os.close(file)
-        return self._opened[place]
+        Raises:
+            OSError: if that process has ended, or is on another machine.
+        """
+        memory = self._opened.get((pid, file))
+        if memory is None:
+            own = os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR)
+            memory = self._opened[pid, file] = _map(own)
+            os.close(own)
+        return memory
 
 
 def _map(file: int) -> torch.Tensor:

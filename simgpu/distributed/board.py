@@ -8,19 +8,19 @@ import contextlib
 import os
 import pickle
 import socket
+import threading
 import time
+from collections.abc import Callable
 
 import torch.distributed as dist
 
 _LOOK = 0.5  # seconds after which one looks what the others do
 _SHORTEST, _LONGEST = 5e-5, 2e-3  # seconds between two looks at the store
-_ENDED = (
-    "{} waits for rank {}, which has ended{}. NCCL would wait here until its time "
-    "limit."
-)
+_ENDED = "{} waits for rank {}, which {}. NCCL would wait here until its time limit."
 _CIRCLE = (
     "these ranks wait for each other, and NCCL would wait here until its time limit:\n"
-    "{}\nEvery rank must call the same collectives of a group in the same order."
+    "{}\nEvery rank must call the same collectives of a group in the same order, and "
+    "every recv needs a send."
 )
 _LATE = "{} has waited {:.0f} s for rank {}: the time limit of its process group."
 
@@ -32,29 +32,36 @@ class Board:
         store: of the job's first process group.
         rank: of this process in the job.
         size: how many ranks the job has.
+        place: of this process's arena: the process and its file.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int):
+    def __init__(self, store: dist.Store, rank: int, size: int, place: tuple):
         self.rank, self.size = rank, size
+        self.turn = 0  # in a notebook: number of the cell that all ranks run
         with contextlib.suppress(RuntimeError, NotImplementedError):
             store = store.clone()  # a wait must not keep the program from its store
         self.store = store
-        self.post(f"who/{rank}", (socket.gethostname(), os.getpid()))
+        # the threads that use it, and whether each one waits
+        self._threads: dict[threading.Thread, bool] = {}
+        self.post(f"who/{rank}", (socket.gethostname(), *place))
 
     def post(self, key: str, value) -> None:
         """Let everyone read `value` under `key`."""
+        self._threads.setdefault(threading.current_thread(), False)
         self.store.set(key, pickle.dumps(value))
 
     def forget(self, key: str) -> None:
         """Nobody will read what this rank has posted under `key`."""
         self.store.delete_key(key)
 
-    def read(self, keys: dict[str, int], doing: str, limit: float) -> list:
+    def read(self, keys: dict[str, int], doing: str | Callable[[], str],
+             limit: float) -> list:  # fmt: skip
         """What ranks have posted; waits until it is all there.
 
         Args:
             keys: key -> the rank that posts it.
-            doing: what this rank does, for the error: "rank 0: all_reduce ...".
+            doing: what this rank does, for the error: "rank 0: all_reduce ...";
+                a function is asked once it is needed.
             limit: seconds that the wait may take.
 
         Raises:
@@ -73,20 +80,33 @@ class Board:
                 now = time.monotonic()
                 if now > look_again:
                     missing = self._missing(keys)
-                    self._say(("waits", doing, missing))
+                    if not missing:  # it has just come
+                        break
                     said, look_again = True, now + _LOOK
-                    self._check(doing, missing)
-                    if now > begin + limit and missing:
+                    doing = doing if isinstance(doing, str) else doing()
+                    self._wait(doing, missing)
+                    if now > begin + limit:
                         late = next(iter(missing.values()))
                         raise dist.DistBackendError(_LATE.format(doing, limit, late))
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST)
             found = self.store.multi_get(names)
         except dist.DistNetworkError:
-            raise self._store_is_gone(doing) from None
-        if said:
-            self._say(("works", "", {}))
+            raise self._store_is_gone() from None
+        finally:
+            if said:
+                self._threads[threading.current_thread()] = False
+                with contextlib.suppress(RuntimeError):  # the store is gone
+                    self._say(("works", "", {}))
         return [pickle.loads(value) for value in found]
+
+    def arenas(self, ranks: list[int], doing: str, limit: float) -> dict:
+        """Rank -> (process, file) of its arena; waits until all have joined the job."""
+        __tracebackhide__ = True
+        keys = {f"who/{rank}": rank for rank in ranks}
+        found = zip(ranks, self.read(keys, doing, limit), strict=True)
+        here = socket.gethostname()
+        return {rank: (pid, file) for rank, (host, pid, file) in found if host == here}
 
     def _missing(self, keys: dict[str, int]) -> dict[str, int]:
         return {key: rank for key, rank in keys.items() if not self.store.check([key])}
@@ -94,24 +114,11 @@ class Board:
     # -- what a rank does --------------------------------------------------------------
 
     def _say(self, state: tuple) -> None:
-        self.post(f"state/{self.rank}", state)
+        self.post(f"state/{self.rank}", (*state, self.turn))
 
     def say_idle(self, why: str) -> None:
-        """This rank will call no collective until it says that it works again."""
+        """This rank will call no collective before the next turn: it "has ..."."""
         self._say(("idle", why, {}))
-
-    def say_works(self) -> None:
-        self._say(("works", "", {}))
-
-    def wait_for(self, keys: dict[str, int], limit: float = 10.0) -> None:
-        """Stay until ranks have posted their keys, or have ended; raises nothing."""
-        end = time.monotonic() + limit
-        with contextlib.suppress(RuntimeError):
-            while missing := self._missing(keys):
-                left = [r for r in missing.values() if self._state_of(r)[0] != "ended"]
-                if not left or time.monotonic() > end:
-                    return
-                time.sleep(_LONGEST)
 
     def wait_for_others(self, limit: float = 60.0) -> None:
         """The store is in this process: stay until the others have ended, too."""
@@ -129,19 +136,19 @@ class Board:
 
     def _state_of(self, rank: int) -> tuple:
         key = f"state/{rank}"
-        state = ("works", "", {})
+        state = ("works", "", {}, self.turn)
         if self.store.check([key]):
             state = pickle.loads(self.store.get(key))
-        if state[0] != "ended" and not self._is_alive(rank):
-            return ("ended", "", {})
+        if state[0] != "ended" and not self.is_alive(rank):
+            return ("ended", "", {}, self.turn)
         return state
 
-    def _is_alive(self, rank: int) -> bool:
+    def is_alive(self, rank: int) -> bool:
         """Whether its process runs; where that cannot be known, it does."""
         key = f"who/{rank}"
         if not self.store.check([key]):
             return True  # it has not come yet
-        host, pid = pickle.loads(self.store.get(key))
+        host, pid, _ = pickle.loads(self.store.get(key))
         if host != socket.gethostname() or os.name != "posix":
             return True
         try:
@@ -158,30 +165,42 @@ class Board:
 
     # -- waits that cannot end ---------------------------------------------------------
 
-    def _check(self, doing: str, missing: dict[str, int]) -> None:
-        """Raise if none of the ranks that one waits for will ever come."""
+    def _wait(self, doing: str, missing: dict[str, int]) -> None:
+        """A wait goes on: say so, and raise if it cannot end."""
         __tracebackhide__ = True
-        if self.store.check(["verdict"]):
-            raise dist.DistBackendError(pickle.loads(self.store.get("verdict")))
-        lines = {self.rank: f"  {doing}, waits for {_ranks(missing)}"}
+        self.check_verdict()
+        self._check_ended(doing, missing)
+        self._threads[threading.current_thread()] = True
+        threads = list(self._threads.items())
+        if all(waits for thread, waits in threads if thread.is_alive()):
+            self._say(("waits", doing, missing))
+            self._check_circle(doing, missing)
+
+    def _check_ended(self, doing: str, missing: dict[str, int]) -> None:
+        """Raise if one of the ranks that one waits for will never come."""
+        __tracebackhide__ = True
+        for rank in sorted(set(missing.values()) - {self.rank}):
+            kind, text, _, turn = self._state_of(rank)
+            if kind == "ended" or (kind == "idle" and turn >= self.turn):
+                if rank in self._missing(missing).values():
+                    how = text if kind == "idle" else f"has ended{text}"
+                    raise dist.DistBackendError(_ENDED.format(doing, rank, how))
+
+    def _check_circle(self, doing: str, missing: dict[str, int]) -> None:
+        """Raise if all that one waits for wait themselves."""
+        __tracebackhide__ = True
+        lines = {self.rank: f"  {doing}, waits for {_ranks(missing, self.rank)}"}
         ask = list(missing.values())
         while ask:
             rank = ask.pop()
             if rank in lines:
                 continue
-            kind, text, its = self._state_of(rank)
-            if kind == "works":
-                return
-            if kind == "ended":
-                if rank in self._missing(missing).values():
-                    raise dist.DistBackendError(_ENDED.format(doing, rank, text))
-                return  # whoever waits for that one will say so
-            if kind == "idle":
-                lines[rank] = f"  rank {rank}: {text}"
-                continue
+            kind, text, its, _ = self._state_of(rank)
+            if kind != "waits":
+                return  # or it has ended: whoever waits for that one will say so
             if len(self._missing(its)) < len(its):
                 return  # it is about to go on
-            lines[rank] = f"  {text}, waits for {_ranks(its)}"
+            lines[rank] = f"  {text}, waits for {_ranks(its, rank)}"
             ask += its.values()
         if len(self._missing(missing)) < len(missing):
             return
@@ -189,12 +208,20 @@ class Board:
         self.post("verdict", text)
         raise dist.DistBackendError(text)
 
-    def _store_is_gone(self, doing: str) -> Exception:
+    def check_verdict(self) -> None:
+        """Raise if ranks of the job have been found to wait for each other."""
+        __tracebackhide__ = True
+        if self.store.check(["verdict"]):
+            raise dist.DistBackendError(pickle.loads(self.store.get("verdict")))
+
+    def _store_is_gone(self) -> Exception:
         return dist.DistBackendError(
-            f"{doing}: the process that keeps the job's store has ended"
+            f"rank {self.rank}: the process that keeps the job's store has ended"
         )
 
 
-def _ranks(missing: dict[str, int]) -> str:
+def _ranks(missing: dict[str, int], own: int) -> str:
+    """Whom rank `own` waits for: "ranks 0, 2", "rank 1 itself"."""
     ranks = sorted(set(missing.values()))
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    names = [f"{rank} itself" if rank == own else f"{rank}" for rank in ranks]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(names)}"

@@ -6,7 +6,9 @@ one; who needs its values, or the time of its end, reads what the members have p
 """
 
 import atexit
+import contextlib
 import os
+from collections import Counter
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -52,14 +54,15 @@ class Cluster:
 
     def __init__(self, store: dist.Store, rank: int, size: int, topology):
         self.rank, self.size, self.topology = rank, size, topology
-        self.board = Board(store, rank, size)
         self.pid = os.getpid()
         self.arena = Arena()
+        self.board = Board(store, rank, size, self.arena.place)
+        self._readable: set[int] = {rank}  # whose arenas this process has opened
         self.under_way: list = []  # collectives that are not settled, as launched
         self.ends: dict[Name, float] = {}  # of settled ones
         self.streams = 0  # of NCCL, so far
-        # keys that others post once they see what this rank leaves: it stays so long
-        self.before_end: list[dict[str, int]] = []
+        self._titles: Counter[str] = Counter()
+        self.connecting: set[str] = set()  # groups that have begun to, and have not yet
         self._keeps_store = rank == 0 and (
             os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         )
@@ -70,11 +73,45 @@ class Cluster:
         if self.pid != os.getpid():
             return  # a child that was forked, such as a worker of a DataLoader
         atexit.unregister(self.end)
-        for keys in self.before_end:
-            self.board.wait_for(keys)
+        for collective in self.under_way:
+            with contextlib.suppress(RuntimeError):
+                collective.leave_values()
         self.board.say_ended()
         if self._keeps_store:
             self.board.wait_for_others()
+
+    def title(self, ranks: str) -> str:
+        """How errors and pictures name a new group: "ranks 0, 2 (group 2)"."""
+        self._titles[ranks] += 1
+        number = self._titles[ranks]
+        return ranks if number == 1 else f"{ranks} (group {number})"
+
+    def look_at_arenas(self, ranks: list[int], doing: str, limit: float) -> None:
+        """See to it that what these ranks give can be read even if they end first.
+
+        Waits until they have joined the job.
+        """
+        __tracebackhide__ = True
+        new = [rank for rank in ranks if rank not in self._readable]
+        if new:
+            for pid, file in self.board.arenas(new, doing, limit).values():
+                if file >= 0:
+                    with contextlib.suppress(OSError):  # it has ended
+                        self.arena.look_at(pid, file)
+            self._readable.update(new)
+
+    def settle(self) -> None:
+        """Wait for all collectives of this rank that are under way.
+
+        Raises:
+            torch.distributed.DistBackendError: if one of them never ends, or if its
+                group could not be connected.
+        """
+        self.board.check_verdict()
+        if self.connecting:
+            raise dist.DistBackendError(f"not connected: {min(self.connecting)}")
+        while self.under_way:
+            self.under_way[0].settle()
 
     def post(self, name: Name, member: int, header: Header) -> None:
         channel, number = name[:2]
@@ -82,13 +119,13 @@ class Cluster:
         if number >= _KEPT:
             self.board.forget(f"{channel}/{number - _KEPT}/{member}")
 
-    def headers(self, name: Name, ranks: list[int], doing: str, limit) -> list[Header]:
+    def headers(self, name: Name, ranks: list[int], doing, limit) -> list[Header]:
         """What the members have posted, in their order.
 
         Args:
             name: of the collective.
             ranks: the members' ranks in the job.
-            doing: what this rank does, for an error.
+            doing: what this rank does, for an error, or a function that says so.
             limit: seconds.
         """
         __tracebackhide__ = True
@@ -101,18 +138,27 @@ class Cluster:
         if len(self.ends) > _ENDS_KEPT:
             del self.ends[next(iter(self.ends))]
 
-    def start_of(self, headers: list[Header], doing, limit) -> tuple[float, int]:
+    def start_of(self, headers: list[Header], ranks: list[int], doing,
+                 limit) -> tuple[float, int]:  # fmt: skip
         """When all members are ready, and the last of them, by number."""
         times = []
-        for header in headers:
-            ends = [self._end_of(name, doing, limit) for name in header.after]
+        for header, rank in zip(headers, ranks, strict=True):
+            ends = [self._end_of(name, rank, doing, limit) for name in header.after]
             times.append(max([header.ready, *ends]))
         return max(times), times.index(max(times))
 
-    def _end_of(self, name: Name, doing: str, limit: float) -> float:
-        """When a collective ends, be this rank a member of it or not."""
+    def _end_of(self, name: Name, rank: int, doing, limit: float) -> float:
+        """When a collective of `rank` ends, be this rank a member of it or not."""
         if name not in self.ends:
-            headers = self.headers(name, name[2], doing, limit)
-            start, _ = self.start_of(headers, doing, limit)
+            channel, number, ranks = name
+
+            def behind() -> str:
+                own = f"{channel}/{number}/{ranks.index(rank)}"
+                (its,) = self.board.read({own: rank}, "", limit)
+                words = doing if isinstance(doing, str) else doing()
+                return f"{words}, behind {its.name} of rank {rank} ({its.where})"
+
+            headers = self.headers(name, list(ranks), behind, limit)
+            start, _ = self.start_of(headers, list(ranks), behind, limit)
             self.note_end(name, start + max(header.seconds for header in headers))
         return self.ends[name]

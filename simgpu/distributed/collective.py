@@ -10,9 +10,13 @@ from simgpu.distributed.cluster import MOST_UNDER_WAY, Cluster, Header
 from simgpu.timing.meeting import Meeting
 
 _DIFFERENT = (
-    "rank {0} and rank {1} do not call the same collective, number {2} of {3}:\n"
-    "  rank {0}: {4}\n  rank {1}: {5}\n"
+    "rank {0} and rank {1} do not call the same {2}:\n"
+    "  rank {0}: {3}\n  rank {1}: {4}\n"
     "NCCL would hang, or give wrong values."
+)
+_GONE = (
+    "{}: rank {} has ended, and what it gave is lost. Let it wait for the others: call "
+    "dist.barrier() or dist.destroy_process_group() at the end."
 )
 
 
@@ -26,10 +30,12 @@ class Channel:
         member: this rank's number among them.
         title: how errors and pictures name it: "all ranks".
         limit: seconds that a wait may take.
+        is_pair: whether it is for messages from the first to the second of two.
     """
 
     def __init__(self, cluster: Cluster, name: str, ranks: list[int], member: int,
-                 title: str, limit: float):  # fmt: skip
+                 title: str, limit: float, is_pair: bool = False):  # fmt: skip
+        self.is_pair = is_pair
         self.cluster, self.name, self.ranks, self.member = cluster, name, ranks, member
         self.title, self.limit = title, limit
         self.launched = 0  # collectives so far
@@ -95,13 +101,41 @@ class Collective:
             [m.settle.__self__.name for m in self.meeting.after], self.meeting.seconds,
             channel.settled, self.where,
         )  # fmt: skip
+        cluster.look_at_arenas(channel.ranks, self._doing, channel.limit)
         # what it gives has been copied: `given` has what a GPU would still read
         self.exchange = exchange._replace(gives=[])
         cluster.post(self.name, channel.member, self.header)
         cluster.under_way.append(self)
 
+    def leave_values(self) -> None:
+        """This process ends: leave what it gives to a rank that has not come yet."""
+        if self.header.name == "send" and not self.header.parcel.data:
+            parcel = self.channel.cluster.arena.inline(self.header.parcel)
+            header = self.header._replace(parcel=parcel)
+            self.channel.cluster.post(self.name, self.channel.member, header)
+
     def __str__(self) -> str:
-        return f"rank {self.channel.cluster.rank}: {_call(self.header)}"
+        return f"rank {self.channel.cluster.rank}: {self._call(self.header)}"
+
+    def _doing(self) -> str:
+        """The same with its group, of which a message names the ends already."""
+        return f"{self}" if self.channel.is_pair else f"{self} on {self.channel.title}"
+
+    def _call(self, header: Header, member: int | None = None) -> str:
+        """A member's call in words: "all_reduce of 10 float32, SUM (train.py:12)"."""
+        ranks = self.channel.ranks
+        member = self.channel.member if member is None else member
+        count = max([0, *header.gives, *header.takes])
+        words, size = header.name, f" of {count:,} {header.dtype}"
+        if self.channel.is_pair:
+            end = f"recv from rank {ranks[0]}" if member else f"send to rank {ranks[1]}"
+            return f"{end}{size} ({header.where})"
+        words += "" if header.name == "barrier" else size
+        if header.reduction:
+            words += f", {header.reduction}"
+        if header.root >= 0:
+            words += f", root {header.root}"
+        return f"{words} ({header.where})"
 
     @property
     def is_settled(self) -> bool:
@@ -124,7 +158,7 @@ class Collective:
         for earlier in list(self.meeting.after):
             earlier.settle()
         channel, cluster = self.channel, self.channel.cluster
-        doing = f"{self} on {channel.title}"
+        doing = self._doing
         headers = cluster.headers(self.name, channel.ranks, doing, channel.limit)
         self._compare(headers)
         with (
@@ -132,7 +166,7 @@ class Collective:
             torch.no_grad(),
         ):  # fmt: skip
             self._deliver(headers)
-        start, last = cluster.start_of(headers, doing, channel.limit)
+        start, last = cluster.start_of(headers, channel.ranks, doing, channel.limit)
         end = start + max(header.seconds for header in headers)
         cluster.note_end(self.name, end)
         cluster.under_way.remove(self)
@@ -153,13 +187,13 @@ class Collective:
             if not (same and fits):
                 ranks = self.channel.ranks
                 first, second = sorted((me, member))
-                raise dist.DistBackendError(
-                    _DIFFERENT.format(
-                        ranks[first], ranks[second], self.number + 1,
-                        self.channel.title, _call(headers[first]),
-                        _call(headers[second]),
-                    )
-                )  # fmt: skip
+                channel, number = self.channel, self.number + 1
+                which = f"collective, number {number} of {channel.title}"
+                if channel.is_pair:
+                    which = f"message, number {number} from {channel.title}"
+                calls = (self._call(headers[i], i) for i in (first, second))
+                text = _DIFFERENT.format(ranks[first], ranks[second], which, *calls)
+                raise dist.DistBackendError(text)
 
     def _deliver(self, headers: list[Header]) -> None:
         """Put what the members give to where this rank takes it."""
@@ -170,7 +204,11 @@ class Collective:
             if exchange.takes[member]:
                 size = self.dtype.itemsize
                 first, last = header.parts[me]
-                values = arena.read(header.parcel)[first * size : last * size]
+                try:
+                    values = arena.read(header.parcel)[first * size : last * size]
+                except OSError:
+                    rank = self.channel.ranks[member]
+                    raise dist.DistBackendError(_GONE.format(self, rank)) from None
                 given[member] = values.view(self.dtype)
         if not given:
             return
@@ -189,16 +227,3 @@ def _lay(values: torch.Tensor, pieces: list[torch.Tensor]) -> None:
     for piece in pieces:
         piece.copy_(values[first : first + piece.numel()])
         first += piece.numel()
-
-
-def _call(header: Header) -> str:
-    """A call in words: "all_reduce of 10 float32, sum (train.py:12)"."""
-    count = max([0, *header.gives, *header.takes])
-    words = header.name
-    if header.name != "barrier":
-        words += f" of {count:,} {header.dtype}"
-    if header.reduction:
-        words += f", {header.reduction}"
-    if header.root >= 0 and header.name != "send":
-        words += f", root {header.root}"
-    return f"{words} ({header.where})"

@@ -20,7 +20,7 @@ from simgpu.distributed import checks, exchange, messages, operations, work
 from simgpu.distributed.collective import Channel, Collective
 from simgpu.distributed.communicator import Communicator
 from simgpu.distributed.groups import communicator_of
-from simgpu.frames import is_learners
+from simgpu.frames import called_from
 from simgpu.timing import collective_cost
 
 _raw_start_coalescing = torch.distributed.ProcessGroup._start_coalescing
@@ -182,8 +182,9 @@ def launch(now, communicator: Communicator, gpu, one: exchange.Exchange,
         beside: the place in the schedule of a message that goes at the same time.
     """
     __tracebackhide__ = True
+    where = called_from()
     if channel is None or stream is None or communicator.batch is not None:
-        communicator.connect(gpu, now.clock)
+        communicator.connect(gpu, now.clock, f"{one.name} ({where})")
     channel = channel or communicator.channel
     current = now.stream_of(gpu)
     stream = current if not is_async else (stream or communicator.stream())
@@ -208,7 +209,7 @@ def launch(now, communicator: Communicator, gpu, one: exchange.Exchange,
     )
     title = _title(one, channel)
     meeting = clock.meet(gpu, stream, current, title, one.nbytes, seconds, beside)
-    launched = Collective(channel, one, meeting, clock, called_from())
+    launched = Collective(channel, one, meeting, clock, where)
     launched.position = clock.record(*key)
     if stream != current:
         launched.given = list(one.gives)
@@ -225,10 +226,11 @@ def _tell_sanitizer(now, key, one: exchange.Exchange) -> None:
     __tracebackhide__ = True
     if not now.sanitizer.watching:
         return
-    reads = [(one.name, *place) for t in one.gives for place in blocks_of(t)]
+    reads = [("input", *place) for t in one.gives for place in blocks_of(t)]
     pieces = {id(t): t for taken in one.takes for t in taken}
-    writes = [(one.name, *place) for t in pieces.values() for place in blocks_of(t)]
-    now.sanitizer.access(f"c10d::{one.name}", key, reads, writes)
+    writes = [("output", *place) for t in pieces.values() for place in blocks_of(t)]
+    name = "recv" if one.name == "send" and not one.gives else one.name
+    now.sanitizer.access(f"c10d::{name}", key, reads, writes)
 
 
 def _title(one: exchange.Exchange, channel: Channel) -> str:
@@ -238,17 +240,6 @@ def _title(one: exchange.Exchange, channel: Channel) -> str:
     if channel.member == 0 and one.gives:
         return f"send to {channel.ranks[1]}"
     return f"recv from {channel.ranks[0]}"
-
-
-def called_from() -> str:
-    """The line of the program that runs: "train.py:12"."""
-    frame = sys._getframe(1)
-    while frame is not None and not is_learners(frame.f_code.co_filename):
-        frame = frame.f_back
-    if frame is None:
-        return "PyTorch"
-    name = frame.f_code.co_filename.replace("\\", "/").rpartition("/")[2]
-    return f"{name}:{frame.f_lineno}"
 
 
 def _wait_where_nobody_will(now, done: Work, is_async: bool) -> None:

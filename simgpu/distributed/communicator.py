@@ -9,8 +9,8 @@ import torch.distributed as dist
 from simgpu.device import overhead
 from simgpu.distributed.cluster import Cluster
 from simgpu.distributed.collective import Channel
+from simgpu.timing.events import FIRST_OF_NCCL
 
-FIRST_STREAM = 1000  # number of NCCL's first stream; programs' own are smaller
 _DUPLICATE = (
     "NCCL error: invalid usage (run with NCCL_DEBUG=WARN for details)\n"
     "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\n"
@@ -40,18 +40,20 @@ class Communicator:
         self.cluster, self.name, self.ranks, self.member = cluster, name, ranks, member
         self.bound, self.limit = bound, limit
         together = len(ranks) == cluster.size
-        self.title = "all ranks" if together else f"ranks {', '.join(map(str, ranks))}"
+        title = "all ranks" if together else f"ranks {', '.join(map(str, ranks))}"
+        self.title = cluster.title(title)
         self.channel = Channel(cluster, name, ranks, member, self.title, limit)
         self._pairs: dict[tuple[int, int, str], Channel] = {}
         self._streams: dict[object, int] = {}
         self.ordinal: int | None = None  # of the GPU of its collectives so far
+        self.attempts = 0  # to be connected
         self.splits = 0  # groups that have been split from it
         self.batch: list | None = None  # messages of `batch_isend_irecv`, being told
 
     def stream(self, of: object = None) -> int:
         """The number of NCCL's stream for the group, or for messages with one rank."""
         if of not in self._streams:
-            self._streams[of] = FIRST_STREAM + self.cluster.streams
+            self._streams[of] = FIRST_OF_NCCL + self.cluster.streams
             self.cluster.streams += 1
         return self._streams[of]
 
@@ -63,12 +65,17 @@ class Communicator:
             title = f"rank {ranks[0]} to rank {ranks[1]}"
             name = f"{self.name}/{source}>{target}"
             self._pairs[key] = Channel(
-                self.cluster, name, ranks, 0 if sends else 1, title, self.limit
+                self.cluster, name, ranks, 0 if sends else 1, title, self.limit, True
             )
         return self._pairs[key]
 
-    def connect(self, gpu, clock) -> None:
+    def connect(self, gpu, clock, what: str) -> None:
         """Be connected over `gpu`; the first time, all members wait for each other.
+
+        Args:
+            gpu: of this rank.
+            clock: of this process.
+            what: the call that needs it, and its line: "all_reduce (train.py:12)".
 
         Raises:
             torch.distributed.DistBackendError: for two ranks on one GPU, in NCCL's
@@ -82,23 +89,23 @@ class Communicator:
             raise dist.DistBackendError(_MOVED.format(me, self.ordinal, gpu.ordinal))
         node = self.cluster.topology.node_of(self.cluster.rank)
         machine = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', 0)} {node}"
-        board, arena, me = self.cluster.board, self.cluster.arena, self.member
-        here = (machine, gpu.ordinal, clock.host, arena.place)
-        board.post(f"{self.name}/here/{me}", here)
-        keys = {f"{self.name}/here/{i}": rank for i, rank in enumerate(self.ranks)}
-        doing = f"rank {self.cluster.rank}: the first collective of {self.title}"
+        board, me = self.cluster.board, self.member
+        doing = f"rank {self.cluster.rank}: {what} on {self.title} for the first time"
+        self.cluster.look_at_arenas(self.ranks, doing, self.limit)
+        here = f"{self.name}/here {self.attempts}"
+        self.attempts += 1  # one that fails may be followed by a better one
+        self.cluster.connecting.add(self.name)
+        board.post(f"{here}/{me}", (machine, gpu.ordinal, clock.host))
+        keys = {f"{here}/{i}": rank for i, rank in enumerate(self.ranks)}
         all_here = board.read(keys, doing, self.limit)
         seen: dict[tuple, int] = {}
-        arena.open([place for *_, place in all_here])
-        board.post(f"{self.name}/sees/{me}", True)
-        sees = {f"{self.name}/sees/{i}": rank for i, rank in enumerate(self.ranks)}
-        self.cluster.before_end.append(sees)
-        for member, (its_machine, ordinal, *_) in enumerate(all_here):
+        for member, (its_machine, ordinal, _) in enumerate(all_here):
             first = seen.setdefault((its_machine, ordinal), member)
             if first != member and me in (first, member):
                 both = _DUPLICATE.format(me, first + member - me, gpu.ordinal)
                 raise dist.DistBackendError(both)
         self.ordinal = gpu.ordinal
+        self.cluster.connecting.remove(self.name)
         if "context" in gpu.memory.outside and len(self.ranks) > 1:
             gpu.memory.outside[f"NCCL {self.name}"] = overhead.NCCL_BUFFERS
         last = max(range(len(all_here)), key=lambda i: (all_here[i][2], -i))

@@ -12,6 +12,7 @@ from simgpu import runtime
 from simgpu.distributed.cluster import Cluster
 from simgpu.distributed.communicator import Communicator
 from simgpu.errors import NotSimulated
+from simgpu.frames import called_from
 from simgpu.hosts import LOOPBACK
 from simgpu.timing.topology import Topology
 
@@ -68,7 +69,8 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
         now.gloo_groups.append(group)
     if bound is not None:
         now.initialize()
-        communicator.connect(now.gpus[bound.index], now.clock)
+        what = f"a process group with device_id ({called_from()})"
+        communicator.connect(now.gpus[bound.index], now.clock, what)
     return group, its_store
 
 
@@ -76,6 +78,7 @@ def _begin_job(now, store, rank: int, size: int) -> None:
     """The first process group: from now on this process is a rank of a job."""
     if now.cluster is not None:
         now.cluster.end()
+        now.cluster.arena.close()
     here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     nodes = size // here if size % here == 0 else 1
     topology = Topology(now.request.card, size // nodes, nodes, now.network)

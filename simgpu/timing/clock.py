@@ -242,6 +242,7 @@ class Clock:
     @one_at_a_time
     def settled(self, meeting, start, end, group="", waited_for=-1) -> None:
         """It is known now when a collective starts and ends."""
+        ready = max([meeting.ready, *(m.end for m in meeting.after if m.end)])
         meeting.start, meeting.end, meeting.after = start, end, []
         for key in meeting.waiting:
             left = [m for m in self.pending.get(key, ()) if m is not meeting]
@@ -251,10 +252,10 @@ class Clock:
                 self.pending.pop(key, None)
             self.done[key] = max(self.done.get(key, 0.0), end)
         index, stream = meeting.key
-        waited = max(start - meeting.ready, 0.0)
+        waited = max(start - ready, 0.0)
         self._log(
             Event("collective", meeting.name, self.gpus[index].name,
-                  min(meeting.ready, start), end, meeting.nbytes, 0, stream=stream,
+                  min(ready, start), end, meeting.nbytes, 0, stream=stream,
                   launched=meeting.launched, group=group, waited=waited,
                   waited_for=waited_for if waited > 0 else -1)
         )  # fmt: skip

@@ -2,11 +2,13 @@
 
 from typing import NamedTuple
 
+FIRST_OF_NCCL = 1000  # number of NCCL's first stream; programs' own are smaller
+
 
 class Event(NamedTuple):
     """One thing that ran: a kernel on a GPU, or a copy to or from one."""
 
-    kind: str  # "kernel" or "copy"
+    kind: str  # "kernel", "copy" or "collective"
     name: str  # the operation: "addmm"; for a copy "cpu to cuda:1"
     device: str  # whose stream it ran on
     start: float  # simulated seconds since the simulator started

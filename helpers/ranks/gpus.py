@@ -1,0 +1,93 @@
+"""Which GPUs the ranks have: the machine's own, simulated ones, or none.
+
+It decides without importing PyTorch, which the notebook's process may never need.
+"""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from simgpu.choice import wanted
+from simgpu.device.cards import find_card, parse_memory, show_bytes
+from simgpu.timing.topology import Topology
+
+DEVICES = ("cuda", "cpu")
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """The GPUs of a job: one for each rank, and each rank sees those of its node.
+
+    Attributes:
+        simulated: or the machine's own.
+        card: what is simulated: "A100".
+        memory: of each, in bytes or as text; None is all it has.
+        nodes: on which the ranks lie, equally many on each.
+        network: between nodes, as `simgpu.timing.topology.Topology` takes it.
+    """
+
+    simulated: bool
+    card: str = "A100"
+    memory: int | str | None = None
+    nodes: int = 1
+    network: float | str | None = None
+
+    def __str__(self) -> str:
+        if not self.simulated:
+            cap = "" if self.memory is None else f", capped at {self.memory} each"
+            return f"real GPUs{cap}"
+        found = find_card(self.card)
+        size = found.total_memory if self.memory is None else parse_memory(self.memory)
+        each = f"simulated GPUs ({self.card.upper()}, {show_bytes(size)} each)"
+        return each if self.nodes == 1 else f"{each} on {self.nodes} nodes"
+
+
+def choose(
+    size: int, device: str, card: str, memory: int | str | None, nodes: int,
+    network: float | str | None,
+) -> Gpus | None:  # fmt: skip
+    """The GPUs for so many ranks; None for ranks on the CPU.
+
+    Real ones are taken where there are enough, unless HELPERS_GPUS says otherwise. More
+    than one node is always simulated.
+
+    Raises:
+        ValueError: for a device, card, memory, number of nodes or network that cannot
+            be.
+        RuntimeError: if HELPERS_GPUS=real and the machine has fewer.
+    """
+    if device not in DEVICES:
+        raise ValueError(f"device={device!r}; use cuda or cpu")
+    found = find_card(card)
+    if memory is not None and parse_memory(memory) > found.total_memory:
+        raise ValueError(f"a {card} does not have {memory} of memory")
+    if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
+        raise ValueError(f"the number of nodes is a whole number, not {nodes!r}")
+    if size % nodes:
+        raise ValueError(f"{size} ranks cannot be shared equally by {nodes} nodes")
+    Topology(found, size // nodes, nodes, network)
+    if device == "cpu":
+        return None
+    choice = wanted()
+    if choice != "simulated" and nodes == 1 and (real := _real_gpus()) >= size:
+        return Gpus(False, memory=memory)
+    if choice == "real":
+        what = f"{real} of {size} GPUs" if nodes == 1 else "not so many nodes"
+        raise RuntimeError(
+            f"HELPERS_GPUS=real, but this machine has {what}; set HELPERS_GPUS="
+            'simulated, or take ranks on the CPU: device="cpu"'
+        )
+    return Gpus(True, card, memory, nodes, network)
+
+
+def _real_gpus() -> int:
+    """How many the machine has."""
+    if sys.platform == "linux" and not list(Path("/dev").glob("nvidia[0-9]*")):
+        return 0  # without importing PyTorch here
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return 0
+    from helpers import gpus
+
+    real = gpus._REAL_GPUS
+    return real if isinstance(real, int) else 0
