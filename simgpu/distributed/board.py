@@ -71,10 +71,12 @@ class Board:
                 now = time.monotonic()
                 if now > look_again:
                     missing = self._missing(keys)
+                    if not missing:  # it has just come
+                        break
                     self._say(("waits", doing, missing))
                     said, look_again = True, now + _LOOK
                     self._check(doing, missing)
-                    if now > begin + limit and missing:
+                    if now > begin + limit:
                         late = next(iter(missing.values()))
                         raise dist.DistBackendError(_LATE.format(doing, limit, late))
                 time.sleep(pause)
