@@ -5,12 +5,18 @@ read it there. On Linux it is a file without a name, which ends with the process
 Elsewhere values travel in the messages themselves.
 """
 
+import contextlib
 import mmap
 import os
 
 import torch
+import torch.distributed as dist
 
-ROOM = 1 << 36  # addresses, not memory: pages count once they are used
+ROOM = 1 << 35  # addresses, not memory: pages count once they are used
+_GONE = (
+    "the process {} has ended before what it sent was received. Let it wait for the "
+    "others: call dist.barrier() or dist.destroy_process_group() at the end."
+)
 _ALIGNED = 64
 _SMALL = 1024  # bytes up to which a value travels in the message
 
@@ -40,7 +46,8 @@ class Arena:
         if hasattr(os, "memfd_create"):
             self.file = os.memfd_create("simgpu")
             os.ftruncate(self.file, ROOM)
-            self.mine = _map(self.file)
+            with contextlib.suppress(OSError):  # a limit on addresses (ulimit -v)
+                self.mine = _map(self.file)
 
     def put(self, tensors: list[torch.Tensor]) -> Parcel:
         """Copy flat tensors, one after the other, to where peers can read them."""
@@ -83,21 +90,30 @@ class Arena:
             return torch.empty(0, dtype=torch.uint8)
         memory = self.mine
         if parcel.pid != self.pid:
-            memory = self.look_at(parcel.pid, parcel.file)
+            memory = self._open((parcel.pid, parcel.file))
         return memory[parcel.offset : parcel.offset + parcel.nbytes]
 
-    def look_at(self, pid: int, file: int) -> torch.Tensor:
-        """The memory of another process; once seen, it stays when that one ends.
+    @property
+    def place(self) -> tuple[int, int]:
+        """Where others find it: the process and the number of its file."""
+        return (self.pid, self.file if self.mine is not None else -1)
 
-        Raises:
-            OSError: if that process has ended, or is on another machine.
-        """
-        memory = self._opened.get((pid, file))
-        if memory is None:
-            own = os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR)
-            memory = self._opened[pid, file] = _map(own)
-            os.close(own)
-        return memory
+    def open(self, places: list[tuple[int, int]]) -> None:
+        """See what these processes leave, also after they have ended."""
+        for place in places:
+            if place[0] != self.pid and place[1] >= 0:
+                self._open(place)
+
+    def _open(self, place: tuple[int, int]) -> torch.Tensor:
+        if place not in self._opened:
+            pid, number = place
+            try:
+                file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
+            except FileNotFoundError:
+                raise dist.DistBackendError(_GONE.format(pid)) from None
+            self._opened[place] = _map(file)
+            os.close(file)
+        return self._opened[place]
 
 
 def _map(file: int) -> torch.Tensor:

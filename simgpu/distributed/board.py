@@ -100,6 +100,16 @@ class Board:
         """This rank will call no collective before the next turn: it "has ..."."""
         self._say(("idle", why, {}))
 
+    def wait_for(self, keys: dict[str, int], limit: float = 10.0) -> None:
+        """Stay until ranks have posted their keys, or have ended; raises nothing."""
+        end = time.monotonic() + limit
+        with contextlib.suppress(RuntimeError):
+            while missing := self._missing(keys):
+                left = [r for r in missing.values() if self._state_of(r)[0] != "ended"]
+                if not left or time.monotonic() > end:
+                    return
+                time.sleep(_LONGEST)
+
     def wait_for_others(self, limit: float = 60.0) -> None:
         """The store is in this process: stay until the others have ended, too."""
         end = time.monotonic() + limit

@@ -53,11 +53,14 @@ class Cluster:
     def __init__(self, store: dist.Store, rank: int, size: int, topology):
         self.rank, self.size, self.topology = rank, size, topology
         self.board = Board(store, rank, size)
+        self.pid = os.getpid()
         self.arena = Arena()
         self.under_way: list = []  # collectives that are not settled, as launched
         self.ends: dict[Name, float] = {}  # of settled ones
         self.streams = 0  # of NCCL, so far
         self.connecting: set[str] = set()  # groups that have begun to, and have not yet
+        # keys that others post once they see what this rank leaves: it stays so long
+        self.before_end: list[dict[str, int]] = []
         self._keeps_store = rank == 0 and (
             os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         )
@@ -65,7 +68,11 @@ class Cluster:
 
     def end(self) -> None:
         """This process ends: what others still need of it, they get."""
+        if self.pid != os.getpid():
+            return  # a child that was forked, such as a worker of a DataLoader
         atexit.unregister(self.end)
+        for keys in self.before_end:
+            self.board.wait_for(keys)
         self.board.say_ended()
         if self._keeps_store:
             self.board.wait_for_others()

@@ -4,7 +4,9 @@
 `c10d`, which the dispatch mode sees.
 """
 
+import contextlib
 import sys
+from collections.abc import Iterator
 
 import torch
 from torch._C._distributed_c10d import Work
@@ -61,23 +63,14 @@ def run_collective(call: Call):
     return _results(call, outputs, done)
 
 
-def plain():
+@contextlib.contextmanager
+def plain() -> Iterator[None]:
     """Inside, tensors are what C++ knows of them, and nothing is simulated."""
-    return _Plain()
-
-
-class _Plain:
-    def __enter__(self):
-        self._guards = (
-            torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch(),
-            torch.no_grad(),
-        )  # fmt: skip
-        for guard in self._guards:
-            guard.__enter__()
-
-    def __exit__(self, *exc_info):
-        for guard in reversed(self._guards):
-            guard.__exit__(*exc_info)
+    with (
+        torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch(),
+        torch.no_grad(),
+    ):  # fmt: skip
+        yield
 
 
 def _argument(call: Call, name: str, default):

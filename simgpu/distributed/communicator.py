@@ -1,6 +1,5 @@
 """What NCCL would keep for a process group on one rank: members, GPU, streams."""
 
-import contextlib
 import os
 import socket
 
@@ -84,21 +83,21 @@ class Communicator:
             raise dist.DistBackendError(_MOVED.format(me, self.ordinal, gpu.ordinal))
         node = self.cluster.topology.node_of(self.cluster.rank)
         machine = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', 0)} {node}"
-        board, me = self.cluster.board, self.member
-        here = f"{self.name}/here {self.attempts}"
+        board, arena, me = self.cluster.board, self.cluster.arena, self.member
+        name = f"{self.name}/{self.attempts}"
         self.attempts += 1  # one that fails may be followed by a better one
         self.cluster.connecting.add(self.name)
-        arena = self.cluster.arena
-        address = None if arena.mine is None else (arena.pid, arena.file)
-        board.post(f"{here}/{me}", (machine, gpu.ordinal, clock.host, address))
-        keys = {f"{here}/{i}": rank for i, rank in enumerate(self.ranks)}
+        here = (machine, gpu.ordinal, clock.host, arena.place)
+        board.post(f"{name}/here/{me}", here)
+        keys = {f"{name}/here/{i}": rank for i, rank in enumerate(self.ranks)}
         doing = f"rank {self.cluster.rank}: the first collective of {self.title}"
         all_here = board.read(keys, doing, self.limit)
         seen: dict[tuple, int] = {}
-        for member, (its_machine, ordinal, _, its_address) in enumerate(all_here):
-            if its_address is not None and member != me:
-                with contextlib.suppress(OSError):  # it may end before it is read
-                    arena.look_at(*its_address)
+        arena.open([place for *_, place in all_here])
+        board.post(f"{name}/sees/{me}", True)
+        sees = {f"{name}/sees/{i}": rank for i, rank in enumerate(self.ranks)}
+        self.cluster.before_end.append(sees)
+        for member, (its_machine, ordinal, *_) in enumerate(all_here):
             first = seen.setdefault((its_machine, ordinal), member)
             if first != member and me in (first, member):
                 both = _DUPLICATE.format(me, first + member - me, gpu.ordinal)
