@@ -91,7 +91,8 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
             lay_out(found.nodes)
         except ValueError as error:
             parser.error(str(error))
-    found.gpus = found.gpus or int(os.environ["LOCAL_WORLD_SIZE"])
+    if found.gpus is None:
+        found.gpus = int(os.environ["LOCAL_WORLD_SIZE"])
     return found
 
 

@@ -49,6 +49,8 @@ def test_what_is_too_much(more, said):
         (new_code_cell("words = ['-m', 'torch.distributed.run']"), True),
         (new_code_cell("!torchrun a.py"), True),
         (new_code_cell("store = TCPStore('127.0.0.1', port)"), True),
+        (new_code_cell("ranks = Ranks(4, card='T4')"), True),
+        (new_code_cell('ranks = Ranks(4, threads=2, device="cpu")'), False),
         (new_code_cell("import torch.distributed"), False),
         (new_markdown_cell("In practice: `torchrun`"), False),
     ],
