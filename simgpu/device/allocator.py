@@ -401,7 +401,6 @@ class CachingAllocator:
         reserved = self.both.reserved_bytes.current
         allocated = self.both.allocated_bytes.current
         free = self.free_on_card
-        taken = self.total - free
         if self.history.is_recording:
             self.history.note("oom", free, size, stream, self.history.frames())
         allowed = ""
@@ -412,8 +411,8 @@ class CachingAllocator:
             f"CUDA out of memory. Tried to allocate {show_bytes(nbytes)}. GPU "
             f"{self.index} has a total capacity of {show_bytes(self.total)} of which "
             f"{show_bytes(free)} is free. Including non-PyTorch memory, this process "
-            f"has {show_bytes(taken)} memory in use. {allowed}Of the allocated "
-            f"memory {show_bytes(allocated)} is allocated by PyTorch, and "
+            f"has {show_bytes(self.total - free)} memory in use. {allowed}Of the "
+            f"allocated memory {show_bytes(allocated)} is allocated by PyTorch, and "
             f"{show_bytes(reserved - allocated)} is reserved by PyTorch but "
             "unallocated. If reserved but unallocated memory is large try setting "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."

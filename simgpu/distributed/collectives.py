@@ -16,7 +16,7 @@ from simgpu.dispatch.call import Call
 from simgpu.dispatch.devices import current_gpu
 from simgpu.dispatch.operation import handles
 from simgpu.dispatch.placement import blocks_of, gpu_of, memory_of, place, tensors_in
-from simgpu.distributed import checks, exchange, messages, operations, work
+from simgpu.distributed import checks, exchange, messages, operations, subjects, work
 from simgpu.distributed.collective import Channel, Collective
 from simgpu.distributed.communicator import Communicator
 from simgpu.distributed.groups import communicator_of
@@ -207,7 +207,7 @@ def launch(now, communicator: Communicator, gpu, one: exchange.Exchange,
         list(dict.fromkeys(channel.ranks)),
         communicator.cluster.topology,
     )
-    title = _title(one, channel)
+    title = _title(communicator, one, channel)
     meeting = clock.meet(gpu, stream, current, title, one.nbytes, seconds, beside)
     launched = Collective(channel, one, meeting, clock, where)
     launched.position = clock.record(*key)
@@ -233,8 +233,13 @@ def _tell_sanitizer(now, key, one: exchange.Exchange) -> None:
     now.sanitizer.access(f"c10d::{name}", key, reads, writes)
 
 
-def _title(one: exchange.Exchange, channel: Channel) -> str:
-    """How the timeline names it: "all_reduce", "send to 1", "recv from 0"."""
+def _title(communicator, one: exchange.Exchange, channel: Channel) -> str:
+    """How the timeline names it: "all_reduce", "all_gather blocks.0", "send to 1"."""
+    if one.name == "all_reduce" and _called_by_engine():
+        backward = torch._C._current_graph_task_id()
+        return f"all_reduce {communicator.buckets.next(backward)}"
+    if one.name in ("all_gather", "reduce_scatter", "all_reduce"):
+        return f"{one.name} {subjects.sharded_module()}".rstrip()
     if one.name != "send":
         return one.name
     if channel.member == 0 and one.gives:

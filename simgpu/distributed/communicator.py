@@ -9,6 +9,7 @@ import torch.distributed as dist
 from simgpu.device import overhead
 from simgpu.distributed.cluster import Cluster
 from simgpu.distributed.collective import Channel
+from simgpu.distributed.subjects import Buckets
 from simgpu.timing.events import FIRST_OF_NCCL
 
 _DUPLICATE = (
@@ -48,6 +49,7 @@ class Communicator:
         self.ordinal: int | None = None  # of the GPU of its collectives so far
         self.attempts = 0  # to be connected
         self.splits = 0  # groups that have been split from it
+        self.buckets = Buckets()  # of DDP
         self.batch: list | None = None  # messages of `batch_isend_irecv`, being told
 
     def stream(self, of: object = None) -> int:
