@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import _functional_collectives as functional
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import simgpu
@@ -412,6 +413,12 @@ def no_race() -> float:
         x.mul_(2)
     torch.cuda.current_stream().wait_stream(side)
     dist.all_gather_object([None, None], rank)
+    work = dist.all_gather_into_tensor(gathered, x * 2, async_op=True)
+    torch.ones_like(x)  # not in the memory of x * 2, which `work` keeps
+    work.wait()
+    gathered = functional.all_gather_tensor(x * 2, 0, dist.group.WORLD)
+    torch.ones_like(x)
+    gathered.add_(1)
     return x.add_(1)[0].item()
 
 
