@@ -161,10 +161,7 @@ class Collective:
         doing = self._doing
         headers = cluster.headers(self.name, channel.ranks, doing, channel.limit)
         self._compare(headers)
-        with (
-            torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch(),
-            torch.no_grad(),
-        ):  # fmt: skip
+        with ex.plain():
             self._deliver(headers)
         start, last = cluster.start_of(headers, channel.ranks, doing, channel.limit)
         end = start + max(header.seconds for header in headers)

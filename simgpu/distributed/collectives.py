@@ -4,9 +4,7 @@
 `c10d`, which the dispatch mode sees.
 """
 
-import contextlib
 import sys
-from collections.abc import Iterator
 
 import torch
 from torch._C._distributed_c10d import Work
@@ -51,7 +49,7 @@ def run_collective(call: Call):
         return _run_message(call, communicator, gpu)
     thread = call.runtime.thread
     factor, thread.premultiplier = thread.premultiplier, None
-    with plain():
+    with exchange.plain():
         found = operations.exchanges(call, group.size(), group.rank(), factor)
     is_async = _argument(call, "async_op", True)
     launched = [
@@ -61,16 +59,6 @@ def run_collective(call: Call):
     done = work.new(launched, tensors_in((outputs,)))
     _wait_where_nobody_will(call.runtime, done, is_async)
     return _results(call, outputs, done)
-
-
-@contextlib.contextmanager
-def plain() -> Iterator[None]:
-    """Inside, tensors are what C++ knows of them, and nothing is simulated."""
-    with (
-        torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch(),
-        torch.no_grad(),
-    ):  # fmt: skip
-        yield
 
 
 def _argument(call: Call, name: str, default):
@@ -124,7 +112,7 @@ def _run_message(call: Call, communicator: Communicator, gpu):
     sends = call.func._schema.name == "c10d::send"
     me = communicator.member
     ends = (me, peer) if sends else (peer, me)
-    with plain():
+    with exchange.plain():
         one = exchange.send(tensor) if sends else exchange.receive(tensor)
     channel = communicator.pair(*ends, sends)
     if communicator.batch is not None:
@@ -189,8 +177,8 @@ def launch(now, communicator: Communicator, gpu, one: exchange.Exchange,
     current = now.stream_of(gpu)
     stream = current if not is_async else (stream or communicator.stream())
     key, clock = (gpu.index, stream), now.clock
-    touched = [*one.gives, *(piece for pieces in one.takes for piece in pieces)]
-    for tensor in touched:  # does it come from a collective itself?
+    written = list({id(t): t for taken in one.takes for t in taken}.values())
+    for tensor in (*one.gives, *written):  # does it come from a collective itself?
         memory = memory_of(tensor)
         if memory is not None and memory.arriving is not None:
             memory.arriving.settle()
@@ -200,7 +188,7 @@ def launch(now, communicator: Communicator, gpu, one: exchange.Exchange,
             position = clock.record(gpu.index, current)
             clock.stream_waits(gpu.index, stream, position)
             clock.forget(position)
-    _tell_sanitizer(now, key, one)
+    _tell_sanitizer(now, key, one, written)
     seconds = collective_cost.collective_seconds(
         one.name,
         one.nbytes,
@@ -213,22 +201,20 @@ def launch(now, communicator: Communicator, gpu, one: exchange.Exchange,
     launched.position = clock.record(*key)
     if stream != current:
         launched.given = list(one.gives)
-    for pieces in one.takes:
-        for piece in pieces:
-            memory = memory_of(piece)
-            if memory is not None:
-                memory.arriving = launched
+    for tensor in written:
+        memory = memory_of(tensor)
+        if memory is not None:
+            memory.arriving = launched
     return launched
 
 
-def _tell_sanitizer(now, key, one: exchange.Exchange) -> None:
+def _tell_sanitizer(now, key, one: exchange.Exchange, written: list) -> None:
     """A stream reads what this rank gives and writes what it takes."""
     __tracebackhide__ = True
     if not now.sanitizer.watching:
         return
     reads = [("input", *place) for t in one.gives for place in blocks_of(t)]
-    pieces = {id(t): t for taken in one.takes for t in taken}
-    writes = [("output", *place) for t in pieces.values() for place in blocks_of(t)]
+    writes = [("output", *place) for t in written for place in blocks_of(t)]
     name = "recv" if one.name == "send" and not one.gives else one.name
     now.sanitizer.access(f"c10d::{name}", key, reads, writes)
 
@@ -253,9 +239,11 @@ def _wait_where_nobody_will(now, done: Work, is_async: bool) -> None:
         return
     if now.thread.cpp_waits and not _in_backward():
         work.wait(done)  # in DDP's constructor, or before a forward pass
-    elif _called_by_engine() and torch._C._current_autograd_node() is None:
+    elif not _called_by_engine():
+        return
+    elif torch._C._current_autograd_node() is None:
         work.wait(done)  # backward is over: the reducer of a static graph does all now
-    elif _called_by_engine():
+    else:
         work.before_backward_ends(work.launched(done).wait)
 
 

@@ -4,6 +4,8 @@ Every collective is described in the same way: flat pieces of memory that this r
 gives, which part of them goes to which rank, and where what comes from each is put.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -62,6 +64,16 @@ class Exchange(NamedTuple):
             return given
         taken = sum(t.nbytes for pieces in self.takes for t in pieces)
         return given if self.name == "reduce_scatter" else max(given, taken)
+
+
+@contextlib.contextmanager
+def plain() -> Iterator[None]:
+    """Inside, tensors are what C++ knows of them, and nothing is simulated."""
+    with (
+        torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch(),
+        torch.no_grad(),
+    ):  # fmt: skip
+        yield
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

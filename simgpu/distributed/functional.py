@@ -92,7 +92,7 @@ def _all_reduce(f: _Functional, tensor):
 
 
 def _all_reduce_in_place(f: _Functional, tensor):
-    with collectives.plain():
+    with exchange.plain():
         one = exchange.all_reduce(f.size, f.rank, [tensor], f.reduction(tensor))
     return f.launch(one, tensor)
 
@@ -103,7 +103,7 @@ def _broadcast(f: _Functional, tensor):
 
 
 def _broadcast_in_place(f: _Functional, tensor):
-    with collectives.plain():
+    with exchange.plain():
         one = exchange.broadcast(f.size, f.rank, [tensor], f.named["src"])
     return f.launch(one, tensor)
 
@@ -114,7 +114,7 @@ def _all_gather(f: _Functional, tensor):
     if out is None:
         rows = given.shape[0] if given.dim() else 1
         out = f.rows(given, f.size * rows)
-    with collectives.plain():
+    with exchange.plain():
         one = operations.all_gather_into(f.size, f.rank, out, given)
     return f.launch(one, out)
 
@@ -124,7 +124,7 @@ def _reduce_scatter(f: _Functional, tensor):
     out = f.named.get("out")
     if out is None:
         out = f.rows(given, given.shape[0] // f.size)
-    with collectives.plain():
+    with exchange.plain():
         reduction = f.reduction(given)
         one = operations.reduce_scatter_from(f.size, f.rank, out, given, reduction)
     return f.launch(one, out)
@@ -134,7 +134,7 @@ def _all_to_all(f: _Functional, tensor):
     given = f.contiguous(tensor)
     splits = f.named["output_split_sizes"], f.named["input_split_sizes"]
     out = f.rows(given, sum(splits[0]))
-    with collectives.plain():
+    with exchange.plain():
         one = operations.all_to_all_single(f.size, f.rank, out, given, *splits)
     return f.launch(one, out)
 

@@ -24,6 +24,7 @@ _STAND_IN = "fake"
 _raw_new_group = distributed_c10d._new_process_group_helper
 _raw_object_device = distributed_c10d._get_object_coll_device
 _raw_shutdown = dist.ProcessGroup.shutdown
+_raw_barrier = dist.ProcessGroup.barrier
 
 
 def nccl_version() -> tuple[int, int, int]:
@@ -165,11 +166,10 @@ def split_group(parent_pg=None, split_ranks=None, timeout=None, pg_options=None,
         raise ValueError("the split groups must not be empty nor share a rank")
     mine = [part for part in parts if communicator.member in part]
     communicator.splits += 1  # what new_group() calls it is not the same on all ranks
-    name = f"{communicator.name}/split {communicator.splits}/{mine}"
     if not mine:
         return None
     thread = runtime.current().thread
-    thread.name_of_group = name
+    thread.name_of_group = f"{communicator.name}/split {communicator.splits}/{mine}"
     try:
         return dist.new_group(
             [communicator.ranks[member] for member in mine[0]], timeout=timeout,
@@ -191,6 +191,3 @@ def barrier(group: dist.ProcessGroup, *args, **kwargs):
     if isinstance(options, dist.BarrierOptions):
         options.device = torch.device("cpu")
     return _raw_barrier(group, *args, **kwargs)
-
-
-_raw_barrier = dist.ProcessGroup.barrier

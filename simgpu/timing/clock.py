@@ -17,6 +17,7 @@ from simgpu.timing.engine import MANY, Engine, book_together
 from simgpu.timing.events import Event, StreamPosition, Wait
 from simgpu.timing.meeting import Meeting
 
+_BESIDE = 256  # of a GPU’s collectives, how many the log of overlaps keeps
 KEPT = 100_000  # events the log keeps; the oldest go first
 
 
@@ -225,7 +226,9 @@ class Clock:
         after = [*self.pending.get(key, ()), *self.pending.get((index, behind), ())]
         after = list(dict.fromkeys(after))
         meeting = Meeting(name, key, ready, after, seconds, nbytes, launched)
-        self.beside.setdefault(index, deque()).append((ready, ready + seconds))
+        self.beside.setdefault(index, deque(maxlen=_BESIDE)).append(
+            (ready, ready + seconds)
+        )
         self.pending[key] = [meeting]
         meeting.waiting.add(key)
         return meeting

@@ -1,4 +1,6 @@
-"""What work costs: seconds of a kernel, a copy, a collective, a call on the host.
+"""What work costs: seconds of a kernel, a copy, a call on the host.
+
+Collectives are in `collective_cost.py`.
 
 Models: a kernel takes the larger of its FLOPs over the card's rate and its bytes over
 the card's bandwidth; a copy its bytes over the slowest link on its way. Leaves out:
