@@ -318,7 +318,7 @@ def _distributed() -> list[Patch]:
         *patches(
             distributed_c10d, "the simulator stands for NCCL",
             split_group=groups.split_group,
-            _new_process_group_helper=groups.new_group,
+            _new_process_group_helper=groups.new_group, rendezvous=groups.rendezvous,
             _get_object_coll_device=groups.object_device,
             is_nccl_available=lambda: True, **limit,
         ),

@@ -111,6 +111,7 @@ class Runtime:
         # torch.distributed
         self.cluster = None  # the job, once it has a process group
         self.jobs = 0  # so far
+        self.meetings = 0  # of ranks at a store, so far
         self.network = None  # between nodes, as `Topology` takes it
         self.communicators: dict[str, object] = {}  # by the name of the process group
         self.lives: dict[str, int] = {}  # how many groups have had a name

@@ -276,6 +276,44 @@ def test_spawned_ranks_objects_threads_and_exit_functions_are_as_in_python(tmp_p
         assert done.stderr.count(SAID.format(ranks)) == 1
 
 
+JOBS = """
+import os
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def run(rank, port):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, WORLD_SIZE="2")
+    os.environ.update(RANK=str(rank))
+    torch.cuda.set_device(rank)
+    for backend in ("nccl", "cpu:gloo,cuda:nccl", "gloo", None, "nccl"):
+        dist.init_process_group(backend)
+        t = torch.ones(1, device="cpu" if backend == "gloo" else "cuda")
+        dist.all_reduce(t)
+        if rank == 0:
+            print(backend, t.item())
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = str(store.port)
+    del store
+    mp.spawn(run, args=(port,), nprocs=2)
+"""
+
+
+def test_ranks_may_meet_again_at_the_same_port(tmp_path):
+    """Rank 0 keeps the store; nobody uses it after that rank has ended."""
+    script = tmp_path / "jobs.py"
+    script.write_text(JOBS, encoding="utf-8")
+    done = programs.simulated(tmp_path, "--gpus", 2, script)
+    backends = ["nccl", "cpu:gloo,cuda:nccl", "gloo", "None", "nccl"]
+    assert done.stdout.splitlines() == [f"{name} 2.0" for name in backends], done.stderr
+    assert done.stderr.splitlines() == [SAID.format("2 ranks")]
+
+
 @pytest.mark.parametrize(
     ("end", "status", "shown"),
     [

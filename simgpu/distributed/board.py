@@ -38,9 +38,11 @@ class Board:
     def __init__(self, store: dist.Store, rank: int, size: int, place: tuple):
         self.rank, self.size = rank, size
         self.turn = 0  # in a notebook: number of the cell that all ranks run
+        self._kept = store  # in one rank it is the server; a clone is a client alone
         with contextlib.suppress(RuntimeError, NotImplementedError):
             store = store.clone()  # a wait must not keep the program from its store
         self.store = store
+        self._has_ended = False
         # the threads that use it, and whether each one waits
         self._threads: dict[threading.Thread, bool] = {}
         self.post(f"who/{rank}", (socket.gethostname(), *place))
@@ -131,8 +133,11 @@ class Board:
                     time.sleep(0.01)
 
     def say_ended(self, why: str = "") -> None:
-        with contextlib.suppress(RuntimeError):
-            self._say(("ended", why, {}))
+        """Once said, this rank leaves the store alone: its server may have gone."""
+        if not self._has_ended:
+            self._has_ended = True
+            with contextlib.suppress(RuntimeError):
+                self._say(("ended", why, {}))
 
     def _state_of(self, rank: int) -> tuple:
         key = f"state/{rank}"

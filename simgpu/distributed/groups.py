@@ -25,6 +25,7 @@ _raw_new_group = distributed_c10d._new_process_group_helper
 _raw_object_device = distributed_c10d._get_object_coll_device
 _raw_shutdown = dist.ProcessGroup.shutdown
 _raw_barrier = dist.ProcessGroup.barrier
+_raw_rendezvous = distributed_c10d.rendezvous
 
 
 def nccl_version() -> tuple[int, int, int]:
@@ -75,11 +76,28 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
     return group, its_store
 
 
-def _begin_job(now, store, rank: int, size: int) -> None:
-    """The first process group: from now on this process is a rank of a job."""
+def rendezvous(*args, **kwargs):
+    """The ranks of a job meet: what earlier ones left in the store is not theirs."""
+    now = runtime.current()
+    _end_job(now)
+    for store, rank, size in _raw_rendezvous(*args, **kwargs):
+        now.meetings += 1
+        if now.meetings > 1:
+            store = dist.PrefixStore(f"meeting {now.meetings}", store)
+        yield store, rank, size
+
+
+def _end_job(now) -> None:
+    """Whoever keeps the store of the job before waits until the others have left it."""
     if now.cluster is not None:
         now.cluster.end()
         now.cluster.arena.close()
+        now.cluster = None
+
+
+def _begin_job(now, store, rank: int, size: int) -> None:
+    """The first process group: from now on this process is a rank of a job."""
+    _end_job(now)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     nodes = size // here if size % here == 0 else 1
     topology = Topology(now.request.card, size // nodes, nodes, now.network)
