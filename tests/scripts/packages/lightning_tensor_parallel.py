@@ -1,6 +1,6 @@
 """Lightning Fabric with tensor parallelism: DTensor's plan for a small network.
 
-    torchrun --nproc-per-node=2 -m simgpu lightning_tensor_parallel.py
+torchrun --nproc-per-node=2 -m simgpu lightning_tensor_parallel.py
 """
 
 import digits

@@ -1,6 +1,6 @@
 """transformers and accelerate: one model over two GPUs, by its layers; then it writes.
 
-    python -m simgpu --gpus 2 --memory 4MB transformers_dispatch.py
+python -m simgpu --gpus 2 --memory 4MB transformers_dispatch.py
 """
 
 import torch

@@ -3,8 +3,8 @@
     python -m simgpu --gpus 1 --no-compile gpt.py float16
     torchrun --nproc-per-node=2 -m simgpu --no-compile gpt.py bfloat16
 
-It accumulates gradients, casts, scales, clips, compiles, writes a checkpoint and goes on
-from it. The losses of one and of two GPUs agree.
+It accumulates gradients, casts, scales, clips, compiles, and writes a checkpoint. The
+losses of one and of two GPUs agree.
 """
 
 import contextlib
@@ -74,12 +74,9 @@ def batch(step: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
     text = np.memmap("text.bin", dtype=np.uint16, mode="r")
     generator = torch.Generator().manual_seed(100 * step + number)
     starts = torch.randint(len(text) - LENGTH, (BATCH,), generator=generator)
-    x = torch.stack(
-        [torch.from_numpy(text[i : i + LENGTH].astype(np.int64)) for i in starts]
-    )
-    y = torch.stack(
-        [torch.from_numpy(text[i + 1 : i + 1 + LENGTH].astype(np.int64)) for i in starts]
-    )
+    rows = np.stack([text[i : i + LENGTH + 1] for i in starts]).astype(np.int64)
+    x = torch.from_numpy(rows[:, :-1].copy())
+    y = torch.from_numpy(rows[:, 1:].copy())
     x, y = x.pin_memory(), y.pin_memory()
     return x.to("cuda", non_blocking=True), y.to("cuda", non_blocking=True)
 

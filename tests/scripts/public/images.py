@@ -1,8 +1,8 @@
 """Trains a small network on images, as a reference script for ImageNet does.
 
-    python -m simgpu --gpus 2 images.py                     # nn.DataParallel
-    python -m simgpu --gpus 2 images.py --gpu 1             # one GPU, by its number
-    python -m simgpu --gpus 2 images.py --spawn             # DDP, a process for each GPU
+    python -m simgpu --gpus 2 images.py            # nn.DataParallel
+    python -m simgpu --gpus 2 images.py --gpu 1    # one GPU, by its number
+    python -m simgpu --gpus 2 images.py --spawn    # DDP, a process for each GPU
     torchrun --nproc-per-node=2 -m simgpu images.py --ddp
 
 Each prints the losses of three steps and the accuracy; those of all ways agree, because
