@@ -20,7 +20,8 @@ _HOMES = {
     "CARDS": "simgpu.device.cards",
     "NotSimulated": "simgpu.errors",
     "Timeline": "simgpu.timing.timeline",
-    "check_request": "simgpu.startup",
+    "RaceError": "simgpu.sanitizer.report",
+    "check_request": "simgpu.asked",
     "count": "simgpu.startup",
     "host_busy": "simgpu.startup",
     "installed": "simgpu.startup",
@@ -31,8 +32,8 @@ _HOMES = {
     "timeline": "simgpu.startup",
 }
 __all__ = [
-    "CARDS", "NotSimulated", "count", "host_busy", "installed", "is_running", "start",
-    "stop", "timeline",
+    "CARDS", "NotSimulated", "RaceError", "count", "host_busy", "installed",
+    "is_running", "start", "stop", "timeline",
 ]  # fmt: skip
 
 

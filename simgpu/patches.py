@@ -50,6 +50,7 @@ from simgpu.api import (
 )
 from simgpu.api.asking import Property
 from simgpu.api.patch import Patch, patches
+from simgpu.asked import MOST_GPUS
 from simgpu.distributed import (
     children,
     collectives,
@@ -59,8 +60,6 @@ from simgpu.distributed import (
     reductions,
     work,
 )
-
-MOST_GPUS = 64
 
 
 def table(runtime) -> list[Patch]:

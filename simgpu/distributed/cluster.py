@@ -62,6 +62,7 @@ class Cluster:
         self.ends: dict[Name, float] = {}  # of settled ones
         self.streams = 0  # of NCCL, so far
         self._titles: Counter[str] = Counter()
+        self.how = ""  # this process ends: " with an error"
         self.connecting: set[str] = set()  # groups that have begun to, and have not yet
         self._keeps_store = rank == 0 and (
             os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -76,7 +77,7 @@ class Cluster:
         for collective in self.under_way:
             with contextlib.suppress(RuntimeError):
                 collective.leave_values()
-        self.board.say_ended()
+        self.board.say_ended(self.how)
         if self._keeps_store:
             self.board.wait_for_others()
 
