@@ -120,7 +120,7 @@ def status_of(raised: tuple) -> int:
     """Say why the program ended, as `python` does, and with which exit status."""
     kind, error, trace = raised
     if not issubclass(kind, SystemExit):
-        while trace.tb_next and trace.tb_frame.f_code.co_filename in _MACHINERY:
+        while trace and trace.tb_frame.f_code.co_filename in _MACHINERY:
             trace = trace.tb_next  # the program's own part is left
         error = error.with_traceback(trace)
         failures.report(kind, error, trace, sys.excepthook)

@@ -38,6 +38,12 @@ def disarm() -> None:
         sys.meta_path.remove(_finder)
 
 
+def come() -> None:
+    """Somebody asks for the simulator before PyTorch is there: both come now."""
+    if _finder in sys.meta_path:
+        import torch  # noqa: F401
+
+
 def _lay_out(nodes: int) -> None:
     if nodes == 1:
         return

@@ -77,6 +77,8 @@ class Cluster:
         for collective in self.under_way:
             with contextlib.suppress(RuntimeError):
                 collective.leave_values()
+        if not dist.is_initialized():
+            return  # it has said so with its last process group, and the store is gone
         self.board.say_ended(self.how)
         if self._keeps_store:
             self.board.wait_for_others()
