@@ -112,8 +112,9 @@ def become(found) -> None:
     if found.module:
         runpy.run_module(found.program, run_name="__main__", alter_sys=True)
     else:  # python puts the script's folder first, where -m has put the current one
-        sys.path[0] = os.path.dirname(os.path.abspath(found.program))
-        runpy.run_path(found.program, run_name="__main__")
+        path = os.path.abspath(found.program)
+        sys.path[0] = os.path.dirname(path)
+        runpy.run_path(path, run_name="__main__")
 
 
 def status_of(raised: tuple) -> int:
