@@ -14,13 +14,15 @@ so that pytest, which looks at the plugin in every run, need not import PyTorch.
 """
 
 import importlib
+import sys
 
 # public name -> the module that defines it
 _HOMES = {
     "CARDS": "simgpu.device.cards",
     "NotSimulated": "simgpu.errors",
     "Timeline": "simgpu.timing.timeline",
-    "check_request": "simgpu.startup",
+    "RaceError": "simgpu.sanitizer.report",
+    "check_request": "simgpu.asked",
     "count": "simgpu.startup",
     "host_busy": "simgpu.startup",
     "installed": "simgpu.startup",
@@ -31,13 +33,15 @@ _HOMES = {
     "timeline": "simgpu.startup",
 }
 __all__ = [
-    "CARDS", "NotSimulated", "count", "host_busy", "installed", "is_running", "start",
-    "stop", "timeline",
+    "CARDS", "NotSimulated", "RaceError", "count", "host_busy", "installed",
+    "is_running", "start", "stop", "timeline",
 ]  # fmt: skip
 
 
 def __getattr__(name: str):
     if name in _HOMES:
+        if "simgpu.inherit" in sys.modules:  # the GPUs may be about to come
+            sys.modules["simgpu.inherit"].come()
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'simgpu' has no attribute {name!r}")
 

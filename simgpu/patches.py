@@ -14,6 +14,7 @@ from multiprocessing.process import BaseProcess
 
 import torch
 import torch.accelerator.memory
+import torch.compiler
 import torch.cuda._pin_memory_utils
 import torch.cuda.nccl
 import torch.cuda.nvtx
@@ -31,6 +32,7 @@ from simgpu.api import (
     attention,
     autocast,
     autograd,
+    compiling,
     data_parallel,
     devices,
     events,
@@ -50,6 +52,7 @@ from simgpu.api import (
 )
 from simgpu.api.asking import Property
 from simgpu.api.patch import Patch, patches
+from simgpu.asked import MOST_GPUS
 from simgpu.distributed import (
     children,
     collectives,
@@ -59,8 +62,6 @@ from simgpu.distributed import (
     reductions,
     work,
 )
-
-MOST_GPUS = 64
 
 
 def table(runtime) -> list[Patch]:
@@ -201,6 +202,9 @@ def _torch() -> list[Patch]:
             set_autocast_enabled=autocast.set_enabled,
             clear_autocast_cache=autocast.clear_cache,
         ),
+        *patches(torch, "it makes kernels for a GPU", compile=compiling.compile),
+        *patches(torch.compiler, "nothing has been compiled",
+                 reset=lambda: None, cudagraph_mark_step_begin=lambda: None),
         # a CUDA build would make a real CUDA tensor beside the first fake one
         *patches(
             torch._subclasses.fake_tensor, "there is no CUDA context",
@@ -248,6 +252,8 @@ def _cuda(runtime) -> list[Patch]:
         *patches(torch.cuda, "memory is counted", mem_get_info=memory.mem_get_info),
         *patches(torch.cuda.memory, "memory is counted",
                  mem_get_info=memory.mem_get_info),
+        *patches(torch._C, "there is no CUDA to initialise",
+                 _cuda_isInBadFork=devices.is_in_bad_fork),
         *patches(torch._C, "memory is counted", **memory.C_FUNCTIONS),
         *patches(torch.cuda, "random numbers of each GPU", **random,
                  default_generators=runtime.generators),

@@ -36,9 +36,9 @@ from torch.utils._pytree import tree_map_only
 
 import simgpu
 from simgpu import frames, runtime
+from simgpu.asked import check_request
 from simgpu.device.cards import find_card
 from simgpu.distributed.children import leave
-from simgpu.startup import check_request
 from simgpu.timing.topology import Topology
 
 _OURS = str(Path(__file__).parent) + os.sep

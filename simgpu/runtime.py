@@ -6,10 +6,9 @@ of facts about PyTorch's operations.
 
 import threading
 import weakref
-from typing import NamedTuple
 
+from simgpu.asked import Request
 from simgpu.device import overhead
-from simgpu.device.cards import Card
 from simgpu.device.gpu import Gpu
 from simgpu.device.visible import visible_ordinals
 from simgpu.sanitizer.sanitizer import StreamSanitizer
@@ -33,16 +32,6 @@ def current() -> "Runtime":
             "no simulated GPUs are running; call simgpu.start(4) or need_gpus(4) first"
         )
     return running
-
-
-class Request(NamedTuple):
-    """What `start()` was asked for."""
-
-    number: int  # of GPUs in the machine
-    card: Card
-    total_memory: int  # bytes of each
-    races: str  # "raise" or "show"
-    overhead: bool = False  # whether CUDA's context and NCCL's buffers take memory
 
 
 class ThreadState(threading.local):

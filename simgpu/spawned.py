@@ -8,9 +8,13 @@ import json
 import os
 import runpy
 
-import simgpu
-from simgpu import runtime
-from simgpu.distributed.children import TO_CHILDREN
+from simgpu import inherit
+
+inherit.disarm()  # before PyTorch is imported
+
+import simgpu  # noqa: E402
+from simgpu import runtime  # noqa: E402
+from simgpu.distributed.children import TO_CHILDREN  # noqa: E402
 
 if __name__ == "__mp_main__":
     child = json.loads(os.environ[TO_CHILDREN])

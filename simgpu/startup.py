@@ -11,7 +11,7 @@ from simgpu import patches
 from simgpu import runtime as state
 from simgpu.api import autocast, random_generators
 from simgpu.api.patch import Patches
-from simgpu.device.cards import find_card, parse_memory
+from simgpu.asked import Request, check_request
 from simgpu.dispatch import (  # noqa: F401 - the files register what runs operations
     attention,
     copies,
@@ -21,16 +21,13 @@ from simgpu.dispatch import (  # noqa: F401 - the files register what runs opera
 )
 from simgpu.dispatch.function_mode import FunctionMode
 from simgpu.dispatch.mode import DispatchMode
-from simgpu.runtime import Request, Runtime
-from simgpu.sanitizer.sanitizer import MODES
+from simgpu.runtime import Runtime
 from simgpu.timing.timeline import Timeline
-
-MOST_GPUS = patches.MOST_GPUS
 
 
 def start(
     number: int = 4, card: str = "A100", memory=None, *, honour_visible: bool = False,
-    races: str = "raise", overhead: bool | None = None,
+    races: str = "raise", overhead: bool | None = None, compile: str = "refuse",
 ) -> None:  # fmt: skip
     """Give this process `number` simulated GPUs.
 
@@ -45,18 +42,22 @@ def start(
         honour_visible: whether CUDA_VISIBLE_DEVICES hides some of them, as it does
             in a new process on a real machine.
         races: what happens where two streams use the same memory in no order: "raise"
-            an error; or "show": the read returns what the memory held before.
+            an error; "show": the read returns what the memory held before; "warn":
+            each two lines of the program that race are named once on stderr, and the
+            values are those of the program's order; "off": nothing.
         overhead: whether CUDA's context and NCCL's buffers take memory of the card,
             beside what PyTorch counts; None: if the card has all its memory.
+        compile: what `torch.compile` does: "refuse" with `NotSimulated`; or "eager":
+            give back the function or module as it is, which computes the same.
 
     Raises:
-        ValueError: for a number, card, memory or way with races that cannot be.
+        ValueError: for a number, card, memory or way that cannot be.
         RuntimeError: if other GPUs are simulated already, if CUDA is in use for real,
             or outside the main thread.
 
     Taught in 00-start-here.
     """
-    request = check_request(number, card, memory, races, overhead)
+    request = check_request(number, card, memory, races, overhead, compile)
     _check_thread("start")
     if state.running is not None:
         if state.running.request == request:
@@ -148,29 +149,6 @@ def _remove(mode, length, pop, push) -> None:
 def _check_thread(action: str) -> None:
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError(f"{action} the simulated GPUs from the main thread")
-
-
-def check_request(
-    number: int, card: str, memory, races: str = "raise", overhead: bool | None = None
-) -> Request:
-    """What `start()` is asked for, as a `Request`.
-
-    Raises:
-        ValueError: for a number, card, memory or way with races that cannot be.
-    """
-    if races not in MODES:
-        raise ValueError(f"races={races!r}; use one of {', '.join(MODES)}")
-    if not isinstance(number, int) or isinstance(number, bool):
-        raise ValueError(f"the number of GPUs must be a whole number, not {number!r}")
-    if not 1 <= number <= MOST_GPUS:
-        raise ValueError(f"{number} GPUs cannot be simulated; choose 1 to {MOST_GPUS}")
-    found = find_card(card)
-    total = found.total_memory if memory is None else parse_memory(memory)
-    if total > found.total_memory:
-        raise ValueError(f"a {card} does not have {memory} of memory")
-    if overhead is None:
-        overhead = memory is None
-    return Request(number, found, total, races, overhead)
 
 
 def request() -> Request | None:

@@ -14,6 +14,7 @@ FOLDER = Path(simgpu.__file__).parent
 LAYERS = [
     {"errors", "locking", "frames", "hosts", "choice"},
     {"device"},
+    {"asked"},
     {"timing"},
     {"sanitizer"},
     {"runtime"},
@@ -23,6 +24,7 @@ LAYERS = [
     {"patches"},
     {"startup"},
     {"__init__"},
+    {"failures", "inherit", "commands", "command_line", "site"},
     {"__main__", "spawned", "ranks", "pytest_plugin"},
 ]
 HEIGHTS = {name: height for height, names in enumerate(LAYERS) for name in names}

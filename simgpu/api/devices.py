@@ -1,5 +1,7 @@
 """Which GPUs there are and which one is current: `torch.cuda`, `torch.accelerator`."""
 
+import os
+
 import torch
 from torch.cuda._utils import _get_device_index
 
@@ -20,7 +22,12 @@ def known_gpu(device=None) -> Gpu:
 
 
 def is_available() -> bool:
-    """Fixes which GPUs are visible, without initialising CUDA."""
+    """Fixes which GPUs are visible, without initialising CUDA; NVML not even that.
+
+    As in CUDA, what is fixed cannot be used in a forked child.
+    """
+    if os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK") == "1":
+        return device_count() > 0
     return runtime.current().fix_visible() > 0
 
 

@@ -34,7 +34,6 @@ _MODULES = {
     torch.cuda.streams: ("ExternalStream",),
     torch.accelerator: torch.accelerator.__all__,
     torch.accelerator.memory: torch.accelerator.memory.__all__,
-    torch: ("compile",),
     torch.cuda.nccl: (
         "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter",
     ),

@@ -48,6 +48,8 @@ def after_kernel(call, key, outputs: list[torch.Tensor], blocks: list) -> None:
     """
     __tracebackhide__ = True
     sanitizer, operation = call.runtime.sanitizer, call.operation
+    if sanitizer.mode == "off":
+        return
     if not sanitizer.watching:
         if not outputs:  # it returns nothing of what it changes
             named = call.named_arguments()

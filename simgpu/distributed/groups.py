@@ -160,7 +160,7 @@ def shutdown(group: dist.ProcessGroup) -> None:
         now.clock.settle()
         communicator.close(now.gpus)
         if dist.group.WORLD is group:
-            now.cluster.board.say_ended(", with its process group")
+            now.cluster.leave()
     _raw_shutdown(group)
 
 

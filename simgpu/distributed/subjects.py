@@ -2,19 +2,18 @@
 
 import sys
 
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group
-
-_FSDP = _fsdp_param_group.__file__
-_GROUP = _fsdp_param_group.FSDPParamGroup
+# imported by programs that use it; it takes longer to load than the whole simulator
+_FSDP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 
 
 def sharded_module() -> str:
     """The module whose parameters FSDP2 gathers or reduces now; "" if it does not."""
-    frame = sys._getframe(1)
+    fsdp = sys.modules.get(_FSDP)
+    frame = None if fsdp is None else sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_filename == _FSDP:
+        if frame.f_code.co_filename == fsdp.__file__:
             group = frame.f_locals.get("self")
-            if isinstance(group, _GROUP):
+            if isinstance(group, fsdp.FSDPParamGroup):
                 return group._module_fqn or "the rest"  # of the root's parameters
         frame = frame.f_back
     return ""

@@ -26,9 +26,8 @@ import torch
 from simgpu.locking import one_at_a_time
 from simgpu.sanitizer.handler import new_handler
 from simgpu.sanitizer.intervals import IntervalMap, runs
-from simgpu.sanitizer.report import race_error
+from simgpu.sanitizer.report import RaceError, place, stream_name, warning
 
-MODES = ("raise", "show")
 _OURS = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
 _DEPTH = 5  # frames of the simulator, at least, between an operation and `note_writer`
@@ -39,8 +38,9 @@ class StreamSanitizer:
     """Feeds the `EventHandler` of `torch.cuda._sanitizer` and reports what it finds.
 
     Args:
-        mode: "raise" an error at a race; or "show": a racy read gives what the memory
-            held before, and other races raise.
+        mode: "raise" an error at a race; "show": a racy read gives what the memory
+            held before, and other races raise; "warn": each two lines that race are
+            named once on stderr; "off": no access counts.
     """
 
     def __init__(self, mode: str = "raise"):
@@ -55,17 +55,17 @@ class StreamSanitizer:
         self._intervals = IntervalMap()
         # how often each stream was waited for, or an event was recorded in it
         self._epochs: dict[Key, int] = {}
+        self._warned: set[tuple] = set()  # of which lines
 
     # -- what puts work in order -------------------------------------------------------
 
     @one_at_a_time
     def follow_events(self) -> None:
         """There is a stream or an event: from now on events and waits count."""
-        if self.handler is None:
+        if self.handler is None and self.mode != "off":
             self.handler = new_handler()
             for key in self.last:
-                self._sync(key)
-                self.handler.syncs.host_sync_state[stream_name(key)] = self.seen.get(
+                self.handler.syncs.host_sync_state[self._sync(key)] = self.seen.get(
                     key, 0
                 )
 
@@ -73,14 +73,14 @@ class StreamSanitizer:
     def watch_accesses(self) -> None:
         """There is a second stream: from now on reads and writes count, too."""
         self.follow_events()
-        self.watching = True
+        self.watching = self.mode != "off"
 
     def _sync(self, key: Key) -> int:
         """Bring the sanitizer up to date on one stream; its name there."""
         self.handler.seq_num = self.number
         if key in self.last:
-            self.handler.syncs.update_seq_num(stream_name(key), self.last[key])
-        return stream_name(key)
+            self.handler.syncs.update_seq_num(stream_name(*key), self.last[key])
+        return stream_name(*key)
 
     def event_recorded(self, event: int, key: Key) -> None:
         """An event has been recorded in a stream."""
@@ -186,14 +186,24 @@ class StreamSanitizer:
         self.handler.seq_num = self.number - 1
         self.last[key] = self.number
         errors = self.handler._handle_kernel_launch(
-            stream_name(key), read - written, written, written if new else set(),
+            stream_name(*key), read - written, written, written if new else set(),
             operator, aliases,
         )  # fmt: skip
         self._merge(writes)
+        if self.mode == "warn":
+            self._warn(errors)
+            return []
         racy = [error for error in errors if error.data_ptr in touched]
         if errors and (self.mode == "raise" or len(racy) < len(errors)):
-            raise race_error()(errors)
+            raise RaceError(errors)
         return sorted(set().union(*(touched[error.data_ptr] for error in racy)))
+
+    def _warn(self, errors: list) -> None:
+        """Name the lines that race, if they have not been named yet."""
+        for error in errors:
+            if place(error) not in self._warned:
+                self._warned.add(place(error))
+                print(warning(error), file=sys.stderr, flush=True)
 
     def _intervals_of(self, tensor, block) -> list[int]:
         """The pieces of memory that a tensor covers, known to the sanitizer."""
@@ -223,7 +233,7 @@ class StreamSanitizer:
         info = self.handler.tensors_accessed.accesses[interval]
         if info.reads:
             info.reads = [
-                read for read in info.reads if read.stream != stream_name(key)
+                read for read in info.reads if read.stream != stream_name(*key)
             ]
 
     def _restore_writer(self, interval: int, block) -> None:
@@ -240,7 +250,7 @@ class StreamSanitizer:
         )
         operator = str(func._schema)
         access = Access(
-            AccessType.WRITE, number, stream_name(key), operator, [], True, stack
+            AccessType.WRITE, number, stream_name(*key), operator, [], True, stack
         )
         self.handler.tensors_accessed.set_write(interval, access)
 
@@ -249,8 +259,3 @@ class StreamSanitizer:
 def _is_machinery(filename: str) -> bool:
     """Whether a file is the simulator's or PyTorch's."""
     return filename.startswith((_OURS, _TORCH))
-
-
-def stream_name(key: Key) -> int:
-    """A stream's name for the sanitizer: unlike CUDA's, its own on each GPU."""
-    return key[0] + 1000 * key[1] if key[1] else key[0]
