@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from concurrent.futures.thread import _WorkItem
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
+from multiprocessing.queues import Queue
 
 import torch
 import torch.accelerator.memory
@@ -42,6 +43,7 @@ from simgpu.api import (
     nvtx,
     random_generators,
     refused,
+    sharing,
     storages,
     streams,
     tensor_memory,
@@ -127,7 +129,13 @@ def _tensors() -> list[Patch]:
         *patches(
             UntypedStorage, "the device and the memory are simulated",
             device=Property(storages.device), data_ptr=storages.data_ptr,
-            resize_=storages.resize_, _share_cuda_=storages.share_cuda,
+            resize_=storages.resize_, __new__=staticmethod(storages.new),
+        ),
+        *patches(
+            UntypedStorage, "other processes may map the memory",
+            _share_cuda_=sharing.share_cuda,
+            _new_shared_cuda=staticmethod(sharing.new_shared_cuda),
+            _release_ipc_counter_cuda=staticmethod(sharing.release_ipc_counter),
         ),
         *patches(
             _StorageBase, "copies of GPU memory",
@@ -249,6 +257,8 @@ def _cuda(runtime) -> list[Patch]:
         *patches(torch.cuda.memory, "memory is counted",
                  mem_get_info=memory.mem_get_info),
         *patches(torch._C, "memory is counted", **memory.C_FUNCTIONS),
+        *patches(torch._C, "other processes may map the memory",
+                 _cuda_ipc_collect=sharing.ipc_collect),
         *patches(torch.cuda, "random numbers of each GPU", **random,
                  default_generators=runtime.generators),
         *patches(torch.cuda.random, "random numbers of each GPU", **random),
@@ -365,6 +375,8 @@ def _distributed() -> list[Patch]:
             **{name: ddp.waiting(getattr(torch.distributed, name))
                for name in ("_broadcast_coalesced", "_verify_params_across_processes")},
         ),
+        *patches(Queue, "a thread of the queue sends, which must not move memory",
+                 put=sharing.put),
         *patches(multiprocessing.spawn, "children have the same GPUs",
                  get_preparation_data=children.preparation_data),
         *patches(BaseProcess, "a child with gloo must not abort at its end",

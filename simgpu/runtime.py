@@ -108,6 +108,8 @@ class Runtime:
         self.autocast_lock = threading.Lock()
         self.autocast_cache: dict[int, tuple] = {}
 
+        self.sharing = None  # what was sent to processes, once something was
+
         # torch.distributed
         self.cluster = None  # the job, once it has a process group
         self.jobs = 0  # so far
