@@ -23,6 +23,7 @@ import torch.utils.dlpack
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.autograd.function import BackwardCFunction
 from torch.distributed import constants, device_mesh, distributed_c10d
+from torch.distributed.rpc import api, backend_registry, internal
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _DDPJoinHook
 from torch.storage import UntypedStorage, _StorageBase
@@ -59,6 +60,7 @@ from simgpu.distributed import (
     functional,  # noqa: F401 - registers what runs operations
     groups,
     reductions,
+    rpc,
     work,
 )
 
@@ -375,12 +377,31 @@ def _distributed() -> list[Patch]:
             **{name: ddp.waiting(getattr(torch.distributed, name))
                for name in ("_broadcast_coalesced", "_verify_params_across_processes")},
         ),
+        *_rpc(),
         *patches(Queue, "a thread of the queue sends, which must not move memory",
                  put=sharing.put),
         *patches(multiprocessing.spawn, "children have the same GPUs",
                  get_preparation_data=children.preparation_data),
         *patches(BaseProcess, "a child with gloo must not abort at its end",
                  _bootstrap=children.bootstrap),
+    ]  # fmt: skip
+
+
+def _rpc() -> list[Patch]:
+    """torch.distributed.rpc, whose C++ knows CPU tensors."""
+    why = "C++ takes a GPU tensor for one of the CPU"
+    return [
+        *patches(internal._InternalRPCPickler, why,
+                 serialize=rpc.serialize, deserialize=rpc.deserialize),
+        *patches(api, why, **rpc.INVOKE),
+        *patches(
+            backend_registry, why,
+            _tensorpipe_exchange_and_check_all_device_maps=rpc.exchange_device_maps,
+        ),
+        *patches(torch.distributed.autograd, why,
+                 backward=rpc.backward, get_gradients=rpc.get_gradients),
+        *patches(internal, "threads of C++ have no modes",
+                 _run_function=rpc.run_function),
     ]  # fmt: skip
 
 
