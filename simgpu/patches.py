@@ -23,7 +23,7 @@ import torch.utils.dlpack
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.autograd.function import BackwardCFunction
 from torch.distributed import constants, device_mesh, distributed_c10d
-from torch.distributed.rpc import api, backend_registry, internal
+from torch.distributed.rpc import api, internal
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _DDPJoinHook
 from torch.storage import UntypedStorage, _StorageBase
@@ -394,10 +394,9 @@ def _rpc() -> list[Patch]:
         *patches(internal._InternalRPCPickler, why,
                  serialize=rpc.serialize, deserialize=rpc.deserialize),
         *patches(api, why, **rpc.INVOKE),
-        *patches(
-            backend_registry, why,
-            _tensorpipe_exchange_and_check_all_device_maps=rpc.exchange_device_maps,
-        ),
+        *patches(torch.distributed.rpc, why, TensorPipeAgent=rpc.new_agent),
+        *patches(torch._C._distributed_rpc.TensorPipeAgent, why,
+                 _get_device_map=rpc.get_device_map),
         *patches(torch.distributed.autograd, why,
                  backward=rpc.backward, get_gradients=rpc.get_gradients),
         *patches(internal, "threads of C++ have no modes",

@@ -119,6 +119,7 @@ class Runtime:
         # kept: the last to let go of a group, where that is the reducer of DDP, waits
         # for gloo's threads with Python's lock in its hand, which they may want
         self.gloo_groups: list = []
+        self.device_maps: dict[str, dict] = {}  # of torch.distributed.rpc, by worker
         self.for_children: dict | None = None  # `start()` of spawned processes
 
     def count(self) -> int:

@@ -17,7 +17,7 @@ import pickle
 import torch
 import torch.distributed.autograd
 from torch.distributed import rpc
-from torch.distributed.rpc import api, backend_registry, internal
+from torch.distributed.rpc import api, internal
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -38,7 +38,7 @@ _ONLY_CPU = (
 _raw_serialize = internal._InternalRPCPickler.serialize
 _raw_deserialize = internal._InternalRPCPickler.deserialize
 _raw_run_function = internal._run_function
-_raw_exchange = backend_registry._tensorpipe_exchange_and_check_all_device_maps
+_raw_agent = rpc.TensorPipeAgent
 _raw_get_gradients = torch.distributed.autograd.get_gradients
 _raw_backward = torch.distributed.autograd.backward
 _raw_invoke = {
@@ -57,9 +57,9 @@ _raw_invoke = {
 def serialize(pickler, obj) -> tuple[bytes, list[torch.Tensor]]:
     """The pickled object, and the tensors in it as the host has their values."""
     data, tensors = _raw_serialize(pickler, obj)
-    gpus = [gpu_of(tensor) for tensor in tensors]
-    if not any(gpus):
+    if not tensors:
         return data, tensors
+    gpus = [gpu_of(tensor) for tensor in tensors]
     sender = api._get_current_rpc_agent().get_worker_info().name
     note = sender, [None if gpu is None else gpu.index for gpu in gpus]
     pairs = zip(tensors, gpus, strict=True)
@@ -106,24 +106,23 @@ def _without_note(data: bytes) -> tuple[bytes, tuple | None]:
     return data[:begin], pickle.loads(data[begin:end])
 
 
-def _device_map(worker) -> dict[int, int]:
-    """This process's GPUs and those of a worker that stand for them."""
-    found = api._get_current_rpc_agent()._get_device_map(worker)
+def _device_map(worker: str) -> dict[int | None, int | None]:
+    """This process's devices and those of a worker that stand for them.
+
+    GPUs have a number; None is the host, which a map may name as well.
+    """
+    found = runtime.current().device_maps.get(worker, {})
     return {ours.index: theirs.index for ours, theirs in found.items()}
 
 
 def _at_home(callee: str, places: list) -> list:
     """The caller's GPUs for results on GPUs of the callee."""
-    agent = api._get_current_rpc_agent()
-    pairs = _device_map(agent.get_worker_info(callee)).items()
-    return _mapped(
-        {theirs: ours for ours, theirs in pairs}, places,
-        "Response", agent.get_worker_info().name,
-    )  # fmt: skip
+    caller = api._get_current_rpc_agent().get_worker_info().name
+    reverse = {theirs: ours for ours, theirs in _device_map(callee).items()}
+    return _mapped(reverse, places, "Response", caller)
 
 
 def _mapped(device_map: dict, places: list, kind: str, destination: str) -> list:
-    found = []
     for index in places:
         if index is not None and index not in device_map:
             words = _ONLY_CPU.format(kind, destination)
@@ -131,20 +130,19 @@ def _mapped(device_map: dict, places: list, kind: str, destination: str) -> list
                 words += f" for device cuda:{index} but received a tensor on that "
                 words += "device."
             raise RuntimeError(words)
-        found.append(None if index is None else device_map[index])
-    return found
+    return [device_map.get(index) for index in places]
 
 
 # -- calls -----------------------------------------------------------------------------
 
 
 def invoke_python(name: str):
-    """`_invoke_rpc_python_udf` and `_invoke_remote_python_udf`: to which worker."""
+    """`_invoke_rpc_python_udf` and the like: here it is known to which worker."""
 
     def invoke(worker, data: bytes, tensors: list, *rest):
         data, note = _without_note(data)
         if note is not None:
-            places = _mapped(_device_map(worker), note[1], "Request", worker.name)
+            places = _mapped(_device_map(worker.name), note[1], "Request", worker.name)
             data = _with_note(data, (None, places))
         return _raw_invoke[name](worker, data, tensors, *rest)
 
@@ -201,12 +199,20 @@ def run_function(call):
         return _raw_run_function(call)
 
 
-def exchange_device_maps(*args) -> tuple[dict, list]:
-    """C++ need not know the devices: to it, every tensor is one of the CPU."""
-    _, devices = _raw_exchange(*args)
-    if devices:
-        runtime.current().initialize()
-    return {}, []
+def new_agent(store, name: str, rank: int, size: int | None, options, *maps):
+    """PyTorch's agent, to which every tensor is one of the CPU: it has no maps."""
+    runtime.current().device_maps = options.device_maps
+    plain = rpc.TensorPipeRpcBackendOptions(
+        num_worker_threads=options.num_worker_threads,
+        rpc_timeout=options.rpc_timeout,
+        init_method=options.init_method,
+    )
+    return _raw_agent(store, name, rank, size, plain, {}, [])
+
+
+def get_device_map(agent, worker) -> dict[torch.device, torch.device]:
+    """`TensorPipeAgent._get_device_map`: remote modules ask for it."""
+    return runtime.current().device_maps.get(worker.name, {})
 
 
 # -- distributed autograd --------------------------------------------------------------
@@ -226,6 +232,3 @@ def get_gradients(context: int) -> dict[torch.Tensor, torch.Tensor]:
         if gpu is not None and gpu_of(gradient) is None:
             place(gradient, gpu)
     return found
-
-
-AVAILABLE = rpc.is_available()
