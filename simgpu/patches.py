@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from concurrent.futures.thread import _WorkItem
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
+from multiprocessing.queues import Queue
 
 import torch
 import torch.accelerator.memory
@@ -23,6 +24,7 @@ import torch.utils.dlpack
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.autograd.function import BackwardCFunction
 from torch.distributed import constants, device_mesh, distributed_c10d
+from torch.distributed.rpc import api, internal
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _DDPJoinHook
 from torch.storage import UntypedStorage, _StorageBase
@@ -44,6 +46,7 @@ from simgpu.api import (
     nvtx,
     random_generators,
     refused,
+    sharing,
     storages,
     streams,
     tensor_memory,
@@ -60,6 +63,7 @@ from simgpu.distributed import (
     functional,  # noqa: F401 - registers what runs operations
     groups,
     reductions,
+    rpc,
     work,
 )
 
@@ -128,7 +132,13 @@ def _tensors() -> list[Patch]:
         *patches(
             UntypedStorage, "the device and the memory are simulated",
             device=Property(storages.device), data_ptr=storages.data_ptr,
-            resize_=storages.resize_, _share_cuda_=storages.share_cuda,
+            resize_=storages.resize_, __new__=staticmethod(storages.new),
+        ),
+        *patches(
+            UntypedStorage, "other processes may map the memory",
+            _share_cuda_=sharing.share_cuda,
+            _new_shared_cuda=staticmethod(sharing.new_shared_cuda),
+            _release_ipc_counter_cuda=staticmethod(sharing.release_ipc_counter),
         ),
         *patches(
             _StorageBase, "copies of GPU memory",
@@ -255,6 +265,8 @@ def _cuda(runtime) -> list[Patch]:
         *patches(torch._C, "there is no CUDA to initialise",
                  _cuda_isInBadFork=devices.is_in_bad_fork),
         *patches(torch._C, "memory is counted", **memory.C_FUNCTIONS),
+        *patches(torch._C, "other processes may map the memory",
+                 _cuda_ipc_collect=sharing.ipc_collect),
         *patches(torch.cuda, "random numbers of each GPU", **random,
                  default_generators=runtime.generators),
         *patches(torch.cuda.random, "random numbers of each GPU", **random),
@@ -371,10 +383,30 @@ def _distributed() -> list[Patch]:
             **{name: ddp.waiting(getattr(torch.distributed, name))
                for name in ("_broadcast_coalesced", "_verify_params_across_processes")},
         ),
+        *_rpc(),
+        *patches(Queue, "a thread of the queue sends, which must not move memory",
+                 put=sharing.put),
         *patches(multiprocessing.spawn, "children have the same GPUs",
                  get_preparation_data=children.preparation_data),
         *patches(BaseProcess, "a child with gloo must not abort at its end",
                  _bootstrap=children.bootstrap),
+    ]  # fmt: skip
+
+
+def _rpc() -> list[Patch]:
+    """torch.distributed.rpc, whose C++ knows CPU tensors."""
+    why = "C++ takes a GPU tensor for one of the CPU"
+    return [
+        *patches(internal._InternalRPCPickler, why,
+                 serialize=rpc.serialize, deserialize=rpc.deserialize),
+        *patches(api, why, **rpc.INVOKE),
+        *patches(torch.distributed.rpc, why, TensorPipeAgent=rpc.new_agent),
+        *patches(torch._C._distributed_rpc.TensorPipeAgent, why,
+                 _get_device_map=rpc.get_device_map),
+        *patches(torch.distributed.autograd, why,
+                 backward=rpc.backward, get_gradients=rpc.get_gradients),
+        *patches(internal, "threads of C++ have no modes",
+                 _run_function=rpc.run_function),
     ]  # fmt: skip
 
 

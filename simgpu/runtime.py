@@ -97,6 +97,8 @@ class Runtime:
         self.autocast_lock = threading.Lock()
         self.autocast_cache: dict[int, tuple] = {}
 
+        self.sharing = None  # what was sent to processes, once something was
+
         # torch.distributed
         self.cluster = None  # the job, once it has a process group
         self.jobs = 0  # so far
@@ -107,6 +109,7 @@ class Runtime:
         # kept: the last to let go of a group, where that is the reducer of DDP, waits
         # for gloo's threads with Python's lock in its hand, which they may want
         self.gloo_groups: list = []
+        self.device_maps: dict[str, dict] = {}  # of torch.distributed.rpc, by worker
         self.for_children: dict | None = None  # `start()` of spawned processes
 
     def count(self) -> int:

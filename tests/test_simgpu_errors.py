@@ -229,7 +229,6 @@ REFUSED = {
     "torch.cuda.nccl.all_reduce([])": "torch.cuda.nccl.all_reduce",
     "torch.cuda.nccl.reduce([torch.ones(1)])": "torch.cuda.nccl.reduce",
     "torch.from_dlpack(torch.ones(1, device=0))": "DLPack",
-    "torch.ones(1, device=0).untyped_storage()._share_cuda_()": "sharing",
     "torch.cuda.FloatTensor(2)": "torch.cuda.FloatTensor",
 }
 if hasattr(torch.accelerator, "empty_host_cache"):

@@ -491,7 +491,7 @@ def test_the_current_stream_does_not_outlive_the_gpus():
 
 # -- left out --------------------------------------------------------------------------
 
-IPC = "an event shared between processes"
+IPC = "a torch.Event shared between processes"
 REFUSED = [
     ("torch.cuda.CUDAGraph", lambda: cuda.CUDAGraph()),
     ("torch.cuda.graph", lambda: cuda.graph(None)),
@@ -500,9 +500,6 @@ REFUSED = [
     ("torch.cuda.streams.ExternalStream", lambda: cuda.streams.ExternalStream(0)),
     ("torch.cuda.get_stream_from_external", lambda: cuda.get_stream_from_external(0)),
     ("a stream with stream_ptr", lambda: cuda.Stream(stream_ptr=7)),
-    (IPC, lambda: cuda.Event(interprocess=True)),
-    (IPC, lambda: cuda.Event.from_ipc_handle(0, b"")),
-    (IPC, lambda: cuda.Event().ipc_handle()),
     (IPC, lambda: torch.Event.from_ipc_handle(torch.device("cuda"), b"")),
     (IPC, lambda: torch.Event().ipc_handle()),
     ("an event of a CUDA graph", lambda: cuda.Event(external=True)),

@@ -1,9 +1,12 @@
 """`torch.cuda.Event` and `torch.Event`: positions in the work of a stream.
 
-Leaves out: events shared between processes, and those of CUDA graphs.
+An event of another process is always over: what was recorded in it is done (see
+`sharing.py`). Leaves out: events of CUDA graphs.
 
 Taught in 04-overlap-with-streams.
 """
+
+import os
 
 import torch
 
@@ -11,6 +14,8 @@ from simgpu import runtime
 from simgpu.dispatch.devices import gpu_named
 from simgpu.errors import NotSimulated
 from simgpu.timing.events import StreamPosition
+
+_HANDLE = 64  # bytes of a handle: sizeof(cudaIpcEventHandle_t)
 
 
 class Event:
@@ -24,11 +29,11 @@ class Event:
 
     def __init__(self, device=None, *, enable_timing=False, blocking=False,
                  interprocess=False):  # fmt: skip
-        self._begin(enable_timing, blocking, interprocess)
-
-    def _begin(self, enable_timing, blocking, interprocess) -> None:
         if interprocess:
-            raise NotSimulated("an event shared between processes")
+            raise NotSimulated("a torch.Event shared between processes")
+        self._begin(enable_timing, blocking)
+
+    def _begin(self, enable_timing, blocking) -> None:
         self.enable_timing, self.blocking = enable_timing, blocking
         self._position: StreamPosition | None = None
         self._index: int | None = None
@@ -112,11 +117,11 @@ class Event:
         return clock.between(self._position, end_event._position) * 1e3
 
     def ipc_handle(self):
-        raise NotSimulated("an event shared between processes")
+        raise NotSimulated("a torch.Event shared between processes")
 
     @classmethod
     def from_ipc_handle(cls, device, handle):
-        raise NotSimulated("an event shared between processes")
+        raise NotSimulated("a torch.Event shared between processes")
 
     def __del__(self):
         if getattr(self, "_position", None) is not None:
@@ -133,7 +138,39 @@ class CudaEvent(Event):
                  external=False):  # fmt: skip
         if external:
             raise NotSimulated("an event of a CUDA graph")
-        self._begin(enable_timing, blocking, interprocess)
+        if interprocess and enable_timing:
+            raise torch.AcceleratorError("CUDA error: invalid argument")
+        self._interprocess = interprocess
+        self._begin(enable_timing, blocking)
+
+    def ipc_handle(self) -> bytes:
+        """Names it for other processes; an event that has no GPU gets the current one.
+
+        Raises:
+            torch.AcceleratorError: if it was not made with `interprocess=True`.
+        """
+        if not self._interprocess:
+            raise torch.AcceleratorError("CUDA error: invalid resource handle")
+        if self._index is None:
+            self._index = gpu_named().index
+        return f"{os.getpid()} {id(self)}".encode().ljust(_HANDLE, b"\0")
+
+    @classmethod
+    def from_ipc_handle(cls, device, handle: bytes) -> "CudaEvent":
+        """The event of another process; what that one has recorded is done.
+
+        Raises:
+            torch.AcceleratorError: in the process that has made it.
+        """
+        if len(handle) != _HANDLE:
+            raise TypeError(
+                f"cudaIpcEventHandle_t expects byte-like object of size {_HANDLE}"
+            )
+        if int(handle.split()[0]) == os.getpid():
+            raise torch.AcceleratorError("CUDA error: invalid device context")
+        event = cls(interprocess=True)
+        event._index = gpu_named(device).index
+        return event
 
     def __repr__(self):
         if self._position is None:

@@ -5,14 +5,26 @@ from torch.storage import UntypedStorage, _StorageBase
 
 from simgpu.api.naming import as_device
 from simgpu.dispatch.devices import find_gpu
-from simgpu.dispatch.placement import gpu_of_storage, memory_of_storage
-from simgpu.errors import NotSimulated
+from simgpu.dispatch.placement import gpu_of_storage, memory_of_storage, place_storage
+from simgpu.dispatch.shared_memory import check_size
 
 _raw_device = UntypedStorage.device
 _raw_data_ptr = UntypedStorage.data_ptr
 _raw_resize = UntypedStorage.resize_
 _raw_clone = _StorageBase.clone
 _raw_to = _StorageBase.to
+_raw_new = torch._C.StorageBase.__new__
+
+
+def new(cls, *args, device=None, **kwargs):
+    """`torch.UntypedStorage(4, device="cuda")`, and the typed ones that are made so."""
+    device = as_device(device)
+    if device is None or device.type != "cuda":
+        return _raw_new(cls, *args, device=device, **kwargs)
+    gpu = find_gpu(device)
+    made = _raw_new(cls, *args, **kwargs)
+    place_storage(made, gpu)
+    return made
 
 
 def device(self):
@@ -32,6 +44,7 @@ def resize_(self, size: int):
     memory = memory_of_storage(self)
     if memory is not None and memory.arriving is not None:
         memory.arriving.settle()  # it would write to what is gone
+    check_size(memory, size)
     _raw_resize(self, size)
     if memory is not None and memory.nbytes != self.nbytes():
         memory.resize(self.nbytes())
@@ -65,7 +78,3 @@ def to(self, *, device, non_blocking=False):
     if find_gpu(device) is gpu_of_storage(self):
         return self
     return _as_bytes(self).to(device).untyped_storage()
-
-
-def share_cuda(self, *args, **kwargs):
-    raise NotSimulated("sharing a GPU tensor between processes")

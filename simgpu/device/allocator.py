@@ -13,7 +13,6 @@ Source of the rules and names: c10/cuda/CUDACachingAllocator.cpp of PyTorch.
 Taught in 03-count-memory.
 """
 
-import threading
 from collections import deque
 
 import torch
@@ -29,6 +28,7 @@ from simgpu.device.blocks import (
 )
 from simgpu.device.cards import show_bytes
 from simgpu.device.history import History
+from simgpu.device.no_time import NoTime
 from simgpu.device.statistics import NAMES, Stat, Stats
 
 FIRST_ADDRESS = 0x7F00_0000_0000
@@ -41,28 +41,6 @@ _DOCS = (
     "https://docs.pytorch.org/docs/stable/notes/cuda.html"
     "#optimizing-memory-usage-with-pytorch-cuda-alloc-conf"
 )
-
-
-class NoTime:
-    """Stands for the clock where time does not matter: all work is done at once."""
-
-    host = 0.0
-
-    def __init__(self):
-        self.lock = threading.RLock()
-
-    def record(self, index: int, stream: int):
-        """A position in a stream, after all that it has been given."""
-
-    def reached(self, position) -> bool:
-        """Whether the host can see that the work before a position is done."""
-        return True
-
-    def forget(self, position) -> None:
-        """Nobody will ask for a position again."""
-
-    def wait_for_device(self, index: int) -> None:
-        """A segment is given back to CUDA, which waits for the GPU."""
 
 
 class CachingAllocator:
@@ -86,6 +64,7 @@ class CachingAllocator:
         self.segment_sizes: dict[int, int] = {}  # address -> bytes
         self.counts = dict.fromkeys(_COUNTS, 0)
         self.history = History(self)
+        self.before_new_segment = None  # called where no free block is large enough
         self._waiting: list[tuple[Block, list]] = []  # for events of other streams
         self._freed: deque[Block] = deque()  # by the program, not taken back yet
 
@@ -228,6 +207,10 @@ class CachingAllocator:
         size = round_up(nbytes)
         pool = self.small if size <= SMALL_SIZE else self.large
         block = pool.best_fit(size, stream)
+        if block is None and self.before_new_segment is not None:
+            self.before_new_segment()
+            self._take_back_freed()
+            block = pool.best_fit(size, stream)
         if block is None:
             block = self._alloc_segment(size, stream, pool)
         was_split = block.prev is not None or block.next is not None

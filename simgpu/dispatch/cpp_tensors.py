@@ -28,12 +28,17 @@ _HAS_HOST_RESULT = torch._VF._pad_packed_sequence  # its lengths are on the host
 
 
 def _call_into_cpp(runtime):
-    """Names the Python call that is running: same name, same call into C++."""
+    """Names the Python call that is running: same name, same call into C++.
+
+    None in a thread of C++, such as those of gloo: no Python calls there.
+    """
     frame = sys._getframe(1)
     while frame.f_code.co_filename in _MACHINERY:
         if frame.f_code.co_filename == _FUNCTION_MODE:
             return function_call(runtime.thread.function_calls)
         frame = frame.f_back
+        if frame is None:
+            return None
     if frame.f_code is _BACKWARD_CODE:
         return "backward"
     return (runtime.thread.function_calls, id(frame), frame.f_lasti)

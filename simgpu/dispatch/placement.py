@@ -144,6 +144,13 @@ def is_plain(tensor) -> bool:
     return type(tensor).__torch_dispatch__ is _PLAIN
 
 
+def place_storage(storage, gpu: Gpu) -> None:
+    """Mark a new UntypedStorage as living on `gpu`."""
+    __tracebackhide__ = True
+    stream = runtime.running.stream_of(gpu)
+    storage._simgpu = DeviceMemory(gpu, storage.nbytes(), stream)
+
+
 def place(tensor: torch.Tensor, gpu: Gpu | None) -> torch.Tensor:
     """Mark a new tensor as living on `gpu`; one that is marked stays where it is."""
     __tracebackhide__ = True

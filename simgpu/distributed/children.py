@@ -9,6 +9,7 @@ import threading
 from multiprocessing.process import BaseProcess
 
 from simgpu import runtime
+from simgpu.dispatch import shared_memory
 
 TO_CHILDREN = "SIMGPU_CHILD"  # the variable that tells them what they are
 
@@ -35,6 +36,7 @@ def preparation_data(name: str) -> dict:
 def bootstrap(process, *args, **kwargs) -> int:
     """The life of a child of multiprocessing, which must not abort at its end."""
     status = _raw_bootstrap(process, *args, **kwargs)
+    shared_memory.end_of_process()  # a child need not end as Python does
     if runtime.running is not None:
         if runtime.running.cluster is not None:
             runtime.running.cluster.end()  # a forked process runs no atexit functions

@@ -13,6 +13,7 @@ The constants are assumed, not measured, unless a source is given.
 
 LAUNCH = 5e-6  # seconds of the host for each launch
 EVENT = 1e-6  # seconds of the host to record, query or wait for an event
+OPEN_HANDLE = 100e-6  # seconds of the host to map memory of another process
 KERNEL = 2e-6  # seconds that the smallest kernel takes
 COPY_LATENCY = 10e-6  # seconds before the first byte of a copy moves
 OF_PEAK_FLOPS = 0.7  # a good matrix product reaches this share of the peak
