@@ -4,6 +4,7 @@
 `c10d`, which the dispatch mode sees.
 """
 
+import os
 import sys
 
 import torch
@@ -11,10 +12,17 @@ from torch._C._distributed_c10d import Work
 from torch.utils._pytree import tree_leaves
 
 from simgpu.dispatch.call import Call
-from simgpu.dispatch.devices import current_gpu
 from simgpu.dispatch.operation import handles
 from simgpu.dispatch.placement import blocks_of, gpu_of, memory_of, place, tensors_in
-from simgpu.distributed import checks, exchange, messages, operations, subjects, work
+from simgpu.distributed import (
+    checks,
+    exchange,
+    messages,
+    operations,
+    profiling,
+    subjects,
+    work,
+)
 from simgpu.distributed.collective import Channel, Collective
 from simgpu.distributed.communicator import Communicator
 from simgpu.distributed.groups import communicator_of
@@ -23,6 +31,7 @@ from simgpu.timing import collective_cost
 
 _raw_start_coalescing = torch.distributed.ProcessGroup._start_coalescing
 _raw_end_coalescing = torch.distributed.ProcessGroup._end_coalescing
+_DISTRIBUTED = os.path.dirname(torch.distributed.__file__) + os.sep
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 
 
@@ -51,6 +60,8 @@ def run_collective(call: Call):
     factor, thread.premultiplier = thread.premultiplier, None
     with exchange.plain():
         found = operations.exchanges(call, group.size(), group.rank(), factor)
+    given = messages.given_by(name.partition("::")[2], args)
+    profiling.note(name.partition("::")[2], given)
     is_async = _argument(call, "async_op", True)
     launched = [
         launch(call.runtime, communicator, gpu, one, is_async=is_async) for one in found
@@ -87,14 +98,14 @@ def _run_elsewhere(call: Call, tensors):
 def _run_barrier(call: Call, communicator: Communicator):
     """NCCL's is a collective of almost nothing, for which the host waits."""
     now = call.runtime
+    now.initialize()
     devices = _argument(call, "device_ids", ())
-    if devices:
-        gpu = now.gpus[devices[0]]
-    elif communicator.bound is not None:
-        gpu = now.gpus[communicator.bound.index]
-    else:
-        gpu = current_gpu()
+    gpu = communicator.gpu_of_barrier(devices, now.gpus)
+    if not devices:
+        what = f"barrier ({called_from()})"
+        communicator.connect(gpu, now.clock, what, guess=True)
     is_async = _argument(call, "async_op", True)
+    profiling.note("barrier", [])
     one = exchange.barrier(len(communicator.ranks))
     launched = launch(now, communicator, gpu, one, is_async=is_async)
     done = work.new([launched], [], host_waits=True)
@@ -115,6 +126,8 @@ def _run_message(call: Call, communicator: Communicator, gpu):
     with exchange.plain():
         one = exchange.send(tensor) if sends else exchange.receive(tensor)
     channel = communicator.pair(*ends, sends)
+    arrow = f"send {me}->{peer}" if sends else f"recv {me}<-{peer}"
+    profiling.note(arrow, [tensor])
     if communicator.batch is not None:
         launched = _launch_in_batch(call.runtime, communicator, gpu, one, channel)
     else:
@@ -172,7 +185,8 @@ def launch(now, communicator: Communicator, gpu, one: exchange.Exchange,
     __tracebackhide__ = True
     where = called_from()
     if channel is None or stream is None or communicator.batch is not None:
-        communicator.connect(gpu, now.clock, f"{one.name} ({where})")
+        guess = one.name == "barrier" and communicator.guessed
+        communicator.connect(gpu, now.clock, f"{one.name} ({where})", guess)
     channel = channel or communicator.channel
     current = now.stream_of(gpu)
     stream = current if not is_async else (stream or communicator.stream())
@@ -263,5 +277,4 @@ def _called_by_engine() -> bool:
 
 def _is_caller(code) -> bool:
     """Whether a frame is the engine's, or of a module of torch.distributed."""
-    path = code.co_filename.replace("\\", "/")
-    return code is _ENGINE or ("/distributed/" in path and "/simgpu/" not in path)
+    return code is _ENGINE or code.co_filename.startswith(_DISTRIBUTED)

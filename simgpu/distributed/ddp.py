@@ -59,6 +59,8 @@ def on_replica(name: str):
         if name == "__init__":
             replica = kwargs.get("module", args[0] if args else None)
             _check_replica(replica)
+        elif name == "__setstate__":  # it is being unpickled, and has no module yet
+            replica = args[0]["_modules"]["module"]
         with _cpp_tensors_on(_gpu_of_module(replica)):
             return raw(ddp, *args, **kwargs)
 

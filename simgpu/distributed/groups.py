@@ -1,11 +1,13 @@
 """Process groups: where one would use NCCL, the simulator carries the values."""
 
+import copy
 import functools
 import os
 import sys
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import distributed_c10d
 
 from simgpu import runtime
@@ -38,8 +40,13 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
     asked = str(backend)
     if "nccl" not in _backends(asked).values():
         return _raw_new_group(size, rank, ranks, backend, store, name, *args, **kwargs)
-    if kwargs.pop("backend_options", None) is not None:
-        raise NotSimulated("NCCL's options (pg_options=)", "Leave them out.")
+    options = kwargs.pop("backend_options", None)
+    if options is None:
+        options = dist.ProcessGroupNCCL.Options()
+    elif not isinstance(options, dist.ProcessGroupNCCL.Options):
+        raise AssertionError(
+            "Expected backend_options argument to be of type ProcessGroupNCCL.Options"
+        )
     import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers it
 
     if "gloo" in _backends(asked).values():
@@ -58,14 +65,11 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
     distributed_c10d._world.pg_map[group] = (asked, its_store)  # for get_backend()
     if not ranks:
         _begin_job(now, store, rank, size)
-    life = now.lives.get(name, 0)
-    now.lives[name] = life + 1
-    limit = kwargs["timeout"].total_seconds()
     bound = kwargs.get("device_id")
     members = list(ranks) or list(range(size))
-    own_name = now.thread.name_of_group or f"{name}.{life}"
-    communicator = Communicator(now.cluster, own_name, members, rank, bound, limit)
-    now.communicators[group.group_name] = communicator
+    options._timeout, options.group_name = kwargs["timeout"], name
+    options.global_ranks_in_group = list(ranks)
+    communicator = _communicate(now, group, name, members, rank, bound, options)
     if "gloo" in _backends(asked).values():
         now.gloo_groups.append(group)
     if bound is not None:
@@ -73,6 +77,39 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
         what = f"a process group with device_id ({called_from()})"
         communicator.connect(now.gpus[bound.index], now.clock, what)
     return group, its_store
+
+
+def _communicate(now, group, name: str, members, rank: int, bound, options):
+    """The communicator of a new group."""
+    life = now.lives.get(name, 0)
+    now.lives[name] = life + 1
+    own_name = now.thread.name_of_group or f"{name}.{life}"
+    communicator = Communicator(now.cluster, own_name, members, rank, bound, options)
+    now.communicators[group.group_name] = communicator
+    return communicator
+
+
+def alone(store, rank: int, size: int, options) -> dist.ProcessGroup:
+    """A group that `torch.distributed` does not know: `ProcessGroupNCCL(store, ...)`.
+
+    Raises:
+        NotSimulated: if its ranks are not those of the job.
+    """
+    now = runtime.current()
+    if now.cluster is None:
+        _begin_job(now, store, rank, size)
+    if (now.cluster.rank, now.cluster.size) != (rank, size):
+        raise NotSimulated("a ProcessGroupNCCL of some ranks", "Call dist.new_group().")
+    name = "ProcessGroupNCCL"
+    life = now.lives.get(name, 0)
+    group = dist.ProcessGroup(store, rank, size)
+    stand_in = FakeProcessGroup._create_internal(rank, size)
+    kind = dist.ProcessGroup.BackendType.CUSTOM
+    group._set_default_backend(kind)
+    group._register_backend(torch.device("cuda"), kind, stand_in)
+    group._set_group_name(f"{name} {life}")
+    _communicate(now, group, name, list(range(size)), rank, None, options)
+    return group
 
 
 def _begin_job(now, store, rank: int, size: int) -> None:
@@ -158,8 +195,8 @@ def split_group(parent_pg=None, split_ranks=None, timeout=None, pg_options=None,
         )
     if not split_ranks:
         raise ValueError("split_ranks cannot be None or empty")
-    if pg_options is not None or kwargs.get("backend") is not None:
-        raise NotSimulated("split_group with options", "Leave them out.")
+    if kwargs.get("backend") is not None:
+        raise NotSimulated("split_group with a backend", "Leave it out.")
     parts = [sorted(part) for part in split_ranks]
     members = [rank for part in parts for rank in part]
     if len(members) != len(set(members)) or not all(parts):
@@ -173,7 +210,7 @@ def split_group(parent_pg=None, split_ranks=None, timeout=None, pg_options=None,
     try:
         return dist.new_group(
             [communicator.ranks[member] for member in mine[0]], timeout=timeout,
-            use_local_synchronization=True, group_desc=group_desc,
+            use_local_synchronization=True, pg_options=copy.deepcopy(pg_options), group_desc=group_desc,
             device_id=communicator.bound,
         )  # fmt: skip
     finally:

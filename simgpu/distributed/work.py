@@ -6,18 +6,21 @@ is a tag, which knows the collectives; so it lives as long as the `Work` does.
 
 import contextlib
 import functools
+import os
 from collections.abc import Iterator
 
 import torch
 from torch._C._distributed_c10d import Work, _create_work_from_future
+from torch.distributed import DistBackendError
 
 from simgpu import runtime
 from simgpu.dispatch.mode import modes_in_this_thread
 from simgpu.timing.events import StreamPosition
 
+_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 HOOKS = 999  # the number of the stream on which hooks of futures run
 _raw_then = torch._C.Future.then
-_raw_future_wait = torch.futures.Future.wait
+_raw_future_wait = torch._C.Future.wait
 _raw = {
     name: getattr(Work, name)
     for name in ("wait", "synchronize", "get_future", "is_completed", "result")
@@ -53,6 +56,24 @@ class Launched:
         for collective in self.collectives:
             clock.wait_for_position(collective.position)
 
+    def block(self, limit: float | None) -> None:
+        """The program goes on after them: TORCH_NCCL_BLOCKING_WAIT.
+
+        Args:
+            limit: seconds of this wait; None: that of the group.
+
+        Raises:
+            torch.distributed.DistBackendError: if that is not enough. What has not
+                come is given up then.
+        """
+        for collective in self.collectives:
+            try:
+                collective.settle(limit)
+            except DistBackendError:
+                collective.give_up()
+                raise
+        self.wait_on_host()
+
     def is_completed(self) -> bool:
         clock = runtime.current().clock
         clock.event_call()  # NCCL's `Work` asks an event
@@ -70,12 +91,31 @@ def new(collectives: list, outputs: list, host_waits: bool = False) -> Work:
 def launched(work) -> Launched | None:
     """What a `Work` stands for; None if it is another backend's."""
     try:
-        future = _raw["get_future"](work)
-        values = future.value() if future.done() else None
+        return _tag_of(_raw["get_future"](work))
     except RuntimeError:
+        return None
+
+
+def _tag_of(future) -> Launched | None:
+    """What the future of a `Work` stands for; None for any other future."""
+    try:
+        values = future.value() if future.done() else None
+    except Exception:  # what a failed future raises when it is asked
         return None
     last = values[-1] if isinstance(values, list) and values else None
     return getattr(last, "_simgpu", None) if isinstance(last, torch.Tensor) else None
+
+
+def _waiter(future):
+    """What lets the current stream wait for a future; None if it is plain.
+
+    C++ hands on the future of a `Work` as it is: `Reducer._run_allreduce_hook`.
+    """
+    wait_for_it = getattr(future, "_simgpu", None)
+    if wait_for_it is None:
+        ours = _tag_of(future)
+        wait_for_it = None if ours is None else ours.wait
+    return wait_for_it
 
 
 def wait(work, *args, **kwargs):
@@ -84,6 +124,9 @@ def wait(work, *args, **kwargs):
     ours = launched(work)
     if ours is not None:
         ours.wait()
+        if os.environ.get(_BLOCKING_WAIT, "0") == "1":
+            timeout = next(iter((*args, *kwargs.values())), None)
+            ours.block(timeout.total_seconds() if timeout else None)
         return True
     thread = runtime.current().thread
     thread.unlogged += 1  # gloo copies out of a buffer of its own
@@ -125,16 +168,17 @@ def get_future(work):
 
 def future_wait(future):
     """`Future.wait`: the current stream waits for what the future stands for."""
-    wait_for_it = getattr(future, "_simgpu", None)
+    wait_for_it = _waiter(future)
     if wait_for_it is not None:
         wait_for_it()
-    return _raw_future_wait(future)
+    ours = _tag_of(future)
+    return _raw_future_wait(future) if ours is None else list(ours.outputs)
 
 
 def then(future, callback):
     """What a hook does when a bucket has arrived, on a stream of its own."""
     now = runtime.current()
-    wait_for_it = getattr(future, "_simgpu", None)
+    wait_for_it = _waiter(future)
     done: list[StreamPosition] = []
 
     def in_modes(arrived):
