@@ -288,7 +288,8 @@ def _cuda(runtime) -> list[Patch]:
         *patches(torch._C, "nn.DataParallel's copies between GPUs",
                  **data_parallel.C_FUNCTIONS),
         *patches(torch.cuda.nccl, "copies stand for NCCL in one process",
-                 is_available=lambda tensors: False, version=groups.nccl_version),
+                 is_available=lambda tensors: False, version=groups.nccl_version,
+                 unique_id=nccl.unique_id),
         *patches(torch.nn.parallel._functions, "one stream for each GPU",
                  _streams=[None] * MOST_GPUS),
     ]  # fmt: skip
@@ -340,13 +341,19 @@ def _distributed() -> list[Patch]:
             torch.distributed.ProcessGroup, "the simulator stands for NCCL",
             barrier=groups.barrier, shutdown=groups.shutdown, abort=nccl.abort,
             name=nccl.name, _get_backend=nccl.get_backend,
+            _get_backend_name=nccl.backend_name, split_group=groups.split_of,
+            _enable_collectives_timing=nccl.enable_timing,
+            _get_sequence_number_for_group=nccl.sequence_number,
+            _set_sequence_number_for_group=nccl.begin_sequence,
             _start_coalescing=collectives.start_coalescing,
             _end_coalescing=collectives.end_coalescing,
         ),
         *patches(profiler_util.FunctionEvent, "a collective ends later",
                  __init__=profiling.new_event),
         *patches(torch._C._distributed_c10d, "only builds with NCCL have it",
-                 _hash_tensors=nccl.hash_tensors),
+                 _hash_tensors=nccl.hash_tensors,
+                 **{name: refused.refuse(f"torch._C._distributed_c10d.{name}")
+                    for name in ("_dump_nccl_trace", "_dump_nccl_trace_json")}),
         *patches(FakeProcessGroup, "the simulator stands for NCCL",
                  supports_coalescing=property(groups.supports_coalescing)),
         *[
@@ -367,7 +374,8 @@ def _distributed() -> list[Patch]:
         *patches(
             DistributedDataParallel, "its reducer makes tensors in C++",
             **{name: ddp.on_replica(name)
-               for name in ("__init__", "__setstate__", "_pre_forward", "_post_forward")},
+               for name in ("__init__", "__setstate__", "_pre_forward",
+                            "_post_forward")},
         ),
         *patches(
             _DDPJoinHook, "its reducer makes tensors in C++",

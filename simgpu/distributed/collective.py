@@ -228,8 +228,8 @@ class Collective:
 
 
 def _lay(values: torch.Tensor, pieces: list[torch.Tensor]) -> None:
-    """Copy one flat tensor to flat pieces, one after the other."""
+    """Copy one flat tensor to pieces, one after the other."""
     first = 0
     for piece in pieces:
-        piece.copy_(values[first : first + piece.numel()])
+        piece.copy_(values[first : first + piece.numel()].view(piece.shape))
         first += piece.numel()

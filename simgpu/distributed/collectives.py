@@ -40,32 +40,34 @@ def run_collective(call: Call):
     """An operation of c10d."""
     __tracebackhide__ = True
     func, args = call.func, call.args
-    name = func._schema.name
+    name = func._schema.name.partition("::")[2]
     group = messages.group_in(args)
     tensors = [
         x for x in tree_leaves((args, call.kwargs)) if isinstance(x, torch.Tensor)
     ]
     communicator = communicator_of(group)
-    if name == "c10d::barrier" and communicator is not None:
+    if name == "barrier" and communicator is not None:
         return _run_barrier(call, communicator)
-    checks.check(group, communicator, tensors)
+    checks.check(name, args, group, communicator, tensors)
     if communicator is None or gpu_of(tensors[0]) is None:
         return _run_elsewhere(call, tensors)
     gpu = gpu_of(tensors[0])
     for tensor in tensors:
         place(tensor, gpu)
-    if name in ("c10d::send", "c10d::recv_"):
+    if name in ("send", "recv_"):
         return _run_message(call, communicator, gpu)
     thread = call.runtime.thread
     factor, thread.premultiplier = thread.premultiplier, None
     with exchange.plain():
         found = operations.exchanges(call, group.size(), group.rank(), factor)
-    given = messages.given_by(name.partition("::")[2], args)
-    profiling.note(name.partition("::")[2], given)
+    if profiling.is_on():
+        profiling.note(name, messages.given_by(name, args))
     is_async = _argument(call, "async_op", True)
     launched = [
         launch(call.runtime, communicator, gpu, one, is_async=is_async) for one in found
     ]
+    if communicator.batch is not None:
+        communicator.batch += launched
     outputs = args[0]
     done = work.new(launched, tensors_in((outputs,)))
     _wait_where_nobody_will(call.runtime, done, is_async)

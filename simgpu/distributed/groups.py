@@ -62,7 +62,10 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
     if not isinstance(group, dist.ProcessGroup):
         return group, its_store
     group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
-    distributed_c10d._world.pg_map[group] = (asked, its_store)  # for get_backend()
+    world = distributed_c10d._world
+    world.pg_map[group] = (asked, its_store)  # for get_backend()
+    config = ",".join(f"{kind}:{its}" for kind, its in _backends(asked).items())
+    world.pg_backend_config[group] = config
     if not ranks:
         _begin_job(now, store, rank, size)
     bound = kwargs.get("device_id")
@@ -122,6 +125,7 @@ def _begin_job(now, store, rank: int, size: int) -> None:
     topology = Topology(now.request.card, size // nodes, nodes, now.network)
     prefix = f"simgpu {now.jobs}"
     now.jobs += 1
+    now.lives.clear()  # names count from 0 again, and not on all ranks alike before
     now.cluster = Cluster(dist.PrefixStore(prefix, store), rank, size, topology)
     if rank == 0 and now.jobs == 1:
         ranks = "1 rank" if size == 1 else f"{size} ranks"
@@ -195,13 +199,16 @@ def split_group(parent_pg=None, split_ranks=None, timeout=None, pg_options=None,
         )
     if not split_ranks:
         raise ValueError("split_ranks cannot be None or empty")
-    if kwargs.get("backend") is not None:
-        raise NotSimulated("split_group with a backend", "Leave it out.")
+    backend = kwargs.get("backend")
+    if backend is not None:
+        _check_part_of(str(backend), backends_of(parent))
     parts = [sorted(part) for part in split_ranks]
     members = [rank for part in parts for rank in part]
     if len(members) != len(set(members)) or not all(parts):
         raise ValueError("the split groups must not be empty nor share a rank")
     mine = [part for part in parts if communicator.member in part]
+    if group_desc is None:
+        group_desc = f"{parent.group_desc}:split:{communicator.splits}"
     communicator.splits += 1  # what new_group() calls it is not the same on all ranks
     if not mine:
         return None
@@ -209,12 +216,36 @@ def split_group(parent_pg=None, split_ranks=None, timeout=None, pg_options=None,
     thread.name_of_group = f"{communicator.name}/split {communicator.splits}/{mine}"
     try:
         return dist.new_group(
-            [communicator.ranks[member] for member in mine[0]], timeout=timeout,
-            use_local_synchronization=True, pg_options=copy.deepcopy(pg_options), group_desc=group_desc,
-            device_id=communicator.bound,
+            [communicator.ranks[member] for member in mine[0]], timeout, backend,
+            use_local_synchronization=True, group_desc=group_desc,
+            device_id=communicator.bound, pg_options=copy.deepcopy(pg_options),
         )  # fmt: skip
     finally:
         thread.name_of_group = None
+
+
+def _check_part_of(backend: str, of_parent: dict[str, str]) -> None:
+    """Raise unless a group has all the backends that its part asks for."""
+    for device, name in _backends(backend).items():
+        if device not in of_parent:
+            raise ValueError(
+                f"Requested backend for device '{device}' is not present in the parent "
+                f"process group (parent backends: {of_parent})"
+            )
+        if name != of_parent[device]:
+            raise ValueError(
+                f"Backend mismatch for device '{device}': parent has "
+                f"'{of_parent[device]}', requested '{name}'. Backend names must match "
+                "exactly when filtering split_group backends."
+            )
+
+
+def split_of(group: dist.ProcessGroup, ranks: list[int], timeout=None, opts=None,
+             group_name=None, group_desc=None, device_types=None):  # fmt: skip
+    """`ProcessGroup.split_group`: one part of it; None on all other ranks."""
+    if communicator_of(group) is None:
+        raise RuntimeError("No backend of this process group supports splitting")
+    return split_group(group, [list(ranks)], timeout, opts, group_desc)
 
 
 def supports_coalescing(backend) -> bool:

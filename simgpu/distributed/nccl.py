@@ -6,6 +6,8 @@ change on a real machine, which is speed only; memory pools; the estimate of tim
 """
 
 import copy
+import os
+import zlib
 from datetime import timedelta
 
 import torch
@@ -20,6 +22,10 @@ from simgpu.errors import NotSimulated
 _NOT_SET = -(2**31)  # what NCCL calls NCCL_CONFIG_UNDEF_INT
 _raw_get_backend = dist.ProcessGroup._get_backend
 _raw_abort = dist.ProcessGroup.abort
+_raw_sequence_number = dist.ProcessGroup._get_sequence_number_for_group
+_raw_begin_sequence = dist.ProcessGroup._set_sequence_number_for_group
+_raw_backend_name = dist.ProcessGroup._get_backend_name
+_raw_enable_timing = dist.ProcessGroup._enable_collectives_timing
 _raw_name = dist.ProcessGroup.name
 
 
@@ -181,6 +187,37 @@ def name(group: dist.ProcessGroup) -> str:
     return _raw_name(group) if groups.communicator_of(group) is None else "nccl"
 
 
+def backend_name(group: dist.ProcessGroup) -> str:
+    """`ProcessGroup._get_backend_name`"""
+    communicator = groups.communicator_of(group)
+    return _raw_backend_name(group) if communicator is None else "nccl"
+
+
+def enable_timing(group: dist.ProcessGroup) -> None:
+    """`_enable_collectives_timing`: the timeline has the times anyway."""
+    if groups.communicator_of(group) is None:
+        _raw_enable_timing(group)
+
+
+def sequence_number(group: dist.ProcessGroup) -> int:
+    """`ProcessGroup._get_sequence_number_for_group`: collectives so far."""
+    communicator = groups.communicator_of(group)
+    if communicator is None:
+        return _raw_sequence_number(group)
+    return communicator.channel.launched
+
+
+def begin_sequence(group: dist.ProcessGroup) -> None:
+    """`ProcessGroup._set_sequence_number_for_group`: NCCL counts anyway."""
+    if groups.communicator_of(group) is None:
+        _raw_begin_sequence(group)
+
+
+def unique_id() -> bytes:
+    """`torch.cuda.nccl.unique_id`: as long as NCCL's, and as random."""
+    return os.urandom(128)
+
+
 def abort(group: dist.ProcessGroup) -> None:
     """`ProcessGroup.abort`: what is under way is given up, and nobody waits for it."""
     now = runtime.current()
@@ -205,4 +242,4 @@ def unwrapped(raw):
 
 def hash_tensors(tensors: list[torch.Tensor]) -> int:
     """`_hash_tensors`, which NCCL's builds have: a number that PyTorch only logs."""
-    return hash(tuple(tensor.cpu().numpy().tobytes() for tensor in tensors))
+    return zlib.crc32(b"".join(tensor.cpu().numpy().tobytes() for tensor in tensors))

@@ -24,9 +24,12 @@ _NAMES = {
 }  # fmt: skip
 
 
+is_on = torch._C._autograd._profiler_enabled
+
+
 def note(operation: str, tensors: list[torch.Tensor]) -> None:
     """Tell a profiler that runs of a collective: an operation of c10d, or its name."""
-    if torch._C._autograd._profiler_enabled():
+    if is_on():
         name = _NCCL + _NAMES.get(operation, operation)
         with torch._C._profiler._RecordFunctionFast(name, tensors):
             pass
