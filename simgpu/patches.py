@@ -365,7 +365,7 @@ def _distributed() -> list[Patch]:
         *patches(torch._C.Future, "hooks run in our modes, on a stream of their own",
                  then=work.then),
         *patches(torch._C.Future, "streams wait, and not the program",
-                 wait=work.future_wait),
+                 wait=work.future_wait, value=work.future_value),
         *patches(
             torch._C._distributed_c10d.Work, "streams wait, and not the program",
             wait=work.wait, synchronize=work.synchronize, get_future=work.get_future,
@@ -376,6 +376,10 @@ def _distributed() -> list[Patch]:
             **{name: ddp.on_replica(name)
                for name in ("__init__", "__setstate__", "_pre_forward",
                             "_post_forward")},
+        ),
+        *patches(
+            DistributedDataParallel, "its stream does not wait for the optimizer",
+            _root_copy_hook=ddp.cast_in_order(DistributedDataParallel._root_copy_hook),
         ),
         *patches(
             _DDPJoinHook, "its reducer makes tensors in C++",

@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import simgpu
-from simgpu import NotSimulated
 from tests import programs
 
 SCRIPTS = Path(__file__).parent / "scripts"

@@ -90,7 +90,7 @@ def check_dtype(name: str, tensors: list[torch.Tensor], gpu) -> None:
     __tracebackhide__ = True
     for dtype in {tensor.dtype for tensor in tensors}:
         if dtype in _FLOAT8 and gpu.card.capability < (9, 0):
-            if name not in _SENDS | _MESSAGES:
+            if "reduce" in name:
                 raise dist.DistBackendError(_FP8)
         if dtype in _DTYPES or (dtype.is_complex and name in _COMPLEX):
             continue

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from simgpu.dispatch.call import Call
 from simgpu.dispatch.operation import handles
-from simgpu.dispatch.placement import blocks_of, gpu_of, memory_of, place, tensors_in
+from simgpu.dispatch.placement import blocks_of, gpu_of, memory_of, place
 from simgpu.distributed import (
     checks,
     exchange,
@@ -69,7 +69,9 @@ def run_collective(call: Call):
     if communicator.batch is not None:
         communicator.batch += launched
     outputs = args[0]
-    done = work.new(launched, tensors_in((outputs,)))
+    written = [x for x in tree_leaves(outputs) if isinstance(x, torch.Tensor)]
+    stacked = name == "allgather_" and len({tensor.shape for tensor in written}) == 1
+    done = work.new(launched, written, stacked=stacked)
     _wait_where_nobody_will(call.runtime, done, is_async)
     return _results(call, outputs, done)
 

@@ -67,6 +67,22 @@ def on_replica(name: str):
     return method
 
 
+def cast_in_order(raw):
+    """`_root_copy_hook`, which casts the parameters on a stream of its own.
+
+    PyTorch lets that stream read them while the optimizer may still write: a race,
+    which a real card hardly ever loses. Here it waits.
+    """
+
+    @functools.wraps(raw)
+    def method(ddp, *args, **kwargs):
+        __tracebackhide__ = True
+        ddp._mp_stream.wait_stream(torch.accelerator.current_stream())
+        return raw(ddp, *args, **kwargs)
+
+    return method
+
+
 def in_join(name: str):
     """The same for what a rank does in `join()` that has no more data."""
     raw = getattr(_DDPJoinHook, name)

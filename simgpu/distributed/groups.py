@@ -25,6 +25,7 @@ _STAND_IN = "fake"
 
 _raw_new_group = distributed_c10d._new_process_group_helper
 _raw_object_device = distributed_c10d._get_object_coll_device
+_raw_get_backend = dist.ProcessGroup._get_backend
 _raw_shutdown = dist.ProcessGroup.shutdown
 _raw_barrier = dist.ProcessGroup.barrier
 
@@ -61,7 +62,7 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
     )  # fmt: skip
     if not isinstance(group, dist.ProcessGroup):
         return group, its_store
-    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+    _call_it_nccl(group)
     world = distributed_c10d._world
     world.pg_map[group] = (asked, its_store)  # for get_backend()
     config = ",".join(f"{kind}:{its}" for kind, its in _backends(asked).items())
@@ -80,6 +81,13 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
         what = f"a process group with device_id ({called_from()})"
         communicator.connect(now.gpus[bound.index], now.clock, what)
     return group, its_store
+
+
+def _call_it_nccl(group: dist.ProcessGroup) -> None:
+    """C++, such as DDP's logger, knows a group's backend by this."""
+    kind, device = dist.ProcessGroup.BackendType.NCCL, torch.device("cuda")
+    group._register_backend(device, kind, _raw_get_backend(group, device))
+    group._set_default_backend(kind)
 
 
 def _communicate(now, group, name: str, members, rank: int, bound, options):
@@ -107,9 +115,9 @@ def alone(store, rank: int, size: int, options) -> dist.ProcessGroup:
     life = now.lives.get(name, 0)
     group = dist.ProcessGroup(store, rank, size)
     stand_in = FakeProcessGroup._create_internal(rank, size)
-    kind = dist.ProcessGroup.BackendType.CUSTOM
-    group._set_default_backend(kind)
+    kind = dist.ProcessGroup.BackendType.NCCL
     group._register_backend(torch.device("cuda"), kind, stand_in)
+    group._set_default_backend(kind)
     group._set_group_name(f"{name} {life}")
     _communicate(now, group, name, list(range(size)), rank, None, options)
     return group

@@ -20,6 +20,7 @@ from simgpu.timing.events import StreamPosition
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 HOOKS = 999  # the number of the stream on which hooks of futures run
 _raw_then = torch._C.Future.then
+_raw_value = torch._C.Future.value
 _raw_future_wait = torch._C.Future.wait
 _raw = {
     name: getattr(Work, name)
@@ -28,11 +29,20 @@ _raw = {
 
 
 class Launched:
-    """What a `Work` stands for: collectives, and what they write."""
+    """What a `Work` stands for: collectives, and what they write.
 
-    def __init__(self, collectives: list, outputs: list, host_waits: bool):
+    Args:
+        collectives: that have been launched.
+        outputs: tensors that they write.
+        host_waits: whether the program waits, as for a barrier.
+        stacked: whether NCCL gathers into one tensor before it fills the outputs.
+    """
+
+    def __init__(self, collectives: list, outputs: list, host_waits: bool,
+                 stacked: bool = False):  # fmt: skip
         self.collectives, self.outputs = collectives, outputs
-        self.host_waits = host_waits  # as for a barrier
+        self.stacked, self._stack = stacked, None
+        self.host_waits = host_waits
         # PyTorch keeps what another stream reads, until somebody waits for it
         self._given = [collective.given for collective in collectives]
 
@@ -55,6 +65,15 @@ class Launched:
         clock = runtime.current().clock
         for collective in self.collectives:
             clock.wait_for_position(collective.position)
+
+    def result(self) -> list[torch.Tensor]:
+        """What its future has: the outputs, or the tensor that was filled first."""
+        if not self.stacked:
+            return list(self.outputs)
+        if self._stack is None:
+            with modes_in_this_thread(runtime.current()):
+                self._stack = torch.stack(self.outputs)
+        return [self._stack]
 
     def block(self, limit: float | None) -> None:
         """The program goes on after them: TORCH_NCCL_BLOCKING_WAIT.
@@ -80,12 +99,19 @@ class Launched:
         return all(clock.reached(c.position) for c in self.collectives)
 
 
-def new(collectives: list, outputs: list, host_waits: bool = False) -> Work:
+def new(collectives: list, outputs: list, host_waits: bool = False,
+        stacked: bool = False) -> Work:  # fmt: skip
     """A `Work` for collectives that have been launched."""
+    ours = Launched(collectives, outputs, host_waits, stacked)
+    return _create_work_from_future(_future_of(ours))
+
+
+def _future_of(ours: Launched) -> torch.futures.Future:
+    """A future of the outputs and a tag."""
     future, tag = torch.futures.Future(), torch.empty(0)
-    tag._simgpu = Launched(collectives, outputs, host_waits)
-    future.set_result([*outputs, tag])
-    return _create_work_from_future(future)
+    tag._simgpu = ours
+    future.set_result([*ours.outputs, tag])
+    return future
 
 
 def launched(work) -> Launched | None:
@@ -99,7 +125,7 @@ def launched(work) -> Launched | None:
 def _tag_of(future) -> Launched | None:
     """What the future of a `Work` stands for; None for any other future."""
     try:
-        values = future.value() if future.done() else None
+        values = _raw_value(future) if future.done() else None
     except Exception:  # what a failed future raises when it is asked
         return None
     last = values[-1] if isinstance(values, list) and values else None
@@ -160,10 +186,7 @@ def get_future(work):
     if ours is None:
         return future
     before_backward_ends(ours.wait)  # a hook's, for which DDP waits in C++
-    found = torch.futures.Future()
-    found.set_result(ours.outputs)
-    found._simgpu = ours.wait
-    return found
+    return _future_of(ours)
 
 
 def future_wait(future):
@@ -172,7 +195,13 @@ def future_wait(future):
     if wait_for_it is not None:
         wait_for_it()
     ours = _tag_of(future)
-    return _raw_future_wait(future) if ours is None else list(ours.outputs)
+    return _raw_future_wait(future) if ours is None else ours.result()
+
+
+def future_value(future):
+    """`Future.value`"""
+    ours = _tag_of(future)
+    return _raw_value(future) if ours is None else ours.result()
 
 
 def then(future, callback):
