@@ -22,6 +22,7 @@ import torch.cuda.nvtx
 import torch.nn.parallel._functions
 import torch.utils.dlpack
 from torch._C._distributed_c10d import FakeProcessGroup
+from torch.autograd import profiler_util
 from torch.autograd.function import BackwardCFunction
 from torch.distributed import constants, device_mesh, distributed_c10d
 from torch.distributed.rpc import api, internal
@@ -62,6 +63,8 @@ from simgpu.distributed import (
     ddp,
     functional,  # noqa: F401 - registers what runs operations
     groups,
+    nccl,
+    profiling,
     reductions,
     rpc,
     work,
@@ -303,7 +306,8 @@ def _cuda(runtime) -> list[Patch]:
         *patches(torch._C, "nn.DataParallel's copies between GPUs",
                  **data_parallel.C_FUNCTIONS),
         *patches(torch.cuda.nccl, "copies stand for NCCL in one process",
-                 is_available=lambda tensors: False, version=groups.nccl_version),
+                 is_available=lambda tensors: False, version=groups.nccl_version,
+                 unique_id=nccl.unique_id),
         *patches(torch.nn.parallel._functions, "one stream for each GPU",
                  _streams=[None] * MOST_GPUS),
     ]  # fmt: skip
@@ -338,20 +342,36 @@ def _distributed() -> list[Patch]:
             split_group=groups.split_group,
             _new_process_group_helper=groups.new_group, rendezvous=groups.rendezvous,
             _get_object_coll_device=groups.object_device,
-            is_nccl_available=lambda: True, **limit,
+            _create_process_group_wrapper=nccl.unwrapped(
+                distributed_c10d._create_process_group_wrapper
+            ),
+            is_nccl_available=lambda: True, ProcessGroupNCCL=nccl.ProcessGroupNCCL,
+            **limit,
         ),
         *patches(device_mesh, "the simulator stands for NCCL",
                  split_group=groups.split_group),
         *patches(constants, "the simulator stands for NCCL", **limit),
         *patches(torch.distributed, "the simulator stands for NCCL",
                  is_nccl_available=lambda: True, split_group=groups.split_group,
+                 ProcessGroupNCCL=nccl.ProcessGroupNCCL,
                  _make_nccl_premul_sum=reductions.make_premul_sum),
         *patches(
             torch.distributed.ProcessGroup, "the simulator stands for NCCL",
-            barrier=groups.barrier, shutdown=groups.shutdown,
+            barrier=groups.barrier, shutdown=groups.shutdown, abort=nccl.abort,
+            name=nccl.name, _get_backend=nccl.get_backend,
+            _get_backend_name=nccl.backend_name, split_group=groups.split_of,
+            _enable_collectives_timing=nccl.enable_timing,
+            _get_sequence_number_for_group=nccl.sequence_number,
+            _set_sequence_number_for_group=nccl.begin_sequence,
             _start_coalescing=collectives.start_coalescing,
             _end_coalescing=collectives.end_coalescing,
         ),
+        *patches(profiler_util.FunctionEvent, "a collective ends later",
+                 __init__=profiling.new_event),
+        *patches(torch._C._distributed_c10d, "only builds with NCCL have it",
+                 _hash_tensors=nccl.hash_tensors,
+                 **{name: refused.refuse(f"torch._C._distributed_c10d.{name}")
+                    for name in ("_dump_nccl_trace", "_dump_nccl_trace_json")}),
         *patches(FakeProcessGroup, "the simulator stands for NCCL",
                  supports_coalescing=property(groups.supports_coalescing)),
         *[
@@ -362,8 +382,8 @@ def _distributed() -> list[Patch]:
         ],
         *patches(torch._C.Future, "hooks run in our modes, on a stream of their own",
                  then=work.then),
-        *patches(torch.futures.Future, "streams wait, and not the program",
-                 wait=work.future_wait),
+        *patches(torch._C.Future, "streams wait, and not the program",
+                 wait=work.future_wait, value=work.future_value),
         *patches(
             torch._C._distributed_c10d.Work, "streams wait, and not the program",
             wait=work.wait, synchronize=work.synchronize, get_future=work.get_future,
@@ -372,7 +392,12 @@ def _distributed() -> list[Patch]:
         *patches(
             DistributedDataParallel, "its reducer makes tensors in C++",
             **{name: ddp.on_replica(name)
-               for name in ("__init__", "_pre_forward", "_post_forward")},
+               for name in ("__init__", "__setstate__", "_pre_forward",
+                            "_post_forward")},
+        ),
+        *patches(
+            DistributedDataParallel, "its stream does not wait for the optimizer",
+            _root_copy_hook=ddp.cast_in_order(DistributedDataParallel._root_copy_hook),
         ),
         *patches(
             _DDPJoinHook, "its reducer makes tensors in C++",

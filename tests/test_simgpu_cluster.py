@@ -23,6 +23,7 @@ RUNS = [  # a program, its ranks, its arguments
     ("functional", 4),
     ("ddp_all", 4),
     ("ddp_edges", 4),
+    ("ddp_kinds", 2),
     ("gpt", 4, "--dtype=float32"),
     ("gpt", 4, "--dtype=bfloat16"),
     ("gpt", 4, "--dtype=float16"),

@@ -102,7 +102,8 @@ def end_too_late() -> None:
 def test_the_time_limit_of_a_group_is_kept(simulated_ranks):
     found = failures(simulated_ranks, end_too_late, ranks=2)
     assert found.keys() == {0}
-    assert "has waited 1 s for rank 1: the time limit of its process" in found[0]
+    assert "caught collective operation timeout: rank 0: all_reduce" in found[0]
+    assert "has waited 1.0 s for rank 1: its time limit." in found[0]
 
 
 # -- ranks that wait for each other ----------------------------------------------------

@@ -1,5 +1,6 @@
 """Ranks with simulated GPUs: NCCL's rules, DDP, what spawned processes see."""
 
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import simgpu
-from simgpu import NotSimulated
 from tests import programs
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -75,9 +75,26 @@ def test_nccl_takes_tensors_of_one_gpu(group):
         dist.all_gather([pair[0]], pair[1])
 
 
-def test_options_of_nccl_are_refused(gpus):
-    with pytest.raises(NotSimulated, match="pg_options"):
+def test_options_are_those_of_nccl(gpus):
+    with pytest.raises(AssertionError, match="of type ProcessGroupNCCL.Options"):
         join("nccl", pg_options=object())
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = 4
+    join("nccl", pg_options=options, timeout=timedelta(seconds=7))
+    backend = dist.group.WORLD._get_backend(torch.device("cuda"))
+    assert isinstance(backend, dist.ProcessGroupNCCL) and backend.name() == "nccl"
+    assert backend.options.is_high_priority_stream
+    assert backend.options.config.max_ctas == 4
+    assert backend.options._timeout == timedelta(seconds=7)
+    assert dist.get_backend_config() == "cuda:nccl"
+    assert dist.group.WORLD.name() == "nccl"
+
+
+def test_nccl_class_is_gone_after_the_simulator():
+    simgpu.start(1)
+    simgpu.stop()
+    assert not dist.is_nccl_available()
+    assert not hasattr(torch._C._distributed_c10d, "_hash_tensors")
 
 
 def test_a_mesh_of_gpus_and_sharded_parameters(group):

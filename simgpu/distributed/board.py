@@ -22,7 +22,10 @@ _CIRCLE = (
     "{}\nEvery rank must call the same collectives of a group in the same order, and "
     "every recv needs a send."
 )
-_LATE = "{} has waited {:.0f} s for rank {}: the time limit of its process group."
+_LATE = (
+    "Watchdog caught collective operation timeout: {} has waited {:.1f} s for rank {}: "
+    "its time limit."
+)
 
 
 class Board:

@@ -19,7 +19,6 @@ from simgpu.distributed.board import Board
 MOST_UNDER_WAY = 256  # collectives that a rank launches before it waits for the first
 _KEPT = 1024  # of a channel's messages; older ones nobody can ask for any more
 _ENDS_KEPT = 8192
-_LEAVE = 10.0  # seconds that a process group with the store stays for the others
 
 # of a collective: (channel, number in it, ranks of the members in the job)
 Name = tuple[str, int, tuple[int, ...]]
@@ -78,17 +77,9 @@ class Cluster:
         for collective in self.under_way:
             with contextlib.suppress(RuntimeError):
                 collective.leave_values()
-        if not dist.is_initialized():
-            return  # it has said so with its last process group, and the store is gone
         self.board.say_ended(self.how)
         if self._keeps_store:
             self.board.wait_for_others()
-
-    def leave(self) -> None:
-        """The program destroys its process groups, and the store may go with them."""
-        self.board.say_ended(", with its process group")
-        if self._keeps_store:  # others may have to read what they have launched
-            self.board.wait_for_others(limit=_LEAVE)
 
     def title(self, ranks: str) -> str:
         """How errors and pictures name a new group: "ranks 0, 2 (group 2)"."""

@@ -141,8 +141,11 @@ class Collective:
     def is_settled(self) -> bool:
         return self.meeting.end is not None
 
-    def settle(self) -> None:
+    def settle(self, limit: float | None = None) -> None:
         """Wait until all members have launched it; then its values and times are known.
+
+        Args:
+            limit: seconds that this may take; None: those of its group.
 
         Raises:
             torch.distributed.DistBackendError: if they have not launched the same one,
@@ -151,19 +154,25 @@ class Collective:
         __tracebackhide__ = True
         with self._lock:  # another thread may need it, too
             if not self.is_settled:
-                self._settle()
+                self._settle(self.channel.limit if limit is None else limit)
 
-    def _settle(self) -> None:
+    def give_up(self) -> None:
+        """It never ends, and nobody waits for it: what it writes is not defined."""
+        self.channel.cluster.under_way.remove(self)
+        self.exchange, self.given = None, []
+        self.clock.settled(self.meeting, self.meeting.ready, self.meeting.ready)
+
+    def _settle(self, limit: float) -> None:
         __tracebackhide__ = True
         for earlier in list(self.meeting.after):
             earlier.settle()
         channel, cluster = self.channel, self.channel.cluster
         doing = self._doing
-        headers = cluster.headers(self.name, channel.ranks, doing, channel.limit)
+        headers = cluster.headers(self.name, channel.ranks, doing, limit)
         self._compare(headers)
         with ex.plain():
             self._deliver(headers)
-        start, last = cluster.start_of(headers, channel.ranks, doing, channel.limit)
+        start, last = cluster.start_of(headers, channel.ranks, doing, limit)
         end = start + max(header.seconds for header in headers)
         cluster.note_end(self.name, end)
         cluster.under_way.remove(self)
@@ -219,8 +228,8 @@ class Collective:
 
 
 def _lay(values: torch.Tensor, pieces: list[torch.Tensor]) -> None:
-    """Copy one flat tensor to flat pieces, one after the other."""
+    """Copy one flat tensor to pieces, one after the other."""
     first = 0
     for piece in pieces:
-        piece.copy_(values[first : first + piece.numel()])
+        piece.copy_(values[first : first + piece.numel()].view(piece.shape))
         first += piece.numel()

@@ -4,6 +4,7 @@
 `c10d`, which the dispatch mode sees.
 """
 
+import os
 import sys
 
 import torch
@@ -11,10 +12,17 @@ from torch._C._distributed_c10d import Work
 from torch.utils._pytree import tree_leaves
 
 from simgpu.dispatch.call import Call
-from simgpu.dispatch.devices import current_gpu
 from simgpu.dispatch.operation import handles
-from simgpu.dispatch.placement import blocks_of, gpu_of, memory_of, place, tensors_in
-from simgpu.distributed import checks, exchange, messages, operations, subjects, work
+from simgpu.dispatch.placement import blocks_of, gpu_of, memory_of, place
+from simgpu.distributed import (
+    checks,
+    exchange,
+    messages,
+    operations,
+    profiling,
+    subjects,
+    work,
+)
 from simgpu.distributed.collective import Channel, Collective
 from simgpu.distributed.communicator import Communicator
 from simgpu.distributed.groups import communicator_of
@@ -23,6 +31,7 @@ from simgpu.timing import collective_cost
 
 _raw_start_coalescing = torch.distributed.ProcessGroup._start_coalescing
 _raw_end_coalescing = torch.distributed.ProcessGroup._end_coalescing
+_DISTRIBUTED = os.path.dirname(torch.distributed.__file__) + os.sep
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 
 
@@ -31,32 +40,38 @@ def run_collective(call: Call):
     """An operation of c10d."""
     __tracebackhide__ = True
     func, args = call.func, call.args
-    name = func._schema.name
+    name = func._schema.name.partition("::")[2]
     group = messages.group_in(args)
     tensors = [
         x for x in tree_leaves((args, call.kwargs)) if isinstance(x, torch.Tensor)
     ]
     communicator = communicator_of(group)
-    if name == "c10d::barrier" and communicator is not None:
+    if name == "barrier" and communicator is not None:
         return _run_barrier(call, communicator)
-    checks.check(group, communicator, tensors)
+    checks.check(name, args, group, communicator, tensors)
     if communicator is None or gpu_of(tensors[0]) is None:
         return _run_elsewhere(call, tensors)
     gpu = gpu_of(tensors[0])
     for tensor in tensors:
         place(tensor, gpu)
-    if name in ("c10d::send", "c10d::recv_"):
+    if name in ("send", "recv_"):
         return _run_message(call, communicator, gpu)
     thread = call.runtime.thread
     factor, thread.premultiplier = thread.premultiplier, None
     with exchange.plain():
         found = operations.exchanges(call, group.size(), group.rank(), factor)
+    if profiling.is_on():
+        profiling.note(name, messages.given_by(name, args))
     is_async = _argument(call, "async_op", True)
     launched = [
         launch(call.runtime, communicator, gpu, one, is_async=is_async) for one in found
     ]
+    if communicator.batch is not None:
+        communicator.batch += launched
     outputs = args[0]
-    done = work.new(launched, tensors_in((outputs,)))
+    written = [x for x in tree_leaves(outputs) if isinstance(x, torch.Tensor)]
+    stacked = name == "allgather_" and len({tensor.shape for tensor in written}) == 1
+    done = work.new(launched, written, stacked=stacked)
     _wait_where_nobody_will(call.runtime, done, is_async)
     return _results(call, outputs, done)
 
@@ -87,14 +102,14 @@ def _run_elsewhere(call: Call, tensors):
 def _run_barrier(call: Call, communicator: Communicator):
     """NCCL's is a collective of almost nothing, for which the host waits."""
     now = call.runtime
+    now.initialize()
     devices = _argument(call, "device_ids", ())
-    if devices:
-        gpu = now.gpus[devices[0]]
-    elif communicator.bound is not None:
-        gpu = now.gpus[communicator.bound.index]
-    else:
-        gpu = current_gpu()
+    gpu = communicator.gpu_of_barrier(devices, now.gpus)
+    if not devices:
+        what = f"barrier ({called_from()})"
+        communicator.connect(gpu, now.clock, what, guess=True)
     is_async = _argument(call, "async_op", True)
+    profiling.note("barrier", [])
     one = exchange.barrier(len(communicator.ranks))
     launched = launch(now, communicator, gpu, one, is_async=is_async)
     done = work.new([launched], [], host_waits=True)
@@ -115,6 +130,8 @@ def _run_message(call: Call, communicator: Communicator, gpu):
     with exchange.plain():
         one = exchange.send(tensor) if sends else exchange.receive(tensor)
     channel = communicator.pair(*ends, sends)
+    arrow = f"send {me}->{peer}" if sends else f"recv {me}<-{peer}"
+    profiling.note(arrow, [tensor])
     if communicator.batch is not None:
         launched = _launch_in_batch(call.runtime, communicator, gpu, one, channel)
     else:
@@ -172,7 +189,8 @@ def launch(now, communicator: Communicator, gpu, one: exchange.Exchange,
     __tracebackhide__ = True
     where = called_from()
     if channel is None or stream is None or communicator.batch is not None:
-        communicator.connect(gpu, now.clock, f"{one.name} ({where})")
+        guess = one.name == "barrier" and communicator.guessed
+        communicator.connect(gpu, now.clock, f"{one.name} ({where})", guess)
     channel = channel or communicator.channel
     current = now.stream_of(gpu)
     stream = current if not is_async else (stream or communicator.stream())
@@ -263,5 +281,4 @@ def _called_by_engine() -> bool:
 
 def _is_caller(code) -> bool:
     """Whether a frame is the engine's, or of a module of torch.distributed."""
-    path = code.co_filename.replace("\\", "/")
-    return code is _ENGINE or ("/distributed/" in path and "/simgpu/" not in path)
+    return code is _ENGINE or code.co_filename.startswith(_DISTRIBUTED)

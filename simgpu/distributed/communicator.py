@@ -33,20 +33,24 @@ class Communicator:
         ranks: of its members in the job, in the order of the group.
         member: this rank's number among them.
         bound: the GPU that was given as `device_id`.
-        limit: seconds that a collective may wait for the others.
+        options: of NCCL, such as how long a collective may wait for the others.
     """
 
     def __init__(self, cluster: Cluster, name: str, ranks: list[int], member: int,
-                 bound: torch.device | None, limit: float):  # fmt: skip
+                 bound: torch.device | None, options):  # fmt: skip
         self.cluster, self.name, self.ranks, self.member = cluster, name, ranks, member
-        self.bound, self.limit = bound, limit
+        self.bound, self.options = bound, options
+        self.backend = None  # as `torch.distributed` shows it
+        self.limit = options._timeout.total_seconds()
         together = len(ranks) == cluster.size
         title = "all ranks" if together else f"ranks {', '.join(map(str, ranks))}"
         self.title = cluster.title(title)
-        self.channel = Channel(cluster, name, ranks, member, self.title, limit)
+        self.channel = Channel(cluster, name, ranks, member, self.title,
+                               self.limit)  # fmt: skip
         self._pairs: dict[tuple[int, int, str], Channel] = {}
         self._streams: dict[object, int] = {}
         self.ordinal: int | None = None  # of the GPU of its collectives so far
+        self.guessed = False  # nothing but a barrier has used it, on a likely GPU
         self.attempts = 0  # to be connected
         self.splits = 0  # groups that have been split from it
         self.buckets = Buckets()  # of DDP
@@ -71,13 +75,27 @@ class Communicator:
             )
         return self._pairs[key]
 
-    def connect(self, gpu, clock, what: str) -> None:
+    def gpu_of_barrier(self, devices: list[int], gpus: list):
+        """Which GPU a barrier takes, which has no tensor to tell.
+
+        As PyTorch documents it: the one that was asked for, else the one that the group
+        is bound to, else the first one that it has used, else the rank says which.
+        """
+        if devices:
+            return gpus[devices[0]]
+        if self.bound is not None:
+            return gpus[self.bound.index]
+        used = [gpu for gpu in gpus if gpu.ordinal == self.ordinal]
+        return used[0] if used else gpus[self.cluster.rank % len(gpus)]
+
+    def connect(self, gpu, clock, what: str, guess: bool = False) -> None:
         """Be connected over `gpu`; the first time, all members wait for each other.
 
         Args:
             gpu: of this rank.
             clock: of this process.
             what: the call that needs it, and its line: "all_reduce (train.py:12)".
+            guess: whether another GPU may follow, for which all connect once more.
 
         Raises:
             torch.distributed.DistBackendError: for two ranks on one GPU, in NCCL's
@@ -85,8 +103,9 @@ class Communicator:
         """
         __tracebackhide__ = True
         if self.ordinal == gpu.ordinal:
+            self.guessed = self.guessed and guess
             return
-        if self.ordinal is not None:
+        if self.ordinal is not None and not self.guessed:
             me = self.ranks[self.member]
             raise dist.DistBackendError(_MOVED.format(me, self.ordinal, gpu.ordinal))
         node = self.cluster.topology.node_of(self.cluster.rank)
@@ -106,7 +125,7 @@ class Communicator:
             if first != member and me in (first, member):
                 both = _DUPLICATE.format(me, first + member - me, gpu.ordinal)
                 raise dist.DistBackendError(both)
-        self.ordinal = gpu.ordinal
+        self.ordinal, self.guessed = gpu.ordinal, guess
         self.cluster.connecting.remove(self.name)
         if "context" in gpu.memory.outside and len(self.ranks) > 1:
             gpu.memory.outside[f"NCCL {self.name}"] = overhead.NCCL_BUFFERS
@@ -114,6 +133,20 @@ class Communicator:
         clock.host_waits(
             all_here[last][2], f"connect, wait for rank {self.ranks[last]}"
         )
+
+    def set_limit(self, seconds: float) -> None:
+        """From now on a collective may wait so long for the others."""
+        self.limit = seconds
+        for channel in (self.channel, *self._pairs.values()):
+            channel.limit = seconds
+
+    def give_up(self) -> None:
+        """The group is aborted: nobody will wait for what is under way."""
+        self.cluster.connecting.discard(self.name)
+        own = {self.channel, *self._pairs.values()}
+        for collective in list(self.cluster.under_way):
+            if collective.channel in own:
+                collective.give_up()
 
     def close(self, gpus: list) -> None:
         """The group is destroyed: its buffers are given back."""

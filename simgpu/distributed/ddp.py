@@ -59,8 +59,26 @@ def on_replica(name: str):
         if name == "__init__":
             replica = kwargs.get("module", args[0] if args else None)
             _check_replica(replica)
+        elif name == "__setstate__":  # it is being unpickled, and has no module yet
+            replica = args[0]["_modules"]["module"]
         with _cpp_tensors_on(_gpu_of_module(replica)):
             return raw(ddp, *args, **kwargs)
+
+    return method
+
+
+def cast_in_order(raw):
+    """`_root_copy_hook`, which casts the parameters on a stream of its own.
+
+    PyTorch lets that stream read them while the optimizer may still write: a race,
+    which a real card hardly ever loses. Here it waits.
+    """
+
+    @functools.wraps(raw)
+    def method(ddp, *args, **kwargs):
+        __tracebackhide__ = True
+        ddp._mp_stream.wait_stream(torch.accelerator.current_stream())
+        return raw(ddp, *args, **kwargs)
 
     return method
 

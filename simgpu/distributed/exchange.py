@@ -16,10 +16,9 @@ _REFUSED = {
     "BXOR": "Cannot use ReduceOp.BXOR with NCCL",
 }
 _NAMES = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
-_FLOAT8 = {
-    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz,
-}  # fmt: skip
+_NO_FLOAT8 = {torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
+_FLOAT8 = {torch.float8_e4m3fn, torch.float8_e5m2}
+_PREMULTIPLIED = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 class Reduction(NamedTuple):
@@ -30,7 +29,7 @@ class Reduction(NamedTuple):
 
     def premultiplied(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """What a rank gives, flat."""
-        pieces = [flat(tensor) for tensor in tensors]
+        pieces = [rows(tensor).reshape(-1) for tensor in tensors]
         if self.factor is None:
             return pieces
         return [(piece * self.factor).to(piece.dtype) for piece in pieces]
@@ -77,33 +76,45 @@ def plain() -> Iterator[None]:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a dense tensor as they lie in memory; no operation of its own."""
+    """The elements of a tensor as they lie in memory; no operation of its own."""
     plain = tensor.data
     if plain.is_complex():
         plain = torch.view_as_real(plain)
     return torch.as_strided(plain, (plain.numel(),), (1,), plain.storage_offset())
 
 
+def rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The same of one that NCCL reaches by way of a copy: it may have gaps."""
+    if tensor.is_complex() or tensor.is_contiguous():
+        return flat(tensor)
+    return tensor.data
+
+
 def reduction_named(name: str, dtype: torch.dtype, factor=None) -> Reduction:
     """A `ReduceOp` as NCCL takes it.
 
     Raises:
-        RuntimeError: for one that NCCL does not have, in its words.
+        ValueError: for one that NCCL does not have, in its words.
+        TypeError: for one that it does not have for these numbers.
+        RuntimeError: for numbers that it cannot add.
     """
     if name in _REFUSED:
-        raise RuntimeError(_REFUSED[name])
+        raise ValueError(_REFUSED[name])
     if dtype is torch.bool:
         if name == "AVG":
-            raise TypeError("Cannot use ReduceOp.AVG with Boolean inputs")
+            raise TypeError("Cannot use ReduceOp.AVG with boolean inputs")
         name = {"SUM": "MAX", "PRODUCT": "MIN"}.get(name, name)
-    if dtype in _FLOAT8:
-        raise TypeError("Float8 dtypes are not currently supported for NCCL reductions")
+    if name == "PREMUL_SUM" and dtype not in _PREMULTIPLIED:
+        raise TypeError("PreMulSum Data type must be half, float, bfloat16 or double")
+    if dtype in _NO_FLOAT8:
+        raise RuntimeError("Unsupported Float8 type for NCCL reduction")
     return Reduction(name, factor)
 
 
 def reduction_of(op, dtype: torch.dtype, factor=None) -> Reduction:
     """The same for the `ReduceOp` among the arguments of an operation of c10d."""
-    return reduction_named(_NAMES[op.op()], dtype, factor)
+    name = _NAMES[op.op()] if factor is None else "PREMUL_SUM"
+    return reduction_named(name, dtype, factor)
 
 
 def reduce(values: list[torch.Tensor], reduction: Reduction) -> torch.Tensor:
@@ -113,17 +124,19 @@ def reduce(values: list[torch.Tensor], reduction: Reduction) -> torch.Tensor:
         values: flat tensors of one length; the first is changed.
         reduction: how.
     """
+    if values[0].dtype in _FLOAT8:  # a CPU does not add them
+        values = [value.float() for value in values]
     name, total = reduction.name, values[0]
     combine = {
         "PRODUCT": torch.mul, "MIN": torch.minimum, "MAX": torch.maximum,
     }.get(name, torch.add)  # fmt: skip
+    if name == "AVG" and total.is_floating_point():  # NCCL multiplies before it adds
+        share = torch.tensor(1 / len(values), dtype=total.dtype)
+        values = [total.mul_(share), *(value * share for value in values[1:])]
     for value in values[1:]:
         combine(total, value, out=total)
-    if name == "AVG":
-        if total.is_floating_point():
-            total.div_(len(values))
-        else:
-            total.div_(len(values), rounding_mode="trunc")
+    if name == "AVG" and not total.is_floating_point():
+        total.div_(len(values), rounding_mode="trunc")
     return total
 
 
@@ -181,7 +194,7 @@ def all_gather(size, rank, outputs: list[list[torch.Tensor]], inputs) -> Exchang
         inputs: what this one gives.
     """
     pieces = [flat(tensor) for tensor in inputs]
-    takes = [[flat(tensor) for tensor in its] for its in outputs]
+    takes = [[rows(tensor) for tensor in its] for its in outputs]
     return Exchange("all_gather", pieces, [_whole(pieces)] * size, takes)
 
 

@@ -10,7 +10,7 @@ from simgpu.dispatch.call import Call
 from simgpu.dispatch.mode import modes_in_this_thread
 from simgpu.dispatch.operation import handles
 from simgpu.dispatch.placement import gpu_of, memory_of
-from simgpu.distributed import collectives, exchange, operations, work
+from simgpu.distributed import checks, collectives, exchange, operations, work
 from simgpu.distributed.groups import communicator_of
 from simgpu.errors import NotSimulated
 
@@ -35,6 +35,8 @@ def run_functional(call: Call):
         raise NotSimulated(call.func._schema.name)
     several = "inputs" in named
     inputs = named["inputs"] if several else [named["input"]]
+    kind = "allreduce_" if name.startswith("all_reduce") else name
+    checks.check_dtype(kind, inputs, gpu)
     outputs = [
         run(_Functional(call, communicator, gpu, named), tensor) for tensor in inputs
     ]

@@ -1,11 +1,13 @@
 """Process groups: where one would use NCCL, the simulator carries the values."""
 
+import copy
 import functools
 import os
 import sys
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import distributed_c10d
 
 from simgpu import runtime
@@ -23,6 +25,7 @@ _STAND_IN = "fake"
 
 _raw_new_group = distributed_c10d._new_process_group_helper
 _raw_object_device = distributed_c10d._get_object_coll_device
+_raw_get_backend = dist.ProcessGroup._get_backend
 _raw_shutdown = dist.ProcessGroup.shutdown
 _raw_barrier = dist.ProcessGroup.barrier
 _raw_rendezvous = distributed_c10d.rendezvous
@@ -39,8 +42,13 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
     asked = str(backend)
     if "nccl" not in _backends(asked).values():
         return _raw_new_group(size, rank, ranks, backend, store, name, *args, **kwargs)
-    if kwargs.pop("backend_options", None) is not None:
-        raise NotSimulated("NCCL's options (pg_options=)", "Leave them out.")
+    options = kwargs.pop("backend_options", None)
+    if options is None:
+        options = dist.ProcessGroupNCCL.Options()
+    elif not isinstance(options, dist.ProcessGroupNCCL.Options):
+        raise AssertionError(
+            "Expected backend_options argument to be of type ProcessGroupNCCL.Options"
+        )
     import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers it
 
     if "gloo" in _backends(asked).values():
@@ -55,18 +63,18 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
     )  # fmt: skip
     if not isinstance(group, dist.ProcessGroup):
         return group, its_store
-    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
-    distributed_c10d._world.pg_map[group] = (asked, its_store)  # for get_backend()
+    _call_it_nccl(group)
+    world = distributed_c10d._world
+    world.pg_map[group] = (asked, its_store)  # for get_backend()
+    config = ",".join(f"{kind}:{its}" for kind, its in _backends(asked).items())
+    world.pg_backend_config[group] = config
     if not ranks:
         _begin_job(now, store, rank, size)
-    life = now.lives.get(name, 0)
-    now.lives[name] = life + 1
-    limit = kwargs["timeout"].total_seconds()
     bound = kwargs.get("device_id")
     members = list(ranks) or list(range(size))
-    own_name = now.thread.name_of_group or f"{name}.{life}"
-    communicator = Communicator(now.cluster, own_name, members, rank, bound, limit)
-    now.communicators[group.group_name] = communicator
+    options._timeout, options.group_name = kwargs["timeout"], name
+    options.global_ranks_in_group = list(ranks)
+    communicator = _communicate(now, group, name, members, rank, bound, options)
     if "gloo" in _backends(asked).values():
         now.gloo_groups.append(group)
     if bound is not None:
@@ -74,6 +82,46 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
         what = f"a process group with device_id ({called_from()})"
         communicator.connect(now.gpus[bound.index], now.clock, what)
     return group, its_store
+
+
+def _call_it_nccl(group: dist.ProcessGroup) -> None:
+    """C++, such as DDP's logger, knows a group's backend by this."""
+    kind, device = dist.ProcessGroup.BackendType.NCCL, torch.device("cuda")
+    group._register_backend(device, kind, _raw_get_backend(group, device))
+    group._set_default_backend(kind)
+
+
+def _communicate(now, group, name: str, members, rank: int, bound, options):
+    """The communicator of a new group."""
+    life = now.lives.get(name, 0)
+    now.lives[name] = life + 1
+    own_name = now.thread.name_of_group or f"{name}.{life}"
+    communicator = Communicator(now.cluster, own_name, members, rank, bound, options)
+    now.communicators[group.group_name] = communicator
+    return communicator
+
+
+def alone(store, rank: int, size: int, options) -> dist.ProcessGroup:
+    """A group that `torch.distributed` does not know: `ProcessGroupNCCL(store, ...)`.
+
+    Raises:
+        NotSimulated: if its ranks are not those of the job.
+    """
+    now = runtime.current()
+    if now.cluster is None:
+        _begin_job(now, store, rank, size)
+    if (now.cluster.rank, now.cluster.size) != (rank, size):
+        raise NotSimulated("a ProcessGroupNCCL of some ranks", "Call dist.new_group().")
+    name = "ProcessGroupNCCL"
+    life = now.lives.get(name, 0)
+    group = dist.ProcessGroup(store, rank, size)
+    stand_in = FakeProcessGroup._create_internal(rank, size)
+    kind = dist.ProcessGroup.BackendType.NCCL
+    group._register_backend(torch.device("cuda"), kind, stand_in)
+    group._set_default_backend(kind)
+    group._set_group_name(f"{name} {life}")
+    _communicate(now, group, name, list(range(size)), rank, None, options)
+    return group
 
 
 def rendezvous(*args, **kwargs):
@@ -103,6 +151,7 @@ def _begin_job(now, store, rank: int, size: int) -> None:
     topology = Topology(now.request.card, size // nodes, nodes, now.network)
     prefix = f"simgpu {now.jobs}"
     now.jobs += 1
+    now.lives.clear()  # names count from 0 again, and not on all ranks alike before
     now.cluster = Cluster(dist.PrefixStore(prefix, store), rank, size, topology)
     if rank == 0 and now.jobs == 1:
         ranks = "1 rank" if size == 1 else f"{size} ranks"
@@ -160,7 +209,7 @@ def shutdown(group: dist.ProcessGroup) -> None:
         now.clock.settle()
         communicator.close(now.gpus)
         if dist.group.WORLD is group:
-            now.cluster.leave()
+            now.cluster.board.say_ended(", with its process group")
     _raw_shutdown(group)
 
 
@@ -176,13 +225,16 @@ def split_group(parent_pg=None, split_ranks=None, timeout=None, pg_options=None,
         )
     if not split_ranks:
         raise ValueError("split_ranks cannot be None or empty")
-    if pg_options is not None or kwargs.get("backend") is not None:
-        raise NotSimulated("split_group with options", "Leave them out.")
+    backend = kwargs.get("backend")
+    if backend is not None:
+        _check_part_of(str(backend), backends_of(parent))
     parts = [sorted(part) for part in split_ranks]
     members = [rank for part in parts for rank in part]
     if len(members) != len(set(members)) or not all(parts):
         raise ValueError("the split groups must not be empty nor share a rank")
     mine = [part for part in parts if communicator.member in part]
+    if group_desc is None:
+        group_desc = f"{parent.group_desc}:split:{communicator.splits}"
     communicator.splits += 1  # what new_group() calls it is not the same on all ranks
     if not mine:
         return None
@@ -190,12 +242,36 @@ def split_group(parent_pg=None, split_ranks=None, timeout=None, pg_options=None,
     thread.name_of_group = f"{communicator.name}/split {communicator.splits}/{mine}"
     try:
         return dist.new_group(
-            [communicator.ranks[member] for member in mine[0]], timeout=timeout,
+            [communicator.ranks[member] for member in mine[0]], timeout, backend,
             use_local_synchronization=True, group_desc=group_desc,
-            device_id=communicator.bound,
+            device_id=communicator.bound, pg_options=copy.deepcopy(pg_options),
         )  # fmt: skip
     finally:
         thread.name_of_group = None
+
+
+def _check_part_of(backend: str, of_parent: dict[str, str]) -> None:
+    """Raise unless a group has all the backends that its part asks for."""
+    for device, name in _backends(backend).items():
+        if device not in of_parent:
+            raise ValueError(
+                f"Requested backend for device '{device}' is not present in the parent "
+                f"process group (parent backends: {of_parent})"
+            )
+        if name != of_parent[device]:
+            raise ValueError(
+                f"Backend mismatch for device '{device}': parent has "
+                f"'{of_parent[device]}', requested '{name}'. Backend names must match "
+                "exactly when filtering split_group backends."
+            )
+
+
+def split_of(group: dist.ProcessGroup, ranks: list[int], timeout=None, opts=None,
+             group_name=None, group_desc=None, device_types=None):  # fmt: skip
+    """`ProcessGroup.split_group`: one part of it; None on all other ranks."""
+    if communicator_of(group) is None:
+        raise RuntimeError("No backend of this process group supports splitting")
+    return split_group(group, [list(ranks)], timeout, opts, group_desc)
 
 
 def supports_coalescing(backend) -> bool:

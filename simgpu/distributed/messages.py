@@ -84,6 +84,12 @@ def message_of(op, args, kwargs=None) -> Message | None:
     return None
 
 
+def given_by(operation: str, args) -> list[torch.Tensor]:
+    """The tensors that a rank hands over in an operation of c10d."""
+    _, place = _OPERATIONS.get(operation, ("", 0))
+    return [x for x in tree_leaves(args[place]) if isinstance(x, torch.Tensor)]
+
+
 def _message(name: str, given, ranks: int) -> Message:
     tensors = [x for x in tree_leaves(given) if isinstance(x, torch.Tensor)]
     nbytes = sum(map(_bytes_in, tensors))

@@ -74,11 +74,6 @@ def _all_gather_base(a: _Arguments) -> list[Exchange]:
     return [all_gather_into(*a.group, a["output_tensor"], a["input_tensor"])]
 
 
-def _all_gather_coalesced(a: _Arguments) -> list[Exchange]:
-    outputs, inputs = a["output_lists"], a["input_list"]
-    return [ex.all_gather(*a.group, outputs, inputs)]
-
-
 def _all_gather_into_coalesced(a: _Arguments) -> list[Exchange]:
     pairs = zip(a["outputs"], a["inputs"], strict=True)
     return [all_gather_into(*a.group, out, given) for out, given in pairs]
@@ -86,6 +81,8 @@ def _all_gather_into_coalesced(a: _Arguments) -> list[Exchange]:
 
 def all_gather_into(size: int, rank: int, output, given) -> Exchange:
     """One tensor takes what all ranks give, in their order."""
+    if output.dtype != given.dtype:
+        raise TypeError("output tensor must have the same type as input tensor")
     if output.numel() != size * given.numel():
         raise ValueError(
             "output tensor size must be equal to world_size times input tensor size"
@@ -117,6 +114,8 @@ def _reduce_scatter_coalesced(a: _Arguments) -> list[Exchange]:
 
 def reduce_scatter_from(size: int, rank: int, output, given, reduction) -> Exchange:
     """The parts of one tensor are for the ranks, in their order."""
+    if given.dtype != output.dtype:
+        raise TypeError("input tensor must be the same type as the output tensor.")
     if given.numel() != size * output.numel():
         raise ValueError(
             "input tensor must be the same size as output size times world size"
@@ -146,11 +145,15 @@ def _split(tensor, rows: list[int], size: int) -> list[torch.Tensor]:
     whole = ex.flat(tensor)
     if not rows:
         if tensor.shape and tensor.shape[0] % size:
-            raise ValueError("Tensor's dim 0 does not divide equally across group size")
+            raise RuntimeError(
+                "Tensor's dim 0 does not divide equally across group size"
+            )
         each = whole.numel() // size
         return list(whole.split(each)) if each else [whole] * size
+    if len(rows) != size:
+        raise RuntimeError("Number of tensor splits not equal to group size")
     if sum(rows) != tensor.shape[0]:
-        raise ValueError("Split sizes doesn't match total dim 0 size")
+        raise RuntimeError("Split sizes doesn't match total dim 0 size")
     row = whole.numel() // tensor.shape[0] if tensor.shape[0] else 0
     return list(whole.split([count * row for count in rows]))
 
@@ -158,12 +161,52 @@ def _split(tensor, rows: list[int], size: int) -> list[torch.Tensor]:
 def _gather(a: _Arguments) -> list[Exchange]:
     outputs, given = a["output_tensors"], a["input_tensors"]
     outputs = outputs[0] if outputs else []
+    if a.group[1] == a["root_rank"]:
+        _check_list("gather", "output", outputs, given[0], a.size)
+    elif outputs:
+        raise ValueError("ProcessGroupNCCL::gather: requires empty output on non-root")
     return [ex.gather(*a.group, outputs, given[0], a["root_rank"])]
 
 
 def _scatter(a: _Arguments) -> list[Exchange]:
+    out = a["output_tensors"][0]
     given = a["input_tensors"][0] if a["input_tensors"] else []
-    return [ex.scatter(*a.group, a["output_tensors"][0], given, a["root_rank"])]
+    if a.group[1] == a["root_rank"]:
+        _check_list("scatter", "input", given, out, a.size)
+    elif given:
+        raise ValueError("ProcessGroupNCCL::scatter: requires empty input on non-root")
+    return [ex.scatter(*a.group, out, given, a["root_rank"])]
+
+
+def _check_list(what: str, which: str, tensors: list, like, size: int) -> None:
+    """The root's list must have a tensor for each rank, all alike.
+
+    Raises:
+        ValueError: in the words of PyTorch.
+    """
+    begin = f"ProcessGroupNCCL::{what}: "
+    if len(tensors) != size:
+        raise ValueError(
+            f"{begin}Incorrect {which} list size {len(tensors)}. "
+            f"{which.capitalize()} list size should be {size}, same as size of the "
+            "process group."
+        )
+    for i, tensor in enumerate(tensors):
+        if tensor.dtype != like.dtype:
+            raise ValueError(
+                f"{begin}invalid tensor type at index {i} "
+                f"(expected {like.dtype}, got {tensor.dtype})"
+            )
+        if tensor.shape != like.shape:
+            raise ValueError(
+                f"{begin}invalid tensor size at index {i} "
+                f"(expected {_sizes(like)}, got {_sizes(tensor)})"
+            )
+
+
+def _sizes(tensor) -> str:
+    """As gloo and PyTorch's checks print them: (2, 3)."""
+    return f"({', '.join(map(str, tensor.shape))})"
 
 
 def _barrier(a: _Arguments) -> list[Exchange]:
@@ -177,7 +220,6 @@ _READERS = {
     "broadcast_": _broadcast,
     "allgather_": _all_gather,
     "_allgather_base_": _all_gather_base,
-    "allgather_coalesced_": _all_gather_coalesced,
     "allgather_into_tensor_coalesced_": _all_gather_into_coalesced,
     "reduce_scatter_": _reduce_scatter,
     "_reduce_scatter_base_": _reduce_scatter_base,

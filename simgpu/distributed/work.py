@@ -6,18 +6,22 @@ is a tag, which knows the collectives; so it lives as long as the `Work` does.
 
 import contextlib
 import functools
+import os
 from collections.abc import Iterator
 
 import torch
 from torch._C._distributed_c10d import Work, _create_work_from_future
+from torch.distributed import DistBackendError
 
 from simgpu import runtime
 from simgpu.dispatch.mode import modes_in_this_thread
 from simgpu.timing.events import StreamPosition
 
+_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 HOOKS = 999  # the number of the stream on which hooks of futures run
 _raw_then = torch._C.Future.then
-_raw_future_wait = torch.futures.Future.wait
+_raw_value = torch._C.Future.value
+_raw_future_wait = torch._C.Future.wait
 _raw = {
     name: getattr(Work, name)
     for name in ("wait", "synchronize", "get_future", "is_completed", "result")
@@ -25,11 +29,20 @@ _raw = {
 
 
 class Launched:
-    """What a `Work` stands for: collectives, and what they write."""
+    """What a `Work` stands for: collectives, and what they write.
 
-    def __init__(self, collectives: list, outputs: list, host_waits: bool):
+    Args:
+        collectives: that have been launched.
+        outputs: tensors that they write.
+        host_waits: whether the program waits, as for a barrier.
+        stacked: whether NCCL gathers into one tensor before it fills the outputs.
+    """
+
+    def __init__(self, collectives: list, outputs: list, host_waits: bool,
+                 stacked: bool = False):  # fmt: skip
         self.collectives, self.outputs = collectives, outputs
-        self.host_waits = host_waits  # as for a barrier
+        self.stacked, self._stack = stacked, None
+        self.host_waits = host_waits
         # PyTorch keeps what another stream reads, until somebody waits for it
         self._given = [collective.given for collective in collectives]
 
@@ -53,29 +66,82 @@ class Launched:
         for collective in self.collectives:
             clock.wait_for_position(collective.position)
 
+    def result(self) -> list[torch.Tensor]:
+        """What its future has: the outputs, or the tensor that was filled first."""
+        if not self.stacked:
+            return list(self.outputs)
+        if self._stack is None:
+            with modes_in_this_thread(runtime.current()):
+                self._stack = torch.stack(self.outputs)
+        return [self._stack]
+
+    def block(self, limit: float | None) -> None:
+        """The program goes on after them: TORCH_NCCL_BLOCKING_WAIT.
+
+        Args:
+            limit: seconds of this wait; None: that of the group.
+
+        Raises:
+            torch.distributed.DistBackendError: if that is not enough. What has not
+                come is given up then.
+        """
+        for collective in self.collectives:
+            try:
+                collective.settle(limit)
+            except DistBackendError:
+                collective.give_up()
+                raise
+        self.wait_on_host()
+
     def is_completed(self) -> bool:
         clock = runtime.current().clock
         clock.event_call()  # NCCL's `Work` asks an event
         return all(clock.reached(c.position) for c in self.collectives)
 
 
-def new(collectives: list, outputs: list, host_waits: bool = False) -> Work:
+def new(collectives: list, outputs: list, host_waits: bool = False,
+        stacked: bool = False) -> Work:  # fmt: skip
     """A `Work` for collectives that have been launched."""
+    ours = Launched(collectives, outputs, host_waits, stacked)
+    return _create_work_from_future(_future_of(ours))
+
+
+def _future_of(ours: Launched) -> torch.futures.Future:
+    """A future of the outputs and a tag."""
     future, tag = torch.futures.Future(), torch.empty(0)
-    tag._simgpu = Launched(collectives, outputs, host_waits)
-    future.set_result([*outputs, tag])
-    return _create_work_from_future(future)
+    tag._simgpu = ours
+    future.set_result([*ours.outputs, tag])
+    return future
 
 
 def launched(work) -> Launched | None:
     """What a `Work` stands for; None if it is another backend's."""
     try:
-        future = _raw["get_future"](work)
-        values = future.value() if future.done() else None
+        return _tag_of(_raw["get_future"](work))
     except RuntimeError:
+        return None
+
+
+def _tag_of(future) -> Launched | None:
+    """What the future of a `Work` stands for; None for any other future."""
+    try:
+        values = _raw_value(future) if future.done() else None
+    except Exception:  # what a failed future raises when it is asked
         return None
     last = values[-1] if isinstance(values, list) and values else None
     return getattr(last, "_simgpu", None) if isinstance(last, torch.Tensor) else None
+
+
+def _waiter(future):
+    """What lets the current stream wait for a future; None if it is plain.
+
+    C++ hands on the future of a `Work` as it is: `Reducer._run_allreduce_hook`.
+    """
+    wait_for_it = getattr(future, "_simgpu", None)
+    if wait_for_it is None:
+        ours = _tag_of(future)
+        wait_for_it = None if ours is None else ours.wait
+    return wait_for_it
 
 
 def wait(work, *args, **kwargs):
@@ -84,6 +150,9 @@ def wait(work, *args, **kwargs):
     ours = launched(work)
     if ours is not None:
         ours.wait()
+        if os.environ.get(_BLOCKING_WAIT, "0") == "1":
+            timeout = next(iter((*args, *kwargs.values())), None)
+            ours.block(timeout.total_seconds() if timeout else None)
         return True
     thread = runtime.current().thread
     thread.unlogged += 1  # gloo copies out of a buffer of its own
@@ -117,24 +186,28 @@ def get_future(work):
     if ours is None:
         return future
     before_backward_ends(ours.wait)  # a hook's, for which DDP waits in C++
-    found = torch.futures.Future()
-    found.set_result(ours.outputs)
-    found._simgpu = ours.wait
-    return found
+    return _future_of(ours)
 
 
 def future_wait(future):
     """`Future.wait`: the current stream waits for what the future stands for."""
-    wait_for_it = getattr(future, "_simgpu", None)
+    wait_for_it = _waiter(future)
     if wait_for_it is not None:
         wait_for_it()
-    return _raw_future_wait(future)
+    ours = _tag_of(future)
+    return _raw_future_wait(future) if ours is None else ours.result()
+
+
+def future_value(future):
+    """`Future.value`"""
+    ours = _tag_of(future)
+    return _raw_value(future) if ours is None else ours.result()
 
 
 def then(future, callback):
     """What a hook does when a bucket has arrived, on a stream of its own."""
     now = runtime.current()
-    wait_for_it = getattr(future, "_simgpu", None)
+    wait_for_it = _waiter(future)
     done: list[StreamPosition] = []
 
     def in_modes(arrived):
