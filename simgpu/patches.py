@@ -6,6 +6,7 @@ Operations of PyTorch are not replaced: the dispatch mode sees them (`dispatch/`
 """
 
 import multiprocessing.spawn
+import sys
 import threading
 from concurrent.futures import Future
 from concurrent.futures.thread import _WorkItem
@@ -18,6 +19,7 @@ import torch.cuda._pin_memory_utils
 import torch.cuda.nccl
 import torch.cuda.nvtx
 import torch.nn.parallel._functions
+import torch.utils._device
 import torch.utils.dlpack
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.autograd.function import BackwardCFunction
@@ -31,6 +33,8 @@ from simgpu.api import (
     attention,
     autocast,
     autograd,
+    backends,
+    cudart,
     data_parallel,
     devices,
     events,
@@ -39,6 +43,8 @@ from simgpu.api import (
     memory,
     moving,
     naming,
+    native,
+    nvml,
     nvtx,
     random_generators,
     refused,
@@ -61,6 +67,8 @@ from simgpu.distributed import (
 )
 
 MOST_GPUS = 64
+# it keeps what it finds at its first call: PyTorch's own functions, and not ours
+torch.utils._device._device_constructors()
 
 
 def table(runtime) -> list[Patch]:
@@ -128,6 +136,7 @@ def _tensors() -> list[Patch]:
             UntypedStorage, "the device and the memory are simulated",
             device=Property(storages.device), data_ptr=storages.data_ptr,
             resize_=storages.resize_, _share_cuda_=storages.share_cuda,
+            __new__=staticmethod(storages.new),
         ),
         *patches(
             _StorageBase, "copies of GPU memory",
@@ -217,7 +226,11 @@ def _cuda(runtime) -> list[Patch]:
                      "initial_seed", "get_rng_state", "get_rng_state_all",
                      "set_rng_state", "set_rng_state_all")
     }  # fmt: skip
-    same_stream_classes = {"Stream": streams.CudaStream, "Event": events.CudaEvent}
+    same_stream_classes = {
+        "Stream": streams.CudaStream, "Event": events.CudaEvent,
+        "ExternalStream": streams.ExternalStream,
+    }  # fmt: skip
+    pynvml, rt, flags = nvml.module(), cudart.Cudart(), backends.Flags()
     return [
         *patches(
             torch.cuda, "which GPUs there are",
@@ -243,6 +256,21 @@ def _cuda(runtime) -> list[Patch]:
             _initialized=True,  # checkpoints ask, to keep random states
         ),
         *patches(torch.cuda.memory, "there is no CUDA", _lazy_init=devices.init),
+        *patches(torch._C, "there is no CUDA below", **native.C_FUNCTIONS,
+                 **native.absent_classes()),
+        *patches(torch.cuda, "there is no CUDA below", cudart=lambda: rt, _cudart=rt),
+        *patches(torch.cuda, "there is no NVML", pynvml=pynvml, _HAS_PYNVML=True,
+                 _get_nvml_device_index=nvml.nvml_index),
+        *patches(torch.cuda.memory, "there is no NVML",
+                 _get_nvml_device_index=nvml.nvml_index),
+        *patches(sys.modules, "there is no NVML", "item", pynvml=pynvml),
+        *patches(torch._C, "C++ keeps these where CUDA is", **flags.c_functions()),
+        *patches(torch, "C++ keeps these where CUDA is", "call",
+                 **flags.plan_cache_functions()),
+        *patches(type(torch.backends.cudnn), "C++ keeps these where CUDA is",
+                 benchmark_limit=flags.limit_property()),
+        *patches(torch.backends.cudnn.m, "programs ask", version=backends.cudnn_version,
+                 is_available=lambda: True, _init=lambda: True),
         *patches(torch.cuda, "waits in simulated time",
                  synchronize=devices.synchronize),
         *patches(torch.cuda, "memory is counted", mem_get_info=memory.mem_get_info),
@@ -265,8 +293,6 @@ def _cuda(runtime) -> list[Patch]:
         *patches(torch.cuda.nvtx, "there is no profiler", _nvtx=nvtx.Nvtx()),
         *patches(torch.version, "programs ask", cuda=devices.CUDA_VERSION),
         *patches(torch.backends.cuda, "programs ask", is_built=lambda: True),
-        *patches(torch.backends.cudnn, "the CPU's kernels run",
-                 is_acceptable=lambda tensor: False),
         *patches(
             torch.accelerator, "the accelerator is the simulated GPU",
             is_available=devices.is_available, device_count=devices.device_count,

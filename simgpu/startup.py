@@ -9,7 +9,7 @@ from torch.utils import _python_dispatch
 
 from simgpu import patches
 from simgpu import runtime as state
-from simgpu.api import autocast, random_generators
+from simgpu.api import allocator_settings, autocast, random_generators
 from simgpu.api.patch import Patches
 from simgpu.device.cards import find_card, parse_memory
 from simgpu.dispatch import (  # noqa: F401 - the files register what runs operations
@@ -86,6 +86,7 @@ def _enter(runtime: Runtime) -> None:
     runtime.patches.apply(patches.table(runtime))
     runtime.functions = runtime.patches.functions
     runtime.modes = (FunctionMode(runtime), DispatchMode(runtime))
+    allocator_settings.apply_environment()
     for mode in runtime.modes:
         mode.__enter__()
     autocast.start()

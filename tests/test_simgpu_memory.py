@@ -241,11 +241,56 @@ def test_the_current_gpu_is_meant_where_none_is_named():
         torch.cuda.memory_allocated(2)
 
 
-def test_settings_of_the_allocator_are_refused():
-    with pytest.raises(simgpu.NotSimulated, match="allocator's settings"):
+SET = torch.cuda.memory._set_allocator_settings
+
+
+@pytest.mark.filterwarnings("ignore:torch.cuda._set_allocator_settings is deprecated")
+@pytest.mark.parametrize(
+    "settings",
+    ["", "expandable_segments:False", "backend:native, pinned_num_register_threads:8",
+     "release_lock_on_cudamalloc:True,pinned_use_background_threads:True"],
+)  # fmt: skip
+def test_settings_that_change_nothing_here_are_accepted(settings):
+    SET(settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    ["max_split_size_mb:128", "garbage_collection_threshold:0.8",
+     "roundup_power2_divisions:[64:8,>:1]", "backend:cudaMallocAsync"],
+)  # fmt: skip
+def test_settings_that_would_change_the_allocator_are_refused_by_name(settings):
+    name = settings.split(":")[0 if "backend" not in settings else 1]
+    with pytest.raises(simgpu.NotSimulated, match=name):
+        torch._C._accelerator_setAllocatorSettings(settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    ["foo:1", "garbage_collection_threshold:1.2", "max_split_size_mb:2", "backend:x",
+     "expandable_segments:maybe", "pinned_num_register_threads:none", "nonsense",
+     "pinned_num_register_threads:1024", "per_process_memory_fraction:2"],
+)  # fmt: skip
+def test_settings_that_pytorch_does_not_take(settings):
+    with pytest.raises(ValueError):
+        torch._C._accelerator_setAllocatorSettings(settings)
+
+
+def test_expandable_segments_are_not_simulated_and_the_program_goes_on():
+    with pytest.warns(UserWarning, match="expandable_segments is not simulated"):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-    with pytest.raises(simgpu.NotSimulated, match="_set_memory_metadata"):
-        torch.cuda.memory._set_memory_metadata("x")
+
+
+def test_the_environment_sets_the_allocator(monkeypatch):
+    simgpu.stop()
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "per_process_memory_fraction:0.5")
+    simgpu.start(2, memory="64MB")
+    assert torch.cuda.get_per_process_memory_fraction(1) == 0.5
+    simgpu.stop()
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")  # this one counts
+    with pytest.raises(simgpu.NotSimulated, match="max_split_size_mb"):
+        simgpu.start(2, memory="64MB")
+    assert simgpu.count() == 0
 
 
 def test_new_gpus_know_nothing_of_those_before():

@@ -26,12 +26,14 @@ def _refused_class(call: str):
 _KEPT = {
     "CudaError", "DeferredCudaCallError", "check_error", "cudaStatus", "has_half",
     "has_magma", "device", "device_of", "is_tf32_supported", "ipc_collect",
-    "StreamContext", "stream",
+    "StreamContext", "stream", "current_blas_handle", "current_solver_handle",
+    "get_stream_from_external", "get_sync_debug_mode", "set_sync_debug_mode",
+    "get_gencode_flags", "list_gpu_processes", "device_memory_used", "memory_usage",
+    "utilization", "clock_rate",
 }  # fmt: skip
 _MODULES = {
     torch.cuda: torch.cuda.__all__,
     torch.cuda.memory: torch.cuda.memory.__all__,
-    torch.cuda.streams: ("ExternalStream",),
     torch.accelerator: torch.accelerator.__all__,
     torch.accelerator.memory: torch.accelerator.memory.__all__,
     torch: ("compile",),

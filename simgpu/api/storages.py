@@ -5,7 +5,7 @@ from torch.storage import UntypedStorage, _StorageBase
 
 from simgpu.api.naming import as_device
 from simgpu.dispatch.devices import find_gpu
-from simgpu.dispatch.placement import gpu_of_storage, memory_of_storage
+from simgpu.dispatch.placement import gpu_of_storage, memory_of_storage, place_storage
 from simgpu.errors import NotSimulated
 
 _raw_device = UntypedStorage.device
@@ -13,6 +13,18 @@ _raw_data_ptr = UntypedStorage.data_ptr
 _raw_resize = UntypedStorage.resize_
 _raw_clone = _StorageBase.clone
 _raw_to = _StorageBase.to
+_raw_new = torch._C.StorageBase.__new__
+
+
+def new(cls, *args, device=None, **kwargs):
+    """`torch.UntypedStorage(4, device="cuda")`, and the typed ones that are made so."""
+    device = as_device(device)
+    if device is None or device.type != "cuda":
+        return _raw_new(cls, *args, device=device, **kwargs)
+    gpu = find_gpu(device)
+    made = _raw_new(cls, *args, **kwargs)
+    place_storage(made, gpu)
+    return made
 
 
 def device(self):

@@ -13,7 +13,6 @@ Source of the rules and names: c10/cuda/CUDACachingAllocator.cpp of PyTorch.
 Taught in 03-count-memory.
 """
 
-import threading
 from collections import deque
 
 import torch
@@ -29,10 +28,12 @@ from simgpu.device.blocks import (
 )
 from simgpu.device.cards import show_bytes
 from simgpu.device.history import History
+from simgpu.device.no_time import NoTime
 from simgpu.device.statistics import NAMES, Stat, Stats
 
 FIRST_ADDRESS = 0x7F00_0000_0000
 ADDRESSES = 2**38  # bytes between the first addresses of two GPUs
+_EXABYTE = 2**60
 _COUNTS = (
     "num_alloc_retries", "num_ooms", "num_oom_rejections", "num_sync_all_streams",
     "num_device_alloc", "num_device_free",
@@ -41,28 +42,6 @@ _DOCS = (
     "https://docs.pytorch.org/docs/stable/notes/cuda.html"
     "#optimizing-memory-usage-with-pytorch-cuda-alloc-conf"
 )
-
-
-class NoTime:
-    """Stands for the clock where time does not matter: all work is done at once."""
-
-    host = 0.0
-
-    def __init__(self):
-        self.lock = threading.RLock()
-
-    def record(self, index: int, stream: int):
-        """A position in a stream, after all that it has been given."""
-
-    def reached(self, position) -> bool:
-        """Whether the host can see that the work before a position is done."""
-        return True
-
-    def forget(self, position) -> None:
-        """Nobody will ask for a position again."""
-
-    def wait_for_device(self, index: int) -> None:
-        """A segment is given back to CUDA, which waits for the GPU."""
 
 
 class CachingAllocator:
@@ -86,6 +65,7 @@ class CachingAllocator:
         self.segment_sizes: dict[int, int] = {}  # address -> bytes
         self.counts = dict.fromkeys(_COUNTS, 0)
         self.history = History(self)
+        self.observers: list = []  # called before memory is refused
         self._waiting: list[tuple[Block, list]] = []  # for events of other streams
         self._freed: deque[Block] = deque()  # by the program, not taken back yet
 
@@ -139,6 +119,10 @@ class CachingAllocator:
         """
         __tracebackhide__ = True
         size = round_up(nbytes)
+        if size >= _EXABYTE:
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate more than 1EB memory."
+            )
         # a lower fraction may have come after segments were made: they stay usable
         if size > max(self.limit, self.reserved) - self.allocated:
             with self.clock.lock:
@@ -403,6 +387,8 @@ class CachingAllocator:
         free = self.free_on_card
         if self.history.is_recording:
             self.history.note("oom", free, size, stream, self.history.frames())
+        for observer in self.observers:
+            observer(self.index, size, self.total, free)
         allowed = ""
         if self.fraction is not None:
             most = int(self.total * self.fraction)

@@ -27,6 +27,7 @@ class Gpu:
         self.generator = None  # of its random numbers
         # priority -> counts its streams; `next` of a count is one step for all threads
         self.stream_counts = {p: itertools.count() for p in PRIORITIES}
+        self.external_streams = itertools.count()  # not of PyTorch's pools
         self.alive = True  # False once the simulator has stopped
         self.renumber(index, ordinal)
 
