@@ -38,6 +38,7 @@ from simgpu.api import (
     data_parallel,
     devices,
     events,
+    function_modes,
     functions,
     making,
     memory,
@@ -188,6 +189,11 @@ def _torch() -> list[Patch]:
         *patches(
             torch.nn.functional, "it calls this where the function mode is off",
             scaled_dot_product_attention=attention.in_functional,
+        ),
+        *patches(
+            torch._C, "PyTorch's tests count the modes that they leave behind",
+            _len_torch_function_stack=function_modes.length,
+            _pop_torch_function_stack=function_modes.pop,
         ),
         *patches(
             torch._C, "optimizers group tensors by device",

@@ -92,7 +92,8 @@ def test_waits_of_the_host_are_reported_when_asked_for(wait):
     with pytest.warns(UserWarning, match="called a synchronizing CUDA operation"):
         wait(x)
     torch.cuda.set_sync_debug_mode(0)
-    with warnings.catch_warnings(action="error"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         wait(x)
 
 
@@ -446,6 +447,31 @@ def test_lists_with_sparse_tensors_keep_their_order():
     for total, part in zip(added, tensors, strict=True):
         total, part = (t.to_dense() if t.is_sparse else t for t in (total, part))
         assert torch.equal(total, part * 2)
+
+
+# -- operations that only CUDA has -----------------------------------------------------
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_cudnns_convolutions_are_convolutions(half):
+    x, weight = torch.randn(1, 2, 5, 5, device=0), torch.randn(3, 2, 3, 3, device=0)
+    with torch.autocast("cuda", enabled=half):
+        y = torch.cudnn_convolution(
+            x, weight, (1, 1), (2, 2), (1, 1), 1, False, True, True
+        )
+        back = torch.cudnn_convolution_transpose(
+            y, weight, (1, 1), (0, 0), (2, 2), (1, 1), 1, False, True, True
+        )
+    assert y.dtype is back.dtype is (torch.float16 if half else torch.float32)
+    expected = nn.functional.conv2d(x, weight, padding=1, stride=2)
+    torch.testing.assert_close(y.float(), expected, atol=0.05, rtol=0.05)
+    assert back.shape == x.shape
+
+
+def test_what_only_cuda_has_is_refused_by_name():
+    x = torch.ones(2, 2, device=0)
+    with pytest.raises(simgpu.NotSimulated, match="aten::_fused_dropout"):
+        torch._fused_dropout(x, 0.5)
 
 
 # -- the rest --------------------------------------------------------------------------
