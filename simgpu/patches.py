@@ -296,6 +296,8 @@ def _cuda(runtime) -> list[Patch]:
         *patches(torch.cuda.streams, "streams are simulated", **same_stream_classes),
         *patches(torch.cuda, "there are no CUDA graphs",
                  is_current_stream_capturing=lambda: False),
+        *patches(torch.cuda.graphs, "there are no CUDA graphs",
+                 _cuda_isCurrentStreamCapturing=lambda: False),
         *patches(torch.cuda.nvtx, "there is no profiler", _nvtx=nvtx.Nvtx()),
         *patches(torch.version, "programs ask", cuda=devices.CUDA_VERSION),
         *patches(torch.backends.cuda, "programs ask", is_built=lambda: True),

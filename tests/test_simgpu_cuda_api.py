@@ -63,10 +63,13 @@ def test_cpp_knows_the_current_gpu_and_stream():
     torch._C._cuda_synchronize()
 
 
-def test_a_context_exists_once_cuda_is_used():
-    assert not torch._C._cuda_hasPrimaryContext(0)
-    torch.zeros(1, device=0)
-    assert torch._C._cuda_hasPrimaryContext(0)
+def test_a_gpu_has_a_context_once_it_is_used():
+    assert not any(map(torch._C._cuda_hasPrimaryContext, range(4)))
+    x = torch.ones(1, device=1)
+    str(x), x.cpu(), torch.ones(1).pin_memory()
+    assert [*map(torch._C._cuda_hasPrimaryContext, range(3))] == [False, True, False]
+    with pytest.raises(RuntimeError, match="valid device index"):
+        torch._C._cuda_hasPrimaryContext(9)
 
 
 def test_each_gpu_has_handles_of_its_own():

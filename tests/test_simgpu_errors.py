@@ -220,6 +220,8 @@ def test_queries_check_their_index(call, kind, words):
 REFUSED = {
     "torch.cuda.CUDAGraph()": "torch.cuda.CUDAGraph",
     "torch.cuda.graph(None)": "torch.cuda.graph",
+    "torch.cuda.graphs.CUDAGraph()": "torch.cuda.graphs.CUDAGraph",
+    "torch.cuda.nccl.unique_id()": "torch.cuda.nccl.unique_id",
     "torch.cuda.temperature()": "torch.cuda.temperature",
     "torch.cuda.power_draw()": "torch.cuda.power_draw",
     "torch.cuda.cudart().cudaMalloc(4)": "torch.cuda.cudart().cudaMalloc",

@@ -53,12 +53,16 @@ def _set_device(index: int) -> None:
 
 
 def _has_primary_context(index: int) -> bool:
-    """Whether the program has used CUDA; here it then has a context on each GPU."""
+    """Whether the program has used this GPU: given it work, or taken its memory."""
     if not 0 <= index < devices.device_count():
         raise RuntimeError(
             f"hasPrimaryContext expects a valid device index, not {index}"
         )
-    return devices.is_initialized()
+    now = runtime.current()
+    if not devices.is_initialized():
+        return False
+    worked = any(gpu == index for gpu, _ in now.clock.done)
+    return worked or bool(now.gpus[index].memory.segments)
 
 
 def _synchronize() -> None:

@@ -2,6 +2,8 @@
 
 import torch
 import torch.accelerator.memory
+import torch.cuda.gds
+import torch.cuda.graphs
 import torch.cuda.nccl
 
 from simgpu.errors import NotSimulated
@@ -32,13 +34,18 @@ _KEPT = {
     "utilization", "clock_rate",
 }  # fmt: skip
 _MODULES = {
-    torch.cuda: torch.cuda.__all__,
+    torch.cuda: (*torch.cuda.__all__, "_compile_kernel"),
+    torch.cuda.graphs: (
+        "CUDAGraph", "graph", "graph_pool_handle", "make_graphed_callables",
+    ),
+    torch.cuda.gds: ("GdsFile", "gds_register_buffer", "gds_deregister_buffer"),
     torch.cuda.memory: torch.cuda.memory.__all__,
     torch.accelerator: torch.accelerator.__all__,
     torch.accelerator.memory: torch.accelerator.memory.__all__,
     torch: ("compile",),
     torch.cuda.nccl: (
         "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter",
+        "unique_id", "init_rank",
     ),
 }  # fmt: skip
 
