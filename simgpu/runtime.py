@@ -12,6 +12,7 @@ from simgpu.device import overhead
 from simgpu.device.cards import Card
 from simgpu.device.gpu import Gpu
 from simgpu.device.host_memory import HostMemory
+from simgpu.device.settings import Settings
 from simgpu.device.visible import visible_ordinals
 from simgpu.sanitizer.sanitizer import StreamSanitizer
 from simgpu.timing.clock import Clock
@@ -83,7 +84,11 @@ class Runtime:
         self.thread = ThreadState()
 
         numbers = range(request.number)
-        self.gpus = [Gpu(i, request.card, request.total_memory, i) for i in numbers]
+        self.settings = Settings()  # of the allocators
+        self.gpus = [
+            Gpu(i, request.card, request.total_memory, i, self.settings)
+            for i in numbers
+        ]
         self.machine = tuple(self.gpus)  # also those that are not visible
         self.sanitizer = StreamSanitizer(request.races)
         self.clock = Clock(self.gpus, self.sanitizer)

@@ -25,7 +25,7 @@ def _pinned() -> HostMemory:
 
 
 def _set_memory_fraction(fraction: float, index: int) -> None:
-    _memory(index).fraction = fraction
+    allocator_settings.set_fraction([_memory(index)], fraction)
 
 
 def _get_memory_fraction(index: int) -> float:
@@ -75,12 +75,7 @@ def _memory_snapshot(pool=None) -> dict:
     return {
         "segments": [part for memory in memories for part in memory.history.snapshot()],
         "device_traces": traces,
-        "allocator_settings": {
-            "PYTORCH_CUDA_ALLOC_CONF": "", "max_split_size": -1,
-            "garbage_collection_threshold": 0.0, "expandable_segments": False,
-            "pinned_num_register_threads": 1, "release_lock_on_cudamalloc": False,
-            "pinned_use_cuda_host_register": False, "roundup_power2_divisions": {},
-        },
+        "allocator_settings": runtime.current().settings.as_dict(),
         "external_annotations": [],
     }  # fmt: skip
 
