@@ -6,6 +6,7 @@ Operations of PyTorch are not replaced: the dispatch mode sees them (`dispatch/`
 """
 
 import multiprocessing.spawn
+import sys
 import threading
 from concurrent.futures import Future
 from concurrent.futures.thread import _WorkItem
@@ -20,6 +21,7 @@ import torch.cuda._pin_memory_utils
 import torch.cuda.nccl
 import torch.cuda.nvtx
 import torch.nn.parallel._functions
+import torch.utils._device
 import torch.utils.dlpack
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.autograd import profiler_util
@@ -35,15 +37,20 @@ from simgpu.api import (
     attention,
     autocast,
     autograd,
+    backends,
     compiling,
+    cudart,
     data_parallel,
     devices,
     events,
+    function_modes,
     functions,
     making,
     memory,
     moving,
     naming,
+    native,
+    nvml,
     nvtx,
     random_generators,
     refused,
@@ -69,6 +76,9 @@ from simgpu.distributed import (
     rpc,
     work,
 )
+
+# it keeps what it finds at its first call: PyTorch's own functions, and not ours
+torch.utils._device._device_constructors()
 
 
 def table(runtime) -> list[Patch]:
@@ -195,6 +205,11 @@ def _torch() -> list[Patch]:
             scaled_dot_product_attention=attention.in_functional,
         ),
         *patches(
+            torch._C, "PyTorch's tests count the modes that they leave behind",
+            _len_torch_function_stack=function_modes.length,
+            _pop_torch_function_stack=function_modes.pop,
+        ),
+        *patches(
             torch._C, "optimizers group tensors by device",
             _group_tensors_by_device_and_dtype=functions.group_by_device_and_dtype,
         ),
@@ -234,7 +249,11 @@ def _cuda(runtime) -> list[Patch]:
                      "initial_seed", "get_rng_state", "get_rng_state_all",
                      "set_rng_state", "set_rng_state_all")
     }  # fmt: skip
-    same_stream_classes = {"Stream": streams.CudaStream, "Event": events.CudaEvent}
+    same_stream_classes = {
+        "Stream": streams.CudaStream, "Event": events.CudaEvent,
+        "ExternalStream": streams.ExternalStream,
+    }  # fmt: skip
+    pynvml, rt, flags = nvml.module(), cudart.Cudart(), backends.Flags()
     return [
         *patches(
             torch.cuda, "which GPUs there are",
@@ -260,6 +279,21 @@ def _cuda(runtime) -> list[Patch]:
             _initialized=True,  # checkpoints ask, to keep random states
         ),
         *patches(torch.cuda.memory, "there is no CUDA", _lazy_init=devices.init),
+        *patches(torch._C, "there is no CUDA below", **native.C_FUNCTIONS,
+                 **native.absent_classes()),
+        *patches(torch.cuda, "there is no CUDA below", cudart=lambda: rt, _cudart=rt),
+        *patches(torch.cuda, "there is no NVML", pynvml=pynvml, _HAS_PYNVML=True,
+                 _get_nvml_device_index=nvml.nvml_index),
+        *patches(torch.cuda.memory, "there is no NVML",
+                 _get_nvml_device_index=nvml.nvml_index),
+        *patches(sys.modules, "there is no NVML", "item", pynvml=pynvml),
+        *patches(torch._C, "C++ keeps these where CUDA is", **flags.c_functions()),
+        *patches(torch, "C++ keeps these where CUDA is", "call",
+                 **flags.plan_cache_functions()),
+        *patches(type(torch.backends.cudnn), "C++ keeps these where CUDA is",
+                 benchmark_limit=flags.limit_property()),
+        *patches(torch.backends.cudnn.m, "programs ask", version=backends.cudnn_version,
+                 is_available=lambda: True, _init=lambda: True),
         *patches(torch.cuda, "waits in simulated time",
                  synchronize=devices.synchronize),
         *patches(torch.cuda, "memory is counted", mem_get_info=memory.mem_get_info),
@@ -283,11 +317,11 @@ def _cuda(runtime) -> list[Patch]:
         *patches(torch.cuda.streams, "streams are simulated", **same_stream_classes),
         *patches(torch.cuda, "there are no CUDA graphs",
                  is_current_stream_capturing=lambda: False),
+        *patches(torch.cuda.graphs, "there are no CUDA graphs",
+                 _cuda_isCurrentStreamCapturing=lambda: False),
         *patches(torch.cuda.nvtx, "there is no profiler", _nvtx=nvtx.Nvtx()),
         *patches(torch.version, "programs ask", cuda=devices.CUDA_VERSION),
         *patches(torch.backends.cuda, "programs ask", is_built=lambda: True),
-        *patches(torch.backends.cudnn, "the CPU's kernels run",
-                 is_acceptable=lambda tensor: False),
         *patches(
             torch.accelerator, "the accelerator is the simulated GPU",
             is_available=devices.is_available, device_count=devices.device_count,

@@ -10,6 +10,8 @@ import weakref
 from simgpu.asked import Request
 from simgpu.device import overhead
 from simgpu.device.gpu import Gpu
+from simgpu.device.host_memory import HostMemory
+from simgpu.device.settings import Settings
 from simgpu.device.visible import visible_ordinals
 from simgpu.sanitizer.sanitizer import StreamSanitizer
 from simgpu.timing.clock import Clock
@@ -71,13 +73,25 @@ class Runtime:
         self.thread = ThreadState()
 
         numbers = range(request.number)
-        self.gpus = [Gpu(i, request.card, request.total_memory, i) for i in numbers]
+        self.settings = Settings()  # of the allocators
+        self.gpus = [
+            Gpu(i, request.card, request.total_memory, i, self.settings)
+            for i in numbers
+        ]
+        self.machine = tuple(self.gpus)  # also those that are not visible
         self.sanitizer = StreamSanitizer(request.races)
         self.clock = Clock(self.gpus, self.sanitizer)
+        self.host_memory = HostMemory(self.clock)  # that is pinned
+        # address -> bytes of memory that the program has pinned by itself
+        self.registered: dict[int, int] = {}
         for gpu in self.gpus:
             gpu.memory.clock = self.clock
             if request.overhead:
                 gpu.memory.outside["context"] = overhead.CONTEXT
+
+        self.raw_blocks: dict[int, tuple] = {}  # address -> (GPU, block), asked for raw
+        self.sync_debug_mode = 0  # of `torch.cuda.set_sync_debug_mode`
+        self.blas_workspaces: dict[str, int] = {}  # sizes that the program has chosen
 
         # random numbers
         self.random_lock = threading.RLock()  # for the host's generator

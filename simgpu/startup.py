@@ -9,7 +9,7 @@ from torch.utils import _python_dispatch
 
 from simgpu import patches
 from simgpu import runtime as state
-from simgpu.api import autocast, random_generators
+from simgpu.api import allocator_settings, autocast, random_generators
 from simgpu.api.patch import Patches
 from simgpu.asked import Request, check_request
 from simgpu.dispatch import (  # noqa: F401 - the files register what runs operations
@@ -87,6 +87,7 @@ def _enter(runtime: Runtime) -> None:
     runtime.patches.apply(patches.table(runtime))
     runtime.functions = runtime.patches.functions
     runtime.modes = (FunctionMode(runtime), DispatchMode(runtime))
+    allocator_settings.apply_environment()
     for mode in runtime.modes:
         mode.__enter__()
     autocast.start()

@@ -241,11 +241,118 @@ def test_the_current_gpu_is_meant_where_none_is_named():
         torch.cuda.memory_allocated(2)
 
 
-def test_settings_of_the_allocator_are_refused():
-    with pytest.raises(simgpu.NotSimulated, match="allocator's settings"):
+SET = torch.cuda.memory._set_allocator_settings
+
+
+@pytest.mark.filterwarnings("ignore:torch.cuda._set_allocator_settings is deprecated")
+@pytest.mark.parametrize(
+    "settings",
+    ["", "expandable_segments:False", "garbage_collection_threshold:0.8",
+     "backend:native, pinned_num_register_threads:8",
+     "release_lock_on_cudamalloc:True,pinned_use_background_threads:True"],
+)  # fmt: skip
+def test_settings_that_change_nothing_here_are_accepted(settings):
+    SET(settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    ["pinned_reserve_segment_size_mb:64", "backend:cudaMallocAsync"],
+)
+def test_settings_that_would_change_the_allocator_are_refused_by_name(settings):
+    name = settings.split(":")[0 if "backend" not in settings else 1]
+    with pytest.raises(simgpu.NotSimulated, match=name):
+        torch._C._accelerator_setAllocatorSettings(settings)
+
+
+def test_freeing_by_age_is_refused_where_it_would_take_effect():
+    torch._C._accelerator_setAllocatorSettings("garbage_collection_threshold:0.8")
+    with pytest.raises(simgpu.NotSimulated, match="garbage_collection_threshold"):
+        torch.cuda.set_per_process_memory_fraction(0.5)
+    torch._C._accelerator_setAllocatorSettings("")
+    torch.cuda.set_per_process_memory_fraction(0.5)
+    with pytest.raises(simgpu.NotSimulated, match="garbage_collection_threshold"):
+        torch._C._accelerator_setAllocatorSettings("garbage_collection_threshold:0.8")
+
+
+@pytest.mark.parametrize(
+    "settings, nbytes, block",
+    [("4", 84 * MIB, 96 * MIB), ("4", 96 * MIB, 96 * MIB), ("4", 3000, 3072),
+     ("4", 1000, 1024), ("[64:8,128:2,>:1]", 84 * MIB, 88 * MIB),
+     ("[64:8,128:2,256:1,>:1]", 150 * MIB, 192 * MIB),
+     ("[64:8,128:2,>:1]", 150 * MIB, 150 * MIB),  # ">" begins with the last one named
+     ("[64:8,128:2,>:1]", 3 * MIB, 3 * MIB),
+     ("[1:4,2:0]", 5 * MIB + 512, 5 * MIB + 512)],
+)  # fmt: skip
+def test_sizes_are_rounded_to_divisions_of_powers_of_two(settings, nbytes, block):
+    simgpu.stop()
+    simgpu.start(1, memory="1GB")
+    torch._C._accelerator_setAllocatorSettings(f"roundup_power2_divisions:{settings}")
+    x = torch.UntypedStorage(nbytes, device="cuda")
+    assert torch.cuda.memory_allocated() == block
+    stats = torch.cuda.memory_stats()
+    assert stats["requested_bytes.all.current"] == x.nbytes()
+
+
+def test_large_blocks_are_not_cut_where_the_program_says_so():
+    simgpu.stop()
+    simgpu.start(1, memory="256MB")
+    torch._C._accelerator_setAllocatorSettings("max_split_size_mb:40")
+    torch.UntypedStorage(100 * MIB, device="cuda")  # and gone: cached
+    x = torch.UntypedStorage(30 * MIB, device="cuda")  # must not take its place
+    assert torch.cuda.memory_reserved() == 130 * MIB
+    y = torch.UntypedStorage(90 * MIB, device="cuda")  # may: 20 MiB at most are lost
+    assert torch.cuda.memory_reserved() == 130 * MIB
+    assert torch.cuda.memory_allocated() == 130 * MIB
+    stats = torch.cuda.memory_stats()
+    assert stats["oversize_allocations.current"] == stats["max_split_size"] // 40 // MIB
+    del x, y
+
+
+def test_large_blocks_go_first_where_room_is_needed():
+    simgpu.stop()
+    simgpu.start(1, memory="256MB")
+    torch._C._accelerator_setAllocatorSettings("max_split_size_mb:40")
+    sizes = [60, 50, 30, 30]
+    for x in [torch.UntypedStorage(n * MIB, device="cuda") for n in sizes]:
+        del x
+    assert torch.cuda.memory_reserved() == sum(sizes) * MIB
+    x = torch.UntypedStorage(140 * MIB, device="cuda")
+    # 60 and 50 are not enough for 140, so that all is given back
+    assert torch.cuda.memory_reserved() == 140 * MIB == x.nbytes()
+    y = torch.UntypedStorage(100 * MIB, device="cuda")
+    del y
+    z = torch.UntypedStorage(35 * MIB, device="cuda")
+    assert torch.cuda.memory_reserved() == (140 + 36) * MIB and z.nbytes()
+    assert torch.cuda.memory_stats()["num_alloc_retries"] == 1  # the first time only
+
+
+@pytest.mark.parametrize(
+    "settings",
+    ["foo:1", "garbage_collection_threshold:1.2", "max_split_size_mb:2", "backend:x",
+     "expandable_segments:maybe", "pinned_num_register_threads:none", "nonsense",
+     "pinned_num_register_threads:1024", "per_process_memory_fraction:2"],
+)  # fmt: skip
+def test_settings_that_pytorch_does_not_take(settings):
+    with pytest.raises(ValueError):
+        torch._C._accelerator_setAllocatorSettings(settings)
+
+
+def test_expandable_segments_are_not_simulated_and_the_program_goes_on():
+    with pytest.warns(UserWarning, match="expandable_segments is not simulated"):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-    with pytest.raises(simgpu.NotSimulated, match="_set_memory_metadata"):
-        torch.cuda.memory._set_memory_metadata("x")
+
+
+def test_the_environment_sets_the_allocator(monkeypatch):
+    simgpu.stop()
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "per_process_memory_fraction:0.5")
+    simgpu.start(2, memory="64MB")
+    assert torch.cuda.get_per_process_memory_fraction(1) == 0.5
+    simgpu.stop()
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:cudaMallocAsync")  # it counts
+    with pytest.raises(simgpu.NotSimulated, match="cudaMallocAsync"):
+        simgpu.start(2, memory="64MB")
+    assert simgpu.count() == 0
 
 
 def test_new_gpus_know_nothing_of_those_before():

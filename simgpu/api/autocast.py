@@ -4,8 +4,7 @@ Models: CUDA's lists of operations (`autocast_lists.py`), its cache of weights t
 cast, and that only tensors on a GPU are cast. PyTorch's dispatcher does the rest: while
 autocast is enabled, each of these operations goes to its kernel for AutocastCUDA, which
 is ours while GPUs are simulated. This is above autograd, where no mode can be. Leaves
-out: that `autocast("cpu")` does not cast tensors of GPUs (here it does), and `cudnn_*`
-operations, which no program calls.
+out: that `autocast("cpu")` does not cast tensors of GPUs (here it does).
 
 Taught in 06-mix-precision.
 """
@@ -22,6 +21,7 @@ from simgpu.api.autocast_lists import (
     FLOAT32_NORMS,
     FLOAT32_RESULT,
     LOWER_PRECISION,
+    OF_CUDNN,
     RECURRENT,
     REFUSED,
     WIDEST,
@@ -131,7 +131,7 @@ def _refuse(func, args, kwargs):
 
 
 _KERNELS = {
-    _in_lower_precision: (*LOWER_PRECISION, *RECURRENT),
+    _in_lower_precision: (*LOWER_PRECISION, *OF_CUDNN, *RECURRENT),
     _in_float32: FLOAT32,
     _with_float32_result: FLOAT32_RESULT,
     _norm_in_float32: FLOAT32_NORMS,

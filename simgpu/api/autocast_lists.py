@@ -39,6 +39,7 @@ WIDEST = (
     "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler",
     "index_put", "tensordot", "scatter_add",
 )  # fmt: skip
+OF_CUDNN = ("cudnn_convolution", "cudnn_convolution_transpose")
 REFUSED = ("binary_cross_entropy",)
 # cuDNN runs these whole, and is given all in the lower precision
 RECURRENT = tuple(

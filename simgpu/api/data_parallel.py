@@ -17,13 +17,14 @@ import contextlib
 import torch
 from torch._utils import (
     _flatten_dense_tensors,
+    _flatten_sparse_tensors,
     _reorder_tensors_as,
     _take_tensors,
     _unflatten_dense_tensors,
+    _unflatten_sparse_tensors,
 )
 
 from simgpu.dispatch.devices import current_gpu
-from simgpu.errors import NotSimulated
 
 
 def _check(condition, *message) -> None:
@@ -44,7 +45,9 @@ def broadcast(tensor: torch.Tensor, devices: list[int]) -> list[torch.Tensor]:
     for device in devices:
         _check_index(device)
         copy = tensor
-        if device != tensor.get_device():
+        if device != tensor.get_device() and tensor.is_sparse:
+            copy = tensor.to(torch.device("cuda", device), non_blocking=True)
+        elif device != tensor.get_device():
             copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             copy.copy_(tensor, non_blocking=True)
         copies.append(copy)
@@ -85,7 +88,10 @@ def broadcast_coalesced(
     with torch.no_grad():
         for chunk in _take_tensors(tensors, buffer_size):
             if chunk[0].is_sparse:
-                raise NotSimulated("broadcast_coalesced of sparse tensors")
+                flat = map(broadcast, _flatten_sparse_tensors(chunk), [devices] * 2)
+                for mine, *both in zip(copies, *(b[1:] for b in flat), strict=True):
+                    mine += [p.data for p in _unflatten_sparse_tensors(both, chunk)]
+                continue
             buffers = broadcast(_flatten_dense_tensors(chunk), devices)[1:]
             for mine, buffer in zip(copies, buffers, strict=True):
                 # .data: parts of one buffer would otherwise share a version counter

@@ -67,8 +67,11 @@ def get_device_capability(device=None) -> tuple[int, int]:
 
 
 def can_device_access_peer(device, peer_device) -> bool:
-    a, b = known_gpu(device), known_gpu(peer_device)
-    return a is not b
+    a = known_gpu(device)
+    index = _get_device_index(peer_device)
+    if not 0 <= index < device_count():
+        raise AssertionError("Invalid peer device id")
+    return a is not gpu_named(index)
 
 
 def get_arch_list() -> list[str]:

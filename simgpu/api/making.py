@@ -11,6 +11,7 @@ from torch.utils._device import DeviceContext
 from simgpu.api.naming import as_device
 from simgpu.dispatch.copies import log_copy
 from simgpu.dispatch.devices import find_gpu
+from simgpu.dispatch.errors import TYPE_NAMES, type_name
 from simgpu.dispatch.placement import gpu_of, place
 
 _raw_tensor = torch.tensor
@@ -25,6 +26,27 @@ _SPARSE = (
 )  # fmt: skip
 
 
+def legacy(dtype: torch.dtype, device: torch.device, args: tuple) -> torch.Tensor:
+    """What the old constructors make on a GPU: of sizes, a storage, or data.
+
+    Raises:
+        TypeError: for a tensor of another type or device.
+    """
+    first = args[0] if args else None
+    if isinstance(first, torch.Size) or all(isinstance(n, int) for n in args):
+        size = first if isinstance(first, torch.Size) else args
+        return torch.empty(size or (0,), dtype=dtype, device=device)
+    if isinstance(first, (torch.UntypedStorage, torch.TypedStorage)):
+        return torch.empty(0, dtype=dtype, device=device).set_(first)
+    if isinstance(first, torch.Tensor):
+        gpu = find_gpu(device)
+        if first.dtype is not dtype or gpu_of(first) is not gpu:
+            wanted = f"torch.cuda.{TYPE_NAMES.get(dtype, dtype)}"
+            raise TypeError(f"expected {wanted} (got {type_name(first)})")
+        return first.detach()
+    return tensor(first, dtype=dtype, device=device)
+
+
 def _made(made, device):
     """A tensor that was just built on the host, where `device` asks for it."""
     gpu = find_gpu(device)
@@ -34,8 +56,13 @@ def _made(made, device):
     return made
 
 
-def _default(device):
-    """What `device=` means where it was left out: the default device."""
+def _default(device, data=None):
+    """What `device=` means where it was left out: the default device.
+
+    Args:
+        device: what the program has given.
+        data: the tensor of which a new one is made; where it is, without a default.
+    """
     device = as_device(device)
     if device is None:
         contexts = (
@@ -44,6 +71,8 @@ def _default(device):
             if isinstance(mode, DeviceContext)
         )
         device = next(contexts, None)
+    if device is None and data is not None:
+        return data.device
     return device or torch.device("cpu")
 
 
@@ -52,7 +81,7 @@ def tensor(data, *, dtype=None, device=None, requires_grad=False,
     """torch.tensor"""
     raw = _raw_tensor
     if isinstance(data, torch.Tensor):
-        device = as_device(device) or data.device
+        device = _default(device, data)
         made = data.detach().to(device, dtype, copy=True)
         return made.requires_grad_() if requires_grad else made
     device = _default(device)
@@ -78,7 +107,7 @@ def _log_read_back(data) -> None:
 
 def as_tensor(data, dtype=None, device=None):
     if isinstance(data, torch.Tensor):
-        return data.to(as_device(device) or data.device, dtype or data.dtype)
+        return data.to(_default(device, data), dtype or data.dtype)
     device = _default(device)
     if device.type not in ("cuda", "cpu"):
         return _raw_as_tensor(data, dtype=dtype, device=device)
@@ -94,7 +123,7 @@ def range(*args, device=None, **kwargs):
 
 def asarray(obj, *, dtype=None, device=None, copy=None, requires_grad=False):
     if isinstance(obj, torch.Tensor):
-        device = as_device(device) or obj.device
+        device = _default(device, obj)
         if copy is False and device != obj.device:
             raise ValueError("can't alias tensor with different device")
         made = obj.to(device, dtype or obj.dtype, copy=bool(copy))
@@ -116,8 +145,10 @@ def new_tensor(self, data, *, dtype=None, device=None, requires_grad=False,
 
 
 def new(self, *args, **kwargs):
-    device = as_device(kwargs.pop("device", None)) or self.device
-    return _made(_raw_new(self, *args, **kwargs), device)
+    device = as_device(kwargs.get("device")) or self.device
+    if device.type != "cuda" or self.layout is not torch.strided:
+        return _raw_new(self, *args, **kwargs)
+    return legacy(self.dtype, device, args)
 
 
 def _sparse_factory(name: str):

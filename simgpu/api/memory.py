@@ -3,11 +3,14 @@
 import sys
 
 from simgpu import runtime
+from simgpu.api import allocator_settings
 from simgpu.api.devices import device_count
 from simgpu.api.refused import refuse
+from simgpu.api.streams import number_of_handle
 from simgpu.device.allocator import CachingAllocator
 from simgpu.device.history import CONTEXTS
-from simgpu.dispatch.devices import gpu_named
+from simgpu.device.host_memory import HostMemory
+from simgpu.dispatch.devices import current_gpu, gpu_named
 from simgpu.errors import NotSimulated
 
 
@@ -17,13 +20,17 @@ def _memory(index: int) -> CachingAllocator:
     return gpu_named(index).memory
 
 
+def _pinned() -> HostMemory:
+    return runtime.current().host_memory
+
+
 def _set_memory_fraction(fraction: float, index: int) -> None:
-    _memory(index).fraction = fraction
+    allocator_settings.set_fraction([_memory(index)], fraction)
 
 
 def _get_memory_fraction(index: int) -> float:
-    memory = _memory(index)
-    return memory.limit / memory.total
+    fraction = _memory(index).fraction
+    return 1.0 if fraction is None else fraction
 
 
 def _empty_cache(*args) -> None:
@@ -47,14 +54,12 @@ def _record_memory_history(enabled="all", context="all", stacks="all",
         raise RuntimeError("expected context to be 'state', 'alloc', 'all', or None")
     if stacks not in ("python", "all"):
         raise RuntimeError("expected stacks to be 'python', or 'all'")
-    if skip_actions:
-        raise NotSimulated("skip_actions of torch.cuda.memory._record_memory_history")
     runtime.current().initialize()
     most = None if enabled is None else 1 if enabled == "state" else max_entries
     for gpu in runtime.current().gpus:
         if clear_history:
             gpu.memory.history.record(None, None)
-        gpu.memory.history.record(most, context)
+        gpu.memory.history.record(most, context, skip_actions or ())
 
 
 def _record_memory_history_legacy(enabled, *args) -> None:
@@ -70,14 +75,47 @@ def _memory_snapshot(pool=None) -> dict:
     return {
         "segments": [part for memory in memories for part in memory.history.snapshot()],
         "device_traces": traces,
-        "allocator_settings": {
-            "PYTORCH_CUDA_ALLOC_CONF": "", "max_split_size": -1,
-            "garbage_collection_threshold": 0.0, "expandable_segments": False,
-            "pinned_num_register_threads": 1, "release_lock_on_cudamalloc": False,
-            "pinned_use_cuda_host_register": False, "roundup_power2_divisions": {},
-        },
+        "allocator_settings": runtime.current().settings.as_dict(),
         "external_annotations": [],
     }  # fmt: skip
+
+
+# -- memory that the program asks for by itself ----------------------------------------
+
+
+def _raw_alloc(nbytes: int, handle: int) -> int:
+    """The address of a new block of the current GPU, for a stream by its handle."""
+    gpu = current_gpu()
+    block = gpu.memory.malloc(nbytes, number_of_handle(gpu.index, handle))
+    if block is None:
+        return 0
+    runtime.current().raw_blocks[block.address] = (gpu, block)
+    return block.address
+
+
+def _raw_delete(address: int) -> None:
+    if not address:
+        return
+    if address not in runtime.current().raw_blocks:
+        raise RuntimeError(f"invalid device pointer: {address:#x}")
+    gpu, block = runtime.current().raw_blocks.pop(address)
+    gpu.memory.free(block)
+
+
+def _enable_caching(value: bool) -> None:
+    if not value:
+        raise NotSimulated("torch.cuda.caching_allocator_enable(False)")
+
+
+def _set_metadata(text: str) -> None:
+    for gpu in runtime.current().gpus:
+        gpu.memory.history.metadata = text
+
+
+def _attach_observer(observer) -> None:
+    """Call `observer(GPU, bytes, bytes of the card, bytes free)` before an error."""
+    for gpu in runtime.current().gpus:
+        gpu.memory.observers.append(observer)
 
 
 C_FUNCTIONS = {
@@ -91,10 +129,21 @@ C_FUNCTIONS = {
     "_cuda_record_memory_history": _record_memory_history,
     "_cuda_record_memory_history_legacy": _record_memory_history_legacy,
     "_cuda_getAllocatorBackend": lambda: "native",
-    "_cuda_setMemoryMetadata": refuse("torch.cuda.memory._set_memory_metadata"),
-    "_cuda_getMemoryMetadata": refuse("torch.cuda.memory._get_memory_metadata"),
+    "_cuda_isHistoryEnabled": lambda: current_gpu().memory.history.is_recording,
+    "_cuda_setMemoryMetadata": _set_metadata,
+    "_cuda_getMemoryMetadata": lambda: current_gpu().memory.history.metadata,
+    "_cuda_attach_out_of_memory_observer": _attach_observer,
+    "_cuda_cudaCachingAllocator_raw_alloc": _raw_alloc,
+    "_cuda_cudaCachingAllocator_raw_delete": _raw_delete,
+    "_cuda_cudaCachingAllocator_enable": _enable_caching,
+    "_cuda_cudaCachingAllocator_is_enabled": lambda: True,
+    "_cuda_hostMemoryStats": lambda: _pinned().stats(),
+    "_cuda_resetPeakHostMemoryStats": lambda: _pinned().reset_peaks(),
+    "_cuda_resetAccumulatedHostMemoryStats": lambda: _pinned().reset_sums(),
+    "_host_emptyCache": lambda: _pinned().empty_cache(),
+    "_accelerator_emptyHostCache": lambda: _pinned().empty_cache(),
     "_cuda_cudaHostAllocator": refuse("torch.cuda.memory._host_allocator"),
-    "_accelerator_setAllocatorSettings": refuse("changing the allocator's settings"),
+    "_accelerator_setAllocatorSettings": allocator_settings.apply,
     "_accelerator_isAllocatorInitialized": lambda: True,
     "_accelerator_getDeviceStats": lambda index: _memory(index).stats(),
     "_accelerator_resetPeakStats": lambda index: _memory(index).reset_peaks(),
@@ -110,5 +159,8 @@ KEPT = {
     "reset_accumulated_memory_stats", "reset_peak_memory_stats",
     "reset_max_memory_allocated", "reset_max_memory_cached",
     "set_per_process_memory_fraction", "get_per_process_memory_fraction",
-    "get_allocator_backend",
+    "get_allocator_backend", "host_memory_stats", "host_memory_stats_as_nested_dict",
+    "reset_accumulated_host_memory_stats", "reset_peak_host_memory_stats",
+    "empty_host_cache", "caching_allocator_alloc", "caching_allocator_delete",
+    "caching_allocator_enable", "caching_allocator_disabled",
 }  # fmt: skip

@@ -22,5 +22,11 @@ class Nvtx:
     def rangeEnd(self, number: int) -> None:
         pass
 
+    def deviceRangeStart(self, message: str, stream: int) -> int:
+        return self.rangeStartA(message)
+
+    def deviceRangeEnd(self, number: int, stream: int) -> None:
+        pass
+
     def markA(self, message: str) -> None:
         pass

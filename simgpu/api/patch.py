@@ -22,7 +22,7 @@ class Patch:
     new: object
     reason: str
     # "attribute": it is replaced. "call": it stays, but the function mode answers calls
-    # of it, also of those who have imported it before. "both".
+    # of it, also of those who have imported it before. "both". "item": of a dictionary.
     where: str = "attribute"
 
 
@@ -36,11 +36,18 @@ class Patches:
 
     def __init__(self):
         self._undo: list[tuple[object, str, object]] = []
+        self._undo_items: list[tuple[dict, str, object]] = []
         self.functions: dict = {}  # torch function -> what answers calls of it
 
     def apply(self, table: list[Patch]) -> None:
         """Put everything in place; whatever fails leaves the rest to `undo`."""
         for patch in table:
+            if patch.where == "item":
+                self._undo_items.append(
+                    (patch.owner, patch.name, patch.owner.get(patch.name, _ABSENT))
+                )
+                patch.owner[patch.name] = patch.new
+                continue
             old = vars(patch.owner).get(patch.name, _ABSENT)
             if patch.where != "attribute":
                 self.functions[getattr(patch.owner, patch.name)] = patch.new
@@ -59,6 +66,12 @@ class Patches:
 
     def undo(self) -> None:
         """Put back what was there before, whatever was put on top of it since."""
+        while self._undo_items:
+            owner, name, old = self._undo_items.pop()
+            if old is _ABSENT:
+                owner.pop(name, None)
+            else:
+                owner[name] = old
         while self._undo:
             owner, name, old = self._undo.pop()
             if vars(owner).get(name) is not old:

@@ -41,6 +41,12 @@ class DeviceProperties:
         self.memory_bus_width = card.memory_bus  # bits
         self.gcnArchName = card.name  # of AMD's cards; PyTorch has the name here
 
+    def __eq__(self, other) -> bool:
+        return isinstance(other, DeviceProperties) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash(self.uuid)
+
     def __repr__(self) -> str:
         return (
             f"_CudaDeviceProperties(name='{self.name}', major={self.major}, "

@@ -18,6 +18,15 @@ class _GeneratorMeta(type(_raw_generator)):
 _SEED = 67280421310721  # that of a new generator, as in PyTorch
 
 
+class _Position:
+    """Where a generator of a GPU is; two of them may share it."""
+
+    __slots__ = ("key", "offset")
+
+    def __init__(self):
+        self.key, self.offset = _SEED, 0
+
+
 class Generator(_raw_generator, metaclass=_GeneratorMeta):
     """`torch.Generator(device="cuda:1")`, made of a CPU generator.
 
@@ -25,8 +34,7 @@ class Generator(_raw_generator, metaclass=_GeneratorMeta):
     """
 
     gpu = None
-    key = _SEED
-    offset = 0
+    position: _Position  # of a GPU's
 
     def __new__(cls, device="cpu"):
         device = torch.device(device)
@@ -39,8 +47,21 @@ class Generator(_raw_generator, metaclass=_GeneratorMeta):
     def device(self):
         return self.gpu.device if self.gpu else torch.device("cpu")
 
+    @property
+    def key(self) -> int:
+        return self.position.key
+
+    @property
+    def offset(self) -> int:
+        return self.position.offset
+
+    @offset.setter
+    def offset(self, offset: int) -> None:
+        self.position.offset = offset
+
     def manual_seed(self, seed: int) -> "Generator":
-        self.key, self.offset = int(seed) % 2**64, 0
+        if self.gpu is not None:
+            self.position.key, self.position.offset = int(seed) % 2**64, 0
         return super().manual_seed(seed)
 
     def seed(self) -> int:
@@ -56,6 +77,8 @@ class Generator(_raw_generator, metaclass=_GeneratorMeta):
     def set_offset(self, offset: int) -> None:
         if self.gpu is None:
             super().set_offset(offset)
+        elif offset % 4:
+            raise RuntimeError("offset must be a multiple of 4")
         else:
             self.offset = offset
 
@@ -73,12 +96,27 @@ class Generator(_raw_generator, metaclass=_GeneratorMeta):
             raise TypeError("RNG state must be a torch.ByteTensor")
         if state.numel() != 16:
             raise RuntimeError("RNG state is wrong size")
-        self.key, self.offset = struct.unpack("<QQ", bytes(state.tolist()))
+        found = struct.unpack("<QQ", bytes(state.tolist()))
+        self.position.key, self.position.offset = found
         return self
 
     def clone_state(self) -> "Generator":
         made = Generator() if self.gpu is None else new_generator(self.gpu)
         return made.set_state(self.get_state())
+
+    def graphsafe_get_state(self) -> "Generator":
+        """A generator that draws on from the same position, and moves it."""
+        if self.gpu is None:
+            return super().graphsafe_get_state()
+        made = new_generator(self.gpu)
+        made.position = self.position
+        return made
+
+    def graphsafe_set_state(self, state: "Generator") -> "Generator":
+        if self.gpu is None:
+            return super().graphsafe_set_state(state)
+        self.position = state.position
+        return self
 
     def __reduce__(self):
         return _rebuild_generator, (str(self.device), self.get_state())
@@ -88,6 +126,7 @@ def new_generator(gpu, now: runtime.Runtime | None = None) -> Generator:
     """A new generator of a GPU, such as the one it draws from by default."""
     made = _raw_generator.__new__(Generator, "cpu")
     made.gpu = gpu
+    made.position = _Position()
     (now or runtime.current()).gpu_generators[made._cdata] = made
     return made
 

@@ -2,6 +2,8 @@
 
 import torch
 import torch.accelerator.memory
+import torch.cuda.gds
+import torch.cuda.graphs
 import torch.cuda.nccl
 
 from simgpu.errors import NotSimulated
@@ -26,16 +28,23 @@ def _refused_class(call: str):
 _KEPT = {
     "CudaError", "DeferredCudaCallError", "check_error", "cudaStatus", "has_half",
     "has_magma", "device", "device_of", "is_tf32_supported", "ipc_collect",
-    "StreamContext", "stream",
+    "StreamContext", "stream", "current_blas_handle", "current_solver_handle",
+    "get_stream_from_external", "get_sync_debug_mode", "set_sync_debug_mode",
+    "get_gencode_flags", "list_gpu_processes", "device_memory_used", "memory_usage",
+    "utilization", "clock_rate",
 }  # fmt: skip
 _MODULES = {
-    torch.cuda: torch.cuda.__all__,
+    torch.cuda: (*torch.cuda.__all__, "_compile_kernel"),
+    torch.cuda.graphs: (
+        "CUDAGraph", "graph", "graph_pool_handle", "make_graphed_callables",
+    ),
+    torch.cuda.gds: ("GdsFile", "gds_register_buffer", "gds_deregister_buffer"),
     torch.cuda.memory: torch.cuda.memory.__all__,
-    torch.cuda.streams: ("ExternalStream",),
     torch.accelerator: torch.accelerator.__all__,
     torch.accelerator.memory: torch.accelerator.memory.__all__,
     torch.cuda.nccl: (
         "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter",
+        "unique_id", "init_rank",
     ),
 }  # fmt: skip
 

@@ -2,10 +2,10 @@
 
 Models: the current and the default stream of each GPU, and who waits for whom. As in
 PyTorch, a new stream comes from a pool of 32 for each GPU and priority, and does not
-wait for the default stream by itself. Leaves out: what a priority does, streams made by
-other libraries, and the stream of each backward step: backward runs on the current
-stream, which first waits for every other (so a gradient that another stream has not
-finished is not seen as a race).
+wait for the default stream by itself. `cudart().cudaStreamCreate` makes others
+(`cudart.py`). Leaves out: what a priority does, streams of other libraries, and that of
+each backward step: backward runs on the current stream, which first waits for every
+other (so a gradient that another stream has not finished is not seen as a race).
 
 Taught in 04-overlap-with-streams.
 """
@@ -13,6 +13,7 @@ Taught in 04-overlap-with-streams.
 import ctypes
 
 import torch
+from torch.cuda._utils import _get_device_index
 
 from simgpu import runtime
 from simgpu.api.events import CudaEvent, Event
@@ -20,6 +21,7 @@ from simgpu.device.blocks import stream_handle
 from simgpu.dispatch.devices import find_gpu, gpu_named
 from simgpu.errors import NotSimulated
 
+FIRST_EXTERNAL = 200  # number of the first stream that is not of a pool
 POOL = 32  # streams of each GPU and priority, handed out in turn
 PRIORITIES = (0, -3)  # the least and the greatest
 _CUDA = 1  # the number of the device type in C++
@@ -64,7 +66,9 @@ class Stream:
 
     @property
     def priority(self) -> int:
-        return 0 if self.stream_id == 0 else -((self.stream_id - 1) // POOL)
+        if self.stream_id == 0 or self.stream_id >= FIRST_EXTERNAL:
+            return 0
+        return -((self.stream_id - 1) // POOL)
 
     @classmethod
     def priority_range(cls) -> tuple[int, int]:
@@ -166,22 +170,62 @@ class CudaStream(Stream):
         )
 
 
+class ExternalStream(CudaStream):
+    """`torch.cuda.ExternalStream`: a stream by the handle that CUDA knows it by.
+
+    Raises:
+        NotSimulated: for a handle that neither `Stream.cuda_stream` nor
+            `cudart().cudaStreamCreate` has given out for this GPU.
+    """
+
+    def __new__(cls, stream_ptr, device=None, **kwargs):
+        gpu = gpu_named(device)
+        number = number_of_handle(gpu.index, stream_ptr)
+        return super().__new__(cls, stream_id=number, device_index=gpu.index, **kwargs)
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+
+def number_of_handle(index: int, handle: int) -> int:
+    """The stream of a GPU that has this handle.
+
+    Raises:
+        NotSimulated: if none has.
+    """
+    number = max(handle - stream_handle(index, 1), -16) // 16 + 1 if handle else 0
+    if stream_handle(index, number) != handle or number >= 4096:
+        raise NotSimulated(f"a stream of another library (handle {handle:#x})")
+    return number
+
+
 # -- which stream is current -----------------------------------------------------------
 
 
 def _stream(number: int, device, kind=CudaStream) -> Stream:
-    return kind(stream_id=number, device_index=gpu_named(device).index)
+    return kind(stream_id=number, device_index=device)
 
 
 def current_stream(device=None) -> CudaStream:
     """The stream on which this thread's work for a GPU runs."""
-    index = gpu_named(device).index
+    index = _index(device)
     return _stream(runtime.current().thread.streams.get(index, 0), index)
 
 
 def default_stream(device=None) -> CudaStream:
     """The stream on which a GPU works if nobody says otherwise."""
-    return _stream(0, device)
+    return _stream(0, _index(device))
+
+
+def _index(device) -> int:
+    """The GPU that `device` names, for calls that look for a stream of it."""
+    index = _get_device_index(device, optional=True)
+    count = runtime.current().fix_visible()
+    if index >= count:
+        raise RuntimeError(
+            f"Device index value {index} is out of index range [0, {count})"
+        )
+    return gpu_named(index).index
 
 
 def set_stream(stream: Stream | None) -> None:

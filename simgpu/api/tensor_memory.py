@@ -63,9 +63,7 @@ def pin_memory(self, device=None):
 
 
 def is_pinned(self, device=None):
-    if not is_plain(self) or self.layout != torch.strided:
-        return False
-    return placement.is_pinned(self)
+    return is_plain(self) and gpu_of(self) is None and placement.is_pinned(self)
 
 
 def record_stream(self, stream):

@@ -2,6 +2,8 @@
 
 import torch
 
+from simgpu.api.making import legacy
+from simgpu.api.naming import as_device
 from simgpu.dispatch.errors import TYPE_NAMES
 from simgpu.errors import NotSimulated
 
@@ -28,12 +30,10 @@ class TensorType(metaclass=TensorTypeMeta):
     dtype: torch.dtype
     on_gpu: bool
 
-    def __new__(cls, *args, **kwargs):
+    def __new__(cls, *args, device=None, **kwargs):
         if not cls.on_gpu:
             return _raw_types[cls.__name__](*args, **kwargs)
-        raise NotSimulated(
-            f"the constructor {cls}", 'Write torch.tensor(..., device="cuda").'
-        )
+        return legacy(cls.dtype, as_device(device) or torch.device("cuda"), args)
 
 
 def tensor_types(module, on_gpu: bool) -> dict[str, type]:

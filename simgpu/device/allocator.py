@@ -4,15 +4,16 @@ Models: sizes rounded to 512 bytes, a small and a large pool for each stream, se
 of 2 MiB, 20 MiB or more, best fit, splitting and merging, blocks that wait for
 another stream (`record_stream`), the retry after freeing the cache, fractions, and
 PyTorch's statistics and out-of-memory message. Leaves out: expandable segments, the
-private pools of CUDA graphs, settings of PYTORCH_CUDA_ALLOC_CONF, what an operation
-takes and gives back while it runs, and what CUDA and its libraries take for themselves
-(some hundred MiB for the context, 8 to 32 MiB for cuBLAS at first use).
+private pools of CUDA graphs, freeing by age (`garbage_collection_threshold`), what an
+operation takes and gives back while it runs, and what CUDA and its libraries take for
+themselves (some hundred MiB for the context, 8 to 32 MiB for cuBLAS at first use).
 
 Source of the rules and names: c10/cuda/CUDACachingAllocator.cpp of PyTorch.
 
 Taught in 03-count-memory.
 """
 
+import math
 from collections import deque
 
 import torch
@@ -23,24 +24,21 @@ from simgpu.device.blocks import (
     SMALL_SIZE,
     Block,
     Pool,
-    round_up,
     segment_size,
 )
-from simgpu.device.cards import show_bytes
 from simgpu.device.history import History
 from simgpu.device.no_time import NoTime
+from simgpu.device.out_of_memory import words
+from simgpu.device.settings import Settings, oversize_to_release
 from simgpu.device.statistics import NAMES, Stat, Stats
 
 FIRST_ADDRESS = 0x7F00_0000_0000
 ADDRESSES = 2**38  # bytes between the first addresses of two GPUs
+_EXABYTE = 2**60
 _COUNTS = (
     "num_alloc_retries", "num_ooms", "num_oom_rejections", "num_sync_all_streams",
     "num_device_alloc", "num_device_free",
 )  # fmt: skip
-_DOCS = (
-    "https://docs.pytorch.org/docs/stable/notes/cuda.html"
-    "#optimizing-memory-usage-with-pytorch-cuda-alloc-conf"
-)
 
 
 class CachingAllocator:
@@ -50,21 +48,25 @@ class CachingAllocator:
         index: of the GPU, as messages name it.
         total: bytes of the card.
         clock: knows when a stream has done its work.
+        settings: those of the process, if it has any.
     """
 
-    def __init__(self, index: int, total: int, clock=None):
+    def __init__(self, index: int, total: int, clock=None, settings=None):
         self.index = index
         self.total = total
         self.clock = clock or NoTime()
         self.outside: dict[str, int] = {}  # bytes that others of this process take
         self.fraction: float | None = None  # of the card that the process may take
-        self.small, self.large = Pool(small=True), Pool(small=False)
+        self.settings = settings or Settings()
+        self.small, self.large = (Pool(small, self.settings) for small in (True, False))
+        self.oversize_allocations, self.oversize_segments = Stat(), Stat()
         self.both = Stats()
         self.segments: dict[int, Block] = {}  # address -> first block
         self.segment_sizes: dict[int, int] = {}  # address -> bytes
         self.counts = dict.fromkeys(_COUNTS, 0)
         self.history = History(self)
         self.before_new_segment = None  # called where no free block is large enough
+        self.observers: list = []  # called before memory is refused
         self._waiting: list[tuple[Block, list]] = []  # for events of other streams
         self._freed: deque[Block] = deque()  # by the program, not taken back yet
 
@@ -117,7 +119,11 @@ class CachingAllocator:
             torch.OutOfMemoryError: as `malloc` would.
         """
         __tracebackhide__ = True
-        size = round_up(nbytes)
+        size = self.settings.round(nbytes)
+        if size >= _EXABYTE:
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate more than 1EB memory."
+            )
         # a lower fraction may have come after segments were made: they stay usable
         if size > max(self.limit, self.reserved) - self.allocated:
             with self.clock.lock:
@@ -159,10 +165,9 @@ class CachingAllocator:
         """What `torch._C._cuda_memoryStats` returns."""
         with self.clock.lock:
             self._take_back_freed()
-            nothing = Stat().as_dict()
             return {
                 **self.counts,
-                "max_split_size": -1,
+                "max_split_size": self.settings.as_dict()["max_split_size"],
                 **{
                     name: {
                         pool: getattr(stats, name).as_dict()
@@ -170,8 +175,8 @@ class CachingAllocator:
                     }
                     for name in NAMES
                 },
-                "oversize_allocations": nothing,
-                "oversize_segments": nothing,
+                "oversize_allocations": self.oversize_allocations.as_dict(),
+                "oversize_segments": self.oversize_segments.as_dict(),
             }
 
     def reset_peaks(self) -> None:
@@ -204,7 +209,7 @@ class CachingAllocator:
         __tracebackhide__ = True
         if self._waiting:
             self._process_events()
-        size = round_up(nbytes)
+        size = self.settings.round(nbytes)
         pool = self.small if size <= SMALL_SIZE else self.large
         block = pool.best_fit(size, stream)
         if block is None and self.before_new_segment is not None:
@@ -215,7 +220,8 @@ class CachingAllocator:
             block = self._alloc_segment(size, stream, pool)
         was_split = block.prev is not None or block.next is not None
         rest = block.size - size
-        if rest >= ROUND if pool.small else rest > SMALL_SIZE:
+        max_split = self.settings.max_split
+        if rest >= ROUND if pool.small else rest > SMALL_SIZE and size < max_split:
             block = self._split(block, size, was_split)
         elif was_split:
             self._count_inactive(pool, -1, -block.size)
@@ -224,6 +230,8 @@ class CachingAllocator:
         block.before = block.written_since = None
         for stats in (self.both, pool.stats):
             stats.block_allocated(block.size, nbytes)
+        if block.size >= max_split:
+            self.oversize_allocations.add(1)
         if self.history.is_recording:
             block.frames = self.history.frames()
             self.history.note("alloc", block.address, nbytes, stream, block.frames)
@@ -256,10 +264,14 @@ class CachingAllocator:
         """Ask CUDA for a segment; if there is no room, free the cache and ask again."""
         __tracebackhide__ = True
         nbytes = segment_size(size)
-        if self.both.reserved_bytes.current + nbytes > self.limit:
+        if self.settings.max_split < math.inf and not self._fits(nbytes):
+            for block in oversize_to_release(self.settings, pool, size, stream):
+                pool.remove(block)
+                self._release_segment(block)
+        if not self._fits(nbytes):
             self._release_cached_blocks()
             self.counts["num_alloc_retries"] += 1
-            if self.both.reserved_bytes.current + nbytes > self.limit:
+            if not self._fits(nbytes):
                 raise self._out_of_memory(size, nbytes, stream)
         address = self._room_for(nbytes)
         block = Block(address, nbytes, stream, pool)
@@ -268,10 +280,15 @@ class CachingAllocator:
         self.counts["num_device_alloc"] += 1
         self.both.segment_allocated(nbytes)
         pool.stats.segment_allocated(nbytes)
+        if nbytes >= self.settings.max_split:
+            self.oversize_segments.add(1)
         if self.history.is_recording:
             block.segment_frames = frames = self.history.frames()
             self.history.note("segment_alloc", address, nbytes, stream, frames)
         return block
+
+    def _fits(self, nbytes: int) -> bool:
+        return self.both.reserved_bytes.current + nbytes <= self.limit
 
     def _room_for(self, nbytes: int) -> int:
         """The lowest address with room for a segment."""
@@ -293,6 +310,8 @@ class CachingAllocator:
 
     def _take_back(self, block: Block) -> None:
         block.allocated = False
+        if block.size >= self.settings.max_split:
+            self.oversize_allocations.current -= 1
         for stats in (self.both, block.pool.stats):
             stats.block_released(block.size)
         if self.history.is_recording:
@@ -374,6 +393,8 @@ class CachingAllocator:
         self.counts["num_device_free"] += 1
         self.both.segment_released(block.size)
         block.pool.stats.segment_released(block.size)
+        if block.size >= self.settings.max_split:
+            self.oversize_segments.current -= 1
         if self.history.is_recording:
             where = (block.address, block.size, block.stream)
             self.history.note("segment_free", *where, self.history.frames())
@@ -381,23 +402,9 @@ class CachingAllocator:
     def _out_of_memory(self, size: int, nbytes: int, stream: int) -> Exception:
         """The error, after `size` bytes in a segment of `nbytes` found no room."""
         self.counts["num_ooms"] += 1
-        reserved = self.both.reserved_bytes.current
-        allocated = self.both.allocated_bytes.current
         free = self.free_on_card
         if self.history.is_recording:
             self.history.note("oom", free, size, stream, self.history.frames())
-        allowed = ""
-        if self.fraction is not None:
-            most = int(self.total * self.fraction)
-            allowed = f"{show_bytes(most)} allowed; "
-        return torch.OutOfMemoryError(
-            f"CUDA out of memory. Tried to allocate {show_bytes(nbytes)}. GPU "
-            f"{self.index} has a total capacity of {show_bytes(self.total)} of which "
-            f"{show_bytes(free)} is free. Including non-PyTorch memory, this process "
-            f"has {show_bytes(self.total - free)} memory in use. {allowed}Of the "
-            f"allocated memory {show_bytes(allocated)} is allocated by PyTorch, and "
-            f"{show_bytes(reserved - allocated)} is reserved by PyTorch but "
-            "unallocated. If reserved but unallocated memory is large try setting "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
-            f"  See documentation for Memory Management  ({_DOCS})"
-        )
+        for observer in self.observers:
+            observer(self.index, size, self.total, free)
+        return torch.OutOfMemoryError(words(self, nbytes, free))

@@ -69,8 +69,9 @@ class Block:
 class Pool:
     """The small or the large blocks that are free, by stream."""
 
-    def __init__(self, small: bool):
+    def __init__(self, small: bool, settings):
         self.small = small
+        self.settings = settings  # of the allocator, `settings.py`
         self.stats = Stats()
         # stream -> [(size, address, block)], sorted: the first that fits is the best
         self.free: dict[int, list[tuple[int, int, Block]]] = {}
@@ -89,7 +90,12 @@ class Pool:
         if not blocks:
             return None
         position = bisect_left(blocks, (size,))
-        return blocks.pop(position)[2] if position < len(blocks) else None
+        if position == len(blocks):
+            return None
+        found = blocks[position][0]
+        if found >= self.settings.max_split and not self.settings.may_use(size, found):
+            return None
+        return blocks.pop(position)[2]
 
     def take_whole_segments(self) -> list[Block]:
         """Take out the free blocks that are a segment each."""

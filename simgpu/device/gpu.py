@@ -18,15 +18,16 @@ class Gpu:
         card: the model of the card.
         total: bytes of its memory.
         ordinal: as the machine counts, before CUDA_VISIBLE_DEVICES.
-        clock: of the machine.
+        settings: of the allocators of this process.
     """
 
-    def __init__(self, index: int, card: Card, total: int, ordinal: int, clock=None):
+    def __init__(self, index: int, card: Card, total: int, ordinal: int, settings=None):
         self.card = card
-        self.memory = CachingAllocator(index, total, clock)
+        self.memory = CachingAllocator(index, total, settings=settings)
         self.generator = None  # of its random numbers
         # priority -> counts its streams; `next` of a count is one step for all threads
         self.stream_counts = {p: itertools.count() for p in PRIORITIES}
+        self.external_streams = itertools.count()  # not of PyTorch's pools
         self.alive = True  # False once the simulator has stopped
         self.renumber(index, ordinal)
 

@@ -28,24 +28,30 @@ class History:
         self.events: deque[dict] | None = None  # while they are recorded
         self.context: str | None = None  # whose frames are kept: one of CONTEXTS
         self.is_recording = False
+        self.skipped: frozenset[str] = frozenset()  # actions that are not kept
+        self.metadata = ""  # the program's own, kept with each event
 
-    def record(self, most: int | None, context: str | None) -> None:
+    def record(self, most: int | None, context: str | None, skipped=()) -> None:
         """Remember what happens from now on, at most so many events (None: stop).
 
         Args:
             most: how many events.
             context: whose frames: "state" of living blocks; "alloc" also of each event,
                 for a free those of its allocation; "all" also of each free; or None.
+            skipped: actions that are not remembered: "alloc", "free_requested", ...
         """
         with self.allocator.clock.lock:
             self.allocator._take_back_freed()
             kept = self.events or ()
             self.events = None if most is None else deque(kept, maxlen=most)
             self.context = context
+            self.skipped = frozenset(skipped)
             self.is_recording = most is not None
 
     def note(self, action: str, address: int, size: int, stream: int, frames) -> None:
         """Record one event; for an "oom" the address is the bytes that were free."""
+        if action in self.skipped:
+            return
         where = "device_free" if action == "oom" else "addr"
         self.events.append(
             {
@@ -56,7 +62,7 @@ class History:
                 "time_us": int(self.allocator.clock.host * 1e6),
                 "pool_id": (0, 0),
                 "compile_context": "N/A",
-                "user_metadata": "",
+                "user_metadata": self.metadata,
                 "frames": [] if self.context == "state" else frames,
             }
         )

@@ -1,4 +1,4 @@
-"""What stands for the clock in an allocator that has none."""
+"""What stands for the clock where an allocator is used without one."""
 
 import threading
 

@@ -3,12 +3,22 @@
 What a copy costs is in `timing/cost.py`; when it runs, in `timing/clock.py`.
 """
 
+import torch
+
 from simgpu import runtime
 from simgpu.dispatch import cpp_tensors, sanitizing
 from simgpu.dispatch.call import Call
 from simgpu.dispatch.devices import HOST, find_gpu
 from simgpu.dispatch.operation import handles
-from simgpu.dispatch.placement import gpu_of, is_pinned, pin, place, place_all
+from simgpu.dispatch.placement import (
+    bytes_in,
+    gpu_of,
+    is_pinned,
+    pin,
+    pinned_block,
+    place,
+    place_all,
+)
 
 
 @handles("_to_copy")
@@ -39,6 +49,8 @@ def to_copy(call: Call):
     out = _cross(call, tensor, source, target, pinned=pinned, wait=wait)
     if wants_pinned or (pinned and target is None):
         pin(out)
+    if pinned and not wait and None in (source, target):
+        _hold(call, *((tensor, target) if source is None else (out, source)))
     return out
 
 
@@ -59,7 +71,10 @@ def copy_(call: Call):
         return call.run_on(target)
     wait = not call.argument(2, "non_blocking")
     pinned = is_pinned(into if target is None else tensor)
-    return _cross(call, tensor, source, target, pinned=pinned, wait=wait, into=into)
+    out = _cross(call, tensor, source, target, pinned=pinned, wait=wait, into=into)
+    if pinned and not wait and None in (source, target):
+        _hold(call, *((tensor, target) if source is None else (into, source)))
+    return out
 
 
 def _cross(call: Call, tensor, source, target, *, pinned, wait, into=None):
@@ -74,10 +89,18 @@ def _cross(call: Call, tensor, source, target, *, pinned, wait, into=None):
     if target is not None:
         blocks = place_all([out], target)
         sanitizing.after_kernel(call, keys[-1], [out], blocks)
-    nbytes = tensor.numel() * tensor.element_size()
+    nbytes = bytes_in(tensor)
     streams = [stream for _, stream in keys]
     call.runtime.clock.copy(source, target, nbytes, streams, pinned, wait)
     return out
+
+
+def _hold(call: Call, pinned: torch.Tensor, gpu) -> None:
+    """A copy that the host does not wait for uses this pinned memory until its end."""
+    block = pinned_block(pinned)
+    if block is not None and not call.runtime.thread.unlogged:
+        stream = call.runtime.stream_of(gpu)
+        block.used(call.runtime.clock.record(gpu.index, stream))
 
 
 @handles("_local_scalar_dense", "is_nonzero", "equal", "allclose")
@@ -106,7 +129,7 @@ def pin_memory(call: Call):
     out = call.tensors[0].clone()
     pin(out)
     if not call.runtime.thread.unlogged:
-        call.runtime.clock.pin(out.numel() * out.element_size())
+        call.runtime.clock.pin(bytes_in(out))
     return out
 
 

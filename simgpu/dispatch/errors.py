@@ -11,6 +11,7 @@ from simgpu.dispatch.devices import HOST
 from simgpu.dispatch.placement import gpu_of, tensors_in
 from simgpu.dispatch.scalars import joins_scalars
 
+_raw_type = torch.Tensor.type
 # operations that CUDA runs as another one: name -> (that one, argument -> argument)
 _RUNS_AS = {
     "embedding": ("_index_select", {"indices": "index"}),
@@ -24,9 +25,12 @@ TYPE_NAMES = {
 
 
 def type_name(tensor) -> str:
-    """What `tensor.type()` says: "torch.cuda.FloatTensor"."""
-    package = "torch.cuda." if gpu_of(tensor) else "torch."
-    return package + TYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
+    """What `tensor.type()` says: "torch.cuda.sparse.FloatTensor"."""
+    with torch._C.DisableTorchFunction():
+        name = _raw_type(tensor)
+    if gpu_of(tensor):
+        return "torch.cuda." + name.removeprefix("torch.")
+    return name
 
 
 def scalar_type_name(tensor) -> str:

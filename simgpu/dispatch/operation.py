@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch.utils.flop_counter import flop_registry
 
+_has_kernel = torch._C._dispatch_has_computed_kernel_for_dispatch_key
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 # what launches nothing on a GPU: views, and memory that nobody fills
@@ -77,6 +78,8 @@ class Operation:
             return _handlers["python kernel"]
         if self.name in _handlers:
             return _handlers[self.name]
+        if func.namespace == "aten" and not _has_kernel(func.name(), "CPU"):
+            return _handlers["kernel of CUDA only"]
         if self.name.startswith(("_foreach_", "_fused_")):
             return _handlers["foreach"]
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE):

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from simgpu import runtime
 from simgpu.device.gpu import Gpu
+from simgpu.device.host_memory import PinnedBlock
 
 _Base = torch._C.TensorBase
 _Tensor = torch.Tensor
@@ -139,6 +140,13 @@ _PARTS = {
 }
 
 
+def bytes_in(tensor) -> int:
+    """Bytes of its elements; of a sparse one, also of its indices."""
+    if tensor.layout is torch.strided:
+        return tensor.numel() * tensor.element_size()
+    return sum(part.numel() * part.element_size() for part in parts_of(tensor))
+
+
 def is_plain(tensor) -> bool:
     """Whether PyTorch's own kernels run on it (no FakeTensor, DTensor, ...)."""
     return type(tensor).__torch_dispatch__ is _PLAIN
@@ -181,13 +189,36 @@ def place_all(tensors: list[torch.Tensor], gpu: Gpu) -> list:
 
 
 def is_pinned(tensor: torch.Tensor) -> bool:
-    """Whether a host tensor is in pinned memory."""
-    return getattr(storage_of(tensor), "_simgpu_pinned", False)
+    """Whether a host tensor is in pinned memory, or all parts of a sparse one."""
+    if tensor.layout is not torch.strided:
+        parts = parts_of(tensor)
+        return bool(parts) and all(map(is_pinned, parts))
+    if getattr(storage_of(tensor), "_simgpu_pinned", None) is not None:
+        return True
+    registered = runtime.current().registered
+    if not registered:
+        return False
+    address = _Base.data_ptr(tensor)
+    return any(0 <= address - a < size for a, size in registered.items())
 
 
 def pin(tensor: torch.Tensor) -> None:
-    """Mark a host tensor as lying in pinned memory."""
-    storage_of(tensor)._simgpu_pinned = True
+    """Mark a host tensor as lying in pinned memory, or all parts of a sparse one."""
+    if tensor.layout is not torch.strided:
+        for part in parts_of(tensor):
+            pin(part)
+        return
+    storage = storage_of(tensor)
+    if getattr(storage, "_simgpu_pinned", None) is None:
+        memory = runtime.current().host_memory
+        storage._simgpu_pinned = PinnedBlock(memory, storage.nbytes())
+
+
+def pinned_block(tensor: torch.Tensor) -> PinnedBlock | None:
+    """The block of pinned memory in which a host tensor lies, if it is PyTorch's."""
+    if tensor.layout is not torch.strided:
+        return None
+    return getattr(storage_of(tensor), "_simgpu_pinned", None)
 
 
 def tensors_in(values) -> list[torch.Tensor]:

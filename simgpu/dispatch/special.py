@@ -105,6 +105,37 @@ def check_errors(call: Call):
     return call.func(*call.args, **call.kwargs)
 
 
+@handles("kernel of CUDA only")
+def run_without_kernel(call: Call):
+    """The CPU has no code for it, unless its tensors are sparse."""
+    __tracebackhide__ = True
+    gpu = call.common_gpu()
+    try:
+        return call.run_on(gpu)
+    except NotImplementedError as error:
+        if gpu is None or isinstance(error, NotSimulated):
+            raise
+    raise NotSimulated(call.func.name())
+
+
+@handles("cudnn_convolution")
+def cudnn_convolution(call: Call):
+    x, weight, padding, stride, dilation, groups = call.args[:6]
+    call.func = torch.ops.aten.convolution.default
+    more = (None, stride, padding, dilation, False, [0], groups)
+    call.args, call.kwargs = (x, weight, *more), {}
+    return call.run_on(call.common_gpu())
+
+
+@handles("cudnn_convolution_transpose")
+def cudnn_convolution_transpose(call: Call):
+    x, weight, padding, output_padding, stride, dilation, groups = call.args[:7]
+    call.func = torch.ops.aten.convolution.default
+    more = (None, stride, padding, dilation, True, output_padding, groups)
+    call.args, call.kwargs = (x, weight, *more), {}
+    return call.run_on(call.common_gpu())
+
+
 @handles("record_stream")
 def record_stream(call: Call):
     raise NotSimulated("record_stream called from C++")

@@ -43,6 +43,7 @@ class Clock:
         self.recordings: list[list[Event]] = []
         self.recorded = 0  # made so far
         self.recorded_before = 0  # those made before the last clear()
+        self.when_host_waits = None  # called before the host waits for a copy
         # (GPU, stream) -> collectives that it waits for and whose end is not known yet
         self.pending: dict[tuple[int, int], list[Meeting]] = {}
         self.clear()
@@ -103,6 +104,10 @@ class Clock:
         share = cost.kernel_share(gpu.card, elements)
         self._launch(gpu, stream, name, seconds, share, nbytes, flops)
 
+    def spin(self, gpu, stream: int, seconds: float) -> None:
+        """A kernel of one thread that does nothing for so long."""
+        self._launch(gpu, stream, "spin", seconds, cost.kernel_share(gpu.card, 1), 0, 0)
+
     def _launch(self, gpu, stream, name, seconds, share, nbytes, flops) -> None:
         index = gpu.index
         key = (index, stream)
@@ -155,6 +160,8 @@ class Clock:
             wait: whether the host waits for it (`non_blocking` was not given).
         """
         ends = [gpu for gpu in (source, target) if gpu is not None]
+        if self.when_host_waits is not None and wait and len(ends) == 1:
+            self.when_host_waits()
         keys = [(gpu.index, s) for gpu, s in zip(ends, streams, strict=True)]
         self.settle(keys)
         with self.lock:
