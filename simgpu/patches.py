@@ -34,12 +34,14 @@ from simgpu.api import (
     data_parallel,
     devices,
     events,
+    fake_tensors,
     functions,
     making,
     memory,
     moving,
     naming,
     nvtx,
+    profiler,
     random_generators,
     refused,
     storages,
@@ -76,6 +78,10 @@ def _tensors() -> list[Patch]:
             torch.Tensor, "moves between simulated devices",
             to=moving.to, cuda=moving.cuda, cpu=moving.cpu, copy_=moving.copy_,
             type_as=moving.type_as, __setitem__=moving.setitem,
+        ),
+        *patches(
+            torch.ops.aten.to, "C++ sees no change of device", "call",
+            device=moving.to_overload, dtype_layout=moving.to_overload,
         ),
         *patches(
             torch.Tensor, "C++ knows a CPU tensor; the device is on its storage",
@@ -115,6 +121,10 @@ def _tensors() -> list[Patch]:
         *patches(
             torch.Tensor, "C++ would ask for CUDA",
             _make_wrapper_subclass=staticmethod(making.make_wrapper_subclass),
+        ),
+        *patches(
+            torch.Tensor, "a subclass is made of what no mode has seen",
+            __new__=staticmethod(making.new_tensor_object),
         ),
         *patches(
             torch.Tensor, "builds its result in C++", "both",
@@ -206,6 +216,10 @@ def _torch() -> list[Patch]:
             torch._subclasses.fake_tensor, "there is no CUDA context",
             init_gpu_context=lambda device: None,
         ),
+        *patches(
+            torch._subclasses.FakeTensorMode, "there is a CUDA device, and no CUDA",
+            __enter__=fake_tensors.enter_mode, avoid_device_init=True,
+        ),
     ]  # fmt: skip
 
 
@@ -263,6 +277,25 @@ def _cuda(runtime) -> list[Patch]:
         *patches(torch.cuda, "there are no CUDA graphs",
                  is_current_stream_capturing=lambda: False),
         *patches(torch.cuda.nvtx, "there is no profiler", _nvtx=nvtx.Nvtx()),
+        *patches(
+            torch.autograd.profiler.profile, "the simulated clock has the GPUs' times",
+            __init__=profiler.init, _start_trace=profiler.start_trace,
+            __exit__=profiler.exit_profile,
+            _parse_kineto_results=profiler.parse_results,
+            export_chrome_trace=profiler.export_chrome_trace,
+        ),
+        *patches(torch.autograd.profiler_util.EventList, "it says what is simulated",
+                 table=profiler.table),
+        *patches(torch.autograd.profiler.emit_nvtx, "there is no profiler",
+                 __enter__=profiler.enter_nvtx, __exit__=profiler.exit_nvtx),
+        *[
+            patch
+            for module in (torch.profiler, torch.profiler.profiler)
+            for patch in patches(module, "the simulated clock has the GPUs' times",
+                                 supported_activities=profiler.supported_activities)
+        ],
+        *patches(torch.cuda.profiler, "there is no profiler",
+                 start=profiler.start, stop=profiler.stop),
         *patches(torch.version, "programs ask", cuda=devices.CUDA_VERSION),
         *patches(torch.backends.cuda, "programs ask", is_built=lambda: True),
         *patches(torch.backends.cudnn, "the CPU's kernels run",

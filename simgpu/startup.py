@@ -9,7 +9,7 @@ from torch.utils import _python_dispatch
 
 from simgpu import patches
 from simgpu import runtime as state
-from simgpu.api import autocast, random_generators
+from simgpu.api import autocast, fake_tensors, random_generators
 from simgpu.api.patch import Patches
 from simgpu.device.cards import find_card, parse_memory
 from simgpu.dispatch import (  # noqa: F401 - the files register what runs operations
@@ -89,6 +89,7 @@ def _enter(runtime: Runtime) -> None:
     for mode in runtime.modes:
         mode.__enter__()
     autocast.start()
+    fake_tensors.start()
 
 
 def stop() -> None:
@@ -111,6 +112,7 @@ def _exit(runtime: Runtime) -> None:
     try:
         _leave_modes(runtime)
     finally:
+        fake_tensors.stop()
         runtime.patches.undo()
         for gpu in runtime.gpus:
             gpu.alive = False
