@@ -43,6 +43,7 @@ from simgpu.api import (
     data_parallel,
     devices,
     events,
+    fake_tensors,
     function_modes,
     functions,
     making,
@@ -52,6 +53,7 @@ from simgpu.api import (
     native,
     nvml,
     nvtx,
+    profiler,
     random_generators,
     refused,
     sharing,
@@ -96,6 +98,10 @@ def _tensors() -> list[Patch]:
             type_as=moving.type_as, __setitem__=moving.setitem,
         ),
         *patches(
+            torch.ops.aten.to, "C++ sees no change of device", "call",
+            device=moving.to_overload, dtype_layout=moving.to_overload,
+        ),
+        *patches(
             torch.Tensor, "C++ knows a CPU tensor; the device is on its storage",
             device=Property(asking.device_of), is_cuda=Property(asking.is_cuda),
             is_cpu=Property(asking.is_cpu), get_device=asking.get_device,
@@ -133,6 +139,10 @@ def _tensors() -> list[Patch]:
         *patches(
             torch.Tensor, "C++ would ask for CUDA",
             _make_wrapper_subclass=staticmethod(making.make_wrapper_subclass),
+        ),
+        *patches(
+            torch.Tensor, "a subclass is made of what no mode has seen",
+            __new__=staticmethod(making.new_tensor_object),
         ),
         *patches(
             torch.Tensor, "builds its result in C++", "both",
@@ -238,6 +248,10 @@ def _torch() -> list[Patch]:
             torch._subclasses.fake_tensor, "there is no CUDA context",
             init_gpu_context=lambda device: None,
         ),
+        *patches(
+            torch._subclasses.FakeTensorMode, "there is a CUDA device, and no CUDA",
+            __enter__=fake_tensors.enter_mode, avoid_device_init=True,
+        ),
     ]  # fmt: skip
 
 
@@ -320,6 +334,25 @@ def _cuda(runtime) -> list[Patch]:
         *patches(torch.cuda.graphs, "there are no CUDA graphs",
                  _cuda_isCurrentStreamCapturing=lambda: False),
         *patches(torch.cuda.nvtx, "there is no profiler", _nvtx=nvtx.Nvtx()),
+        *patches(
+            torch.autograd.profiler.profile, "the simulated clock has the GPUs' times",
+            __init__=profiler.init, _start_trace=profiler.start_trace,
+            __exit__=profiler.exit_profile,
+            _parse_kineto_results=profiler.parse_results,
+            export_chrome_trace=profiler.export_chrome_trace,
+        ),
+        *patches(torch.autograd.profiler_util.EventList, "it says what is simulated",
+                 table=profiler.table),
+        *patches(torch.autograd.profiler.emit_nvtx, "there is no profiler",
+                 __enter__=profiler.enter_nvtx, __exit__=profiler.exit_nvtx),
+        *[
+            patch
+            for module in (torch.profiler, torch.profiler.profiler)
+            for patch in patches(module, "the simulated clock has the GPUs' times",
+                                 supported_activities=profiler.supported_activities)
+        ],
+        *patches(torch.cuda.profiler, "there is no profiler",
+                 start=profiler.start, stop=profiler.stop),
         *patches(torch.version, "programs ask", cuda=devices.CUDA_VERSION),
         *patches(torch.backends.cuda, "programs ask", is_built=lambda: True),
         *patches(

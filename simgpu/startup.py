@@ -9,7 +9,12 @@ from torch.utils import _python_dispatch
 
 from simgpu import patches
 from simgpu import runtime as state
-from simgpu.api import allocator_settings, autocast, random_generators
+from simgpu.api import (
+    allocator_settings,
+    autocast,
+    fake_tensors,
+    random_generators,
+)
 from simgpu.api.patch import Patches
 from simgpu.asked import Request, check_request
 from simgpu.dispatch import (  # noqa: F401 - the files register what runs operations
@@ -91,6 +96,7 @@ def _enter(runtime: Runtime) -> None:
     for mode in runtime.modes:
         mode.__enter__()
     autocast.start()
+    fake_tensors.start()
 
 
 def stop() -> None:
@@ -113,6 +119,7 @@ def _exit(runtime: Runtime) -> None:
     try:
         _leave_modes(runtime)
     finally:
+        fake_tensors.stop()
         runtime.patches.undo()
         for gpu in runtime.gpus:
             gpu.alive = False

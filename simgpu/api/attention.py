@@ -14,7 +14,7 @@ import math
 
 import torch
 from torch.nn.attention import SDPBackend
-from torch.overrides import has_torch_function
+from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils.flop_counter import sdpa_flop_count
 
 from simgpu.api import autocast
@@ -90,12 +90,25 @@ def scaled_dot_product_attention(
 def in_functional(query, key, value, *args, **kwargs):
     """The same in `torch.nn.functional`, which also calls it where our mode is off."""
     __tracebackhide__ = True
+    mask = args[0] if args else kwargs.get("attn_mask")
+    if _is_subclass(mask) and has_torch_function((mask,)):  # such as CausalBias
+        function = torch.nn.functional.scaled_dot_product_attention
+        inputs = (query, key, value, mask)
+        return handle_torch_function(function, inputs, *inputs[:3], *args, **kwargs)
     if has_torch_function((query, key, value)):  # a mode or a subclass comes first
         return _raw_attention(query, key, value, *args, **kwargs)
     return scaled_dot_product_attention(query, key, value, *args, **kwargs)
 
 
 in_functional.__name__ = _raw_attention.__name__  # context parallelism looks it up
+
+
+def _is_subclass(mask) -> bool:
+    """Whether a mask is a tensor whose class answers functions."""
+    kind = type(mask)
+    if kind is torch.Tensor or mask is None:
+        return False
+    return kind.__torch_function__ is not _NO_OVERRIDE
 
 
 def _common_gpu(inputs):

@@ -11,6 +11,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _python_dispatch
 
 from simgpu import runtime
+from simgpu.api import fake_tensors
 from simgpu.api.streams import join_streams
 from simgpu.dispatch.function_mode import FunctionMode
 from simgpu.dispatch.mode import modes_in_this_thread
@@ -24,9 +25,12 @@ _raw_run_backward = torch.autograd._engine_run_backward
 def run_backward(outputs, gradients, *args, **kwargs):
     """The engine checks the device of each gradient it is given."""
     __tracebackhide__ = True
+    fake_tensors.refuse_backward(outputs)
     join_streams()
     for i, (output, gradient) in enumerate(zip(outputs, gradients, strict=False)):
         if isinstance(output, torch.Tensor) and isinstance(gradient, torch.Tensor):
+            if torch._C._functorch.is_legacy_batchedtensor(gradient):
+                continue  # is_grads_batched=True: it hides where it is
             if gpu_of(output) is not gpu_of(gradient) and gradient.dim() > 0:
                 raise RuntimeError(
                     f"Function {output.grad_fn.name() if output.grad_fn else 'root'} "

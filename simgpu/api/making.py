@@ -5,21 +5,25 @@ operations (`dispatch/factories.py`).
 """
 
 import torch
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from simgpu.api.naming import as_device
 from simgpu.dispatch.copies import log_copy
-from simgpu.dispatch.devices import find_gpu
+from simgpu.dispatch.devices import HOST, find_gpu
 from simgpu.dispatch.errors import TYPE_NAMES, type_name
-from simgpu.dispatch.placement import gpu_of, place
+from simgpu.dispatch.placement import gpu_of, is_plain, place
 
 _raw_tensor = torch.tensor
 _raw_as_tensor = torch.as_tensor
 _raw_asarray = torch.asarray
 _raw_range = torch.range
 _raw_new = torch.Tensor.new
+_raw_new_object = torch.Tensor.__new__
 _raw_make_wrapper = torch.Tensor._make_wrapper_subclass
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
+_DEVICE = 6  # position of the device among the arguments of a wrapper
 _SPARSE = (
     "sparse_coo_tensor", "sparse_csr_tensor", "sparse_csc_tensor", "sparse_bsr_tensor",
     "sparse_bsc_tensor", "sparse_compressed_tensor",
@@ -50,6 +54,10 @@ def legacy(dtype: torch.dtype, device: torch.device, args: tuple) -> torch.Tenso
 def _made(made, device):
     """A tensor that was just built on the host, where `device` asks for it."""
     gpu = find_gpu(device)
+    traced = torch._C._get_dispatch_mode(_PROXY) is not None
+    if gpu is not None and (traced or not is_plain(made)):  # by make_fx; a FakeTensor
+        empty = torch.empty(made.shape, dtype=made.dtype, device=gpu.device)
+        return empty.copy_(made)
     if gpu is not None:
         place(made, gpu)
         log_copy(None, gpu, made.numel() * made.element_size())
@@ -175,8 +183,28 @@ def _sparse_factory(name: str):
 sparse_factories = {name: _sparse_factory(name) for name in _SPARSE}
 
 
-def make_wrapper_subclass(cls, *args, device=None, **kwargs):
-    """A tensor that wraps others; they know where they are, and C++ knows no GPU."""
-    if device is not None and torch.device(device).type == "cuda":
-        device = torch.device("cpu")
-    return _raw_make_wrapper(cls, *args, device=device, **kwargs)
+def new_tensor_object(*args, **kwargs):
+    """`torch.Tensor(2, 3)`; for a subclass, C++ wants what no mode has seen yet.
+
+    Without names of arguments, as torch._dynamo expects of a function in C++.
+    """
+    if args[0] is torch.Tensor:
+        return _raw_new_object(*args, **kwargs)
+    with torch._C._DisableTorchDispatch():
+        return _raw_new_object(*args, **kwargs)
+
+
+def make_wrapper_subclass(cls, *args, **kwargs):
+    """A tensor that wraps others; they know where they are, and C++ knows no GPU.
+
+    Those of the functionalization of FakeTensors are the exception: so are the tensors
+    that they wrap (`fake_tensors.py`).
+    """
+    device = args[_DEVICE] if len(args) > _DEVICE else kwargs.get("device")
+    on_gpu = device is not None and torch.device(device).type == "cuda"
+    if on_gpu and not issubclass(cls, FunctionalTensor):
+        if len(args) > _DEVICE:
+            args = (*args[:_DEVICE], HOST, *args[_DEVICE + 1 :])
+        else:
+            kwargs["device"] = HOST
+    return _raw_make_wrapper(cls, *args, **kwargs)

@@ -84,6 +84,8 @@ def _parse_to(device=None, dtype=None, non_blocking=False, copy=False, *,
 
 def to(self, *args, **kwargs):
     wraps = not is_plain(self)
+    if type(self) is FakeTensor:
+        return _raw_to(self, *map(_with_index, args), **_with_index(kwargs))
     if wraps and not inner_tensors(self) or self.device.type == "meta":
         return _raw_to(self, *args, **kwargs)
     first = args[0] if args else kwargs.get("other", kwargs.get("tensor"))
@@ -98,6 +100,24 @@ def to(self, *args, **kwargs):
     if how[0] is None or how[0].type not in ("cuda", "cpu"):
         return _raw_to(self, *args, **kwargs)
     return _move_wrapper(self, *how) if wraps else move(self, *how)
+
+
+def to_overload(self, device=None, dtype=None, non_blocking=False, copy=False,
+                memory_format=None, layout=None, pin_memory=None):  # fmt: skip
+    """`aten::to.device` and `.dtype_layout`, which graphs of `torch.export` call."""
+    device = self.device if device is None else device
+    return to(self, device, dtype or self.dtype, non_blocking, copy,
+              memory_format=memory_format)  # fmt: skip
+
+
+def _with_index(value):
+    """ "cuda" as C++ must be told it where there are FakeTensors: "cuda:0"."""
+    if isinstance(value, dict):
+        return {name: _with_index(item) for name, item in value.items()}
+    if isinstance(value, (str, int, torch.device)) and not isinstance(value, bool):
+        device = as_device(value)
+        return find_gpu(device).device if device.type == "cuda" else device
+    return value
 
 
 def _move_wrapper(self, device, dtype, copy, memory_format, non_blocking):

@@ -25,6 +25,8 @@ from simgpu.dispatch.placement import (
 def to_copy(call: Call):
     """`x.to(...)`: a change of type stays; a change of device crosses a link."""
     __tracebackhide__ = True
+    if not call.tensors:  # a number, to which C++ gives a type under torch.vmap
+        return call.run_on(None)
     (tensor,) = call.tensors
     thread = call.runtime.thread
     source, device = gpu_of(tensor), call.kwargs.get("device")

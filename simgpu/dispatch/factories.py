@@ -9,7 +9,7 @@ from simgpu.dispatch import cpp_tensors
 from simgpu.dispatch.call import Call
 from simgpu.dispatch.devices import HOST, find_gpu
 from simgpu.dispatch.operation import handles
-from simgpu.dispatch.placement import pin
+from simgpu.dispatch.placement import gpus_of, pin
 
 aten = torch.ops.aten
 
@@ -18,6 +18,7 @@ aten = torch.ops.aten
 def create(call: Call):
     """Make a tensor on the device that was asked for, or else on its model's."""
     __tracebackhide__ = True
+    _name_arguments(call)
     device = call.kwargs.get("device")
     if device is not None and device.type not in ("cuda", "cpu"):
         return call.func(*call.args, **call.kwargs)
@@ -35,6 +36,37 @@ def create(call: Call):
     elif gpu is None and not call.tensors:
         cpp_tensors.note(call.runtime, out)
     return out
+
+
+def _name_arguments(call: Call) -> None:
+    """Give by name what comes from the type on: a few take that by position."""
+    names = [*call.operation.arguments]
+    first = names.index("dtype") if "dtype" in names else len(names)
+    if len(call.args) > first:
+        given = dict(zip(names[first:], call.args[first:], strict=False))
+        call.args, call.kwargs = call.args[:first], {**call.kwargs, **given}
+
+
+def name_devices(call: Call) -> None:
+    """Name the device on which a call makes its tensor, where C++ repeats the CPU."""
+    device = call.kwargs.get("device")
+    if device is None or device.type != "cpu" or not call.tensors:
+        return
+    thread = call.runtime.thread
+    if not thread.asked_for_cpu and not thread.asked_for_copy:
+        gpu = gpus_of(call.tensors)[0]
+        if gpu is not None:
+            call.kwargs = {**call.kwargs, "device": gpu.device}
+
+
+@handles("_assert_tensor_metadata")
+def assert_metadata(call: Call):
+    """What `torch.export` writes into its graphs before each change of device."""
+    device = call.kwargs.get("device")
+    if device is not None and find_gpu(device) is not gpus_of(call.tensors)[0]:
+        raise RuntimeError("Tensor device mismatch!")
+    kwargs = {name: v for name, v in call.kwargs.items() if name != "device"}
+    return call.func(*call.args, **kwargs)
 
 
 def _gpu_for(call: Call, device: torch.device | None) -> Gpu | None:

@@ -13,6 +13,10 @@ from simgpu.dispatch import cpp_tensors
 from simgpu.dispatch.devices import find_gpu
 from simgpu.dispatch.placement import gpu_of
 
+aten = torch.ops.aten
+# what graphs of `torch.export` and `make_fx` call, with the device that is meant
+_COPIES = {aten._to_copy, aten._to_copy.default}
+
 
 class FunctionMode(TorchFunctionMode):
     """Answers the functions in `runtime.functions`, and notes what others ask for."""
@@ -48,10 +52,11 @@ class FunctionMode(TorchFunctionMode):
         if type(device) is int:
             kwargs = {**kwargs, "device": find_gpu(device).device}
         thread.asked_for_cpu = str(device) == "cpu"
+        thread.asked_for_copy = func in _COPIES
         try:
             return func(*args, **kwargs)
         finally:
-            thread.asked_for_cpu = False
+            thread.asked_for_cpu = thread.asked_for_copy = False
 
 
 def _without_device(kwargs: dict) -> dict:

@@ -9,12 +9,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from simgpu import runtime as state
 from simgpu.dispatch.call import Call
+from simgpu.dispatch.factories import name_devices
 from simgpu.dispatch.function_mode import FunctionMode
 from simgpu.dispatch.operation import known_operations, operation_of
 from simgpu.errors import NotSimulated
 
 _active_mode = torch._C._get_dispatch_mode
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
 _PLAIN = torch.Tensor.__torch_dispatch__
 _NO_KWARGS: dict = {}  # never changed: who has other arguments makes a new one
 
@@ -52,7 +54,28 @@ class DispatchMode(TorchDispatchMode):
         if self.runtime.clock.pending and not operation.silent:
             settle_streams(self.runtime, func.namespace)
         call = Call(self.runtime, operation, func, args, kwargs or _NO_KWARGS)
+        if _active_mode(_PROXY) is not None:
+            return _trace(call, types)
         return operation.run(call)
+
+
+def _trace(call: Call, types):
+    """`make_fx` records an operation with its devices, and then we run it.
+
+    Its mode is below ours, wherever it was entered; so it is called as if above.
+    """
+    name_devices(call)
+    thread = call.runtime.thread
+    device = call.kwargs.get("device")
+    tracer = torch._C._unset_dispatch_mode(_PROXY)
+    thread.asked_for_copy = device is not None
+    before, thread.asked_for_cpu = thread.asked_for_cpu, str(device) == "cpu"
+    try:
+        with DispatchMode(call.runtime):
+            return tracer.__torch_dispatch__(call.func, types, call.args, call.kwargs)
+    finally:
+        thread.asked_for_copy, thread.asked_for_cpu = False, before
+        torch._C._set_dispatch_mode(tracer)
 
 
 def _run_higher_order(runtime: state.Runtime, func, args, kwargs):

@@ -104,7 +104,7 @@ def _has_python_kernel(func) -> bool:
     """Whether `torch.library` registered Python code as this operation's kernel."""
     name = func._schema.name
     space, _, rest = name.partition("::")
-    keys = ("CPU", "CompositeExplicitAutograd")
+    keys = ("CPU", "CUDA", "CompositeExplicitAutograd")
     registered = getattr(torch.library, "_impls", set())
     overload = f".{func._schema.overload_name}" if func._schema.overload_name else ""
     return name in torch._library.custom_ops.OPDEFS or any(

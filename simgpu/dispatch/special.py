@@ -11,13 +11,14 @@ from simgpu.dispatch.cpp_tensors import is_of_this_call
 from simgpu.dispatch.errors import scalar_type_name
 from simgpu.dispatch.mode import DispatchMode
 from simgpu.dispatch.operation import handles
-from simgpu.dispatch.placement import gpu_of, place_all, tensors_in
+from simgpu.dispatch.placement import gpu_of, gpus_of, place_all, tensors_in
 from simgpu.errors import NotSimulated
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _CONJUGATE = torch._C.DispatchKey.Conjugate
 _NEGATIVE = torch._C.DispatchKey.Negative
 _CPU_KERNEL = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+_CUDA_KERNEL = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 _ON_HOST_OR_SAME = (
     "indices should be either on cpu or on the same device as the indexed tensor ({})"
 )
@@ -141,9 +142,19 @@ def record_stream(call: Call):
     raise NotSimulated("record_stream called from C++")
 
 
+@handles("copy")
+def copy(call: Call):
+    """`copy_` as functionalization has it: its result is a new tensor."""
+    target, source = call.tensors
+    with DispatchMode(call.runtime):
+        return target.clone().copy_(source)
+
+
 @handles("composite")
 def decompose(call: Call):
     """Inference mode sends composite operations whole: see their parts."""
+    if any(tensor.is_nested for tensor in call.tensors):  # these have other parts
+        return call.run_on(call.common_gpu())
     with DispatchMode(call.runtime), _including(_CONJUGATE), _including(_NEGATIVE):
         return call.func._op_dk(_COMPOSITE, *call.args, **call.kwargs)
 
@@ -151,8 +162,10 @@ def decompose(call: Call):
 @handles("python kernel")
 def run_python_kernel(call: Call):
     """A custom operation: the simulator must see what its Python code does."""
+    on_gpu = any(gpus_of(call.tensors))
+    keys = _CUDA_KERNEL if on_gpu else _CPU_KERNEL
     with DispatchMode(call.runtime), _including(_CONJUGATE), _including(_NEGATIVE):
-        return call.func.redispatch(_CPU_KERNEL, *call.args, **call.kwargs)
+        return call.func.redispatch(keys, *call.args, **call.kwargs)
 
 
 def _including(key):

@@ -22,10 +22,13 @@ def work_of(call, out, outputs: list[torch.Tensor]) -> tuple[int, int, int, str]
     operation = call.operation
     nbytes, elements = 0, 1
     for tensor in (*_read(call, outputs), *outputs):
-        if tensor.layout is _STRIDED and 0 not in tensor.stride():
-            nbytes += tensor.nbytes
-        else:
-            nbytes += bytes_in(tensor)
+        try:
+            if tensor.layout is _STRIDED and 0 not in tensor.stride():
+                nbytes += tensor.nbytes
+            else:
+                nbytes += bytes_in(tensor)
+        except RuntimeError:  # a nested tensor, which has no strides
+            nbytes += tensor.untyped_storage().nbytes()
     for tensor in outputs:
         elements = max(elements, tensor.numel())
     if operation.flop_formula is None:

@@ -1,0 +1,68 @@
+"""FakeTensors on simulated GPUs: `FakeTensorMode`, `torch.export`, `make_fx`.
+
+Models: tensors without values that C++ itself takes for CUDA's, as in a build with
+CUDA. They take no memory and no time. Leaves out: backward through them, for which
+C++ wants an accelerator.
+
+C++ asks a table of device types what the current stream of a device is. A build
+without CUDA has no entry for it and ends the process where a FakeTensor's gradient is
+prepared; while GPUs are simulated, CUDA has the entry of the CPU, which does nothing.
+"""
+
+import ctypes
+from pathlib import Path
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from simgpu.errors import NotSimulated
+
+_CPU, _CUDA = 0, 1  # c10::DeviceType
+_TABLE = "_ZN3c104impl26device_guard_impl_registryE"  # device_guard_impl_registry
+_LIBRARIES = ("libc10.so", "libc10.dylib")
+_raw_enter = torch._subclasses.FakeTensorMode.__enter__
+
+
+def _device_guards():
+    """C++'s table of device types; None where it cannot be reached (Windows)."""
+    for name in _LIBRARIES:
+        path = Path(torch.__file__).parent / "lib" / name
+        if path.exists():
+            try:
+                return (ctypes.c_void_p * 2).in_dll(ctypes.CDLL(str(path)), _TABLE)
+            except ValueError:
+                return None
+    return None
+
+
+def start() -> None:
+    """CUDA has an entry in the table."""
+    guards = _device_guards()
+    if guards is not None and not guards[_CUDA]:
+        guards[_CUDA] = guards[_CPU]
+
+
+def stop() -> None:
+    """It has none again, unless it is one of its own."""
+    guards = _device_guards()
+    if guards is not None and guards[_CUDA] == guards[_CPU]:
+        guards[_CUDA] = None
+
+
+def enter_mode(self):
+    """`with FakeTensorMode():`"""
+    guards = _device_guards()
+    if guards is None or not guards[_CUDA]:
+        raise NotSimulated("FakeTensorMode on this platform")
+    return _raw_enter(self)
+
+
+def refuse_backward(outputs) -> None:
+    """C++ cannot go backward through FakeTensors on a GPU.
+
+    Raises:
+        NotSimulated: if one of the outputs is one.
+    """
+    for output in outputs:
+        if isinstance(output, FakeTensor) and output.device.type == "cuda":
+            raise NotSimulated("backward through a FakeTensor on a GPU")
