@@ -51,7 +51,7 @@ LIGHTNING = """
     import sys, warnings
     import torch
     from torch import nn
-    from torch.utils.data import DataLoader, TensorDataset
+    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
     import lightning as L
 
     warnings.simplefilter("ignore")
@@ -67,21 +67,27 @@ LIGHTNING = """
             self.log("loss", loss, on_epoch=True, sync_dist=True)
             return loss
 
+        def train_dataloader(self):
+            ranks, rank = self.trainer.world_size, self.trainer.global_rank
+            mine = DistributedSampler(data, ranks, rank, shuffle=False)
+            return DataLoader(data, 16 // ranks, sampler=mine)
+
         def configure_optimizers(self):
             return torch.optim.Adam(self.parameters(), lr=0.01)
 
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(64, 8), torch.randint(2, (64,)))
+
     if __name__ == "__main__":
         accelerator, devices, strategy = sys.argv[1:4]
-        L.seed_everything(0, verbose=False)
         net = Net()
-        data = TensorDataset(torch.randn(64, 8), torch.randint(2, (64,)))
-        loader = DataLoader(data, 16 // int(devices))
         trainer = L.Trainer(
             accelerator=accelerator, devices=int(devices), strategy=strategy,
             max_epochs=2, logger=False, enable_checkpointing=False,
             enable_progress_bar=False, enable_model_summary=False,
+            use_distributed_sampler=False,
         )
-        trainer.fit(torch.compile(net) if "compile" in sys.argv else net, loader)
+        trainer.fit(torch.compile(net) if "compile" in sys.argv else net)
         total = sum(p.abs().sum() for p in net.parameters()).item()
         loss = trainer.callback_metrics["loss_epoch"].item()
         print(f"ok {total:.5f} {loss:.5f}\\n", end="", flush=True)
