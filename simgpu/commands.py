@@ -89,7 +89,7 @@ def tell_of_children() -> None:
         nonlocal told
         words = args if isinstance(args, (list, tuple)) else [args]
         text = " ".join(map(str, words))
-        if not told and _PYTHON.search(text) and "simgpu" not in text:
+        if not told and _PYTHON.search(text) and "-m simgpu" not in text:
             told = True
             print(_SAYS, file=sys.stderr, flush=True)
         start(process, args, *more, **options)

@@ -86,6 +86,7 @@ def _begin_job(now, store, rank: int, size: int) -> None:
     prefix = f"simgpu {now.jobs}"
     now.jobs += 1
     now.cluster = Cluster(dist.PrefixStore(prefix, store), rank, size, topology)
+    now.sanitizer.is_first = now.cluster.board.is_first
     if rank == 0 and now.jobs == 1:
         ranks = "1 rank" if size == 1 else f"{size} ranks"
         print(
