@@ -6,6 +6,7 @@ says that such a program has none. Nothing here needs PyTorch.
 """
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -24,7 +25,6 @@ LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch",
              "accelerate.commands.accelerate_cli", "deepspeed")  # fmt: skip
 _SITE = str(Path(__file__).parent / "site")
 _PYTHON = re.compile(r"(^|[\s/\\])(python[\d.]*|torchrun|accelerate)(\.exe)?(\s|$)")
-_EVENTS = {"subprocess.Popen": 1, "os.posix_spawn": 1, "os.exec": 1}  # -> the words
 _SAYS = (
     "simgpu: a program that this one starts as a command has no simulated GPUs; "
     "python -m simgpu --children hands them down"
@@ -77,17 +77,21 @@ def run(found, simulated: bool) -> int:
 
 
 def tell_of_children() -> None:
-    """Say, once, that a Python started as a command has no simulated GPUs."""
+    """Say, once, that a Python started as a command has no simulated GPUs.
+
+    Not an audit hook, which Python would call at each look at a stack, too.
+    """
+    start = subprocess.Popen.__init__
     told = False
 
-    def hook(event: str, arguments: tuple) -> None:
+    @functools.wraps(start)
+    def told_start(process, args, *more, **options):
         nonlocal told
-        if told or event not in _EVENTS:
-            return
-        words = arguments[_EVENTS[event]]
-        text = words if isinstance(words, str) else " ".join(map(str, words))
-        if _PYTHON.search(text) and "simgpu" not in text:
+        words = args if isinstance(args, (list, tuple)) else [args]
+        text = " ".join(map(str, words))
+        if not told and _PYTHON.search(text) and "-m simgpu" not in text:
             told = True
             print(_SAYS, file=sys.stderr, flush=True)
+        start(process, args, *more, **options)
 
-    sys.addaudithook(hook)
+    subprocess.Popen.__init__ = told_start

@@ -4,9 +4,12 @@ import json
 import os
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
+from torch.distributed import DistBackendError
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from simgpu import __main__ as runner
 from simgpu import commands, failures
@@ -155,6 +158,49 @@ def test_the_command_is_found_beside_this_python_or_on_the_path(tmp_path, monkey
     monkeypatch.setenv("PATH", str(tmp_path))
     assert commands.find_command("tool") == [str(tmp_path / "tool")]
     assert commands.find_command("missing") is None
+
+
+def failed(error: Exception, folder: Path) -> list[str]:
+    """What is shown of an error that ends a rank."""
+    shown = []
+    try:
+        raise error
+    except Exception:
+        kind, value, trace = sys.exc_info()
+        failures.report(
+            kind, value, trace, lambda *_: shown.append("a traceback"), str(folder)
+        )
+    return shown
+
+
+def test_a_rank_tells_torchrun_and_the_command_why_it_fails(
+    tmp_path, monkeypatch, capsys
+):
+    left, told = tmp_path / "left", tmp_path / "error.json"
+    left.mkdir()
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(told))
+    assert failed(ValueError("too bad"), left) == ["a traceback"]
+    failure = ProcessFailure(local_rank=2, pid=1, exitcode=1, error_file=str(told))
+    assert failure.message["extraInfo"]["py_callstack"].endswith("ValueError: too bad")
+    words = told.read_text()
+    assert failed(KeyError("again"), left) and told.read_text() == words
+    failures.show_first(left)
+    assert "The first error, of rank 2:\nTraceback" in capsys.readouterr().err
+
+
+def test_a_rank_that_waited_for_a_failed_one_says_so_in_a_line(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    words = "rank 0: broadcast waits for rank 1, which has ended with an error."
+    before = time.time()
+    assert failed(DistBackendError(words), tmp_path) == []
+    assert capsys.readouterr().err == words + "\n"
+    failure = ProcessFailure(0, 1, 1, str(tmp_path / "error.json"))
+    assert failure.timestamp >= before  # whole seconds: not before who failed first
+    assert failed(DistBackendError("rank 1, which has ended."), tmp_path)
 
 
 def test_of_several_failures_the_first_is_shown(tmp_path, capsys):

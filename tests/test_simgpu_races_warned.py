@@ -1,10 +1,14 @@
 """Races that are named on stderr, once, or not at all; the program goes on."""
 
+import os
 import traceback
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.cuda._sanitizer import CUDASanitizerErrors
+from torch.nn.parallel import DistributedDataParallel
 
 import simgpu
 from tests.side_streams import side_stream
@@ -50,6 +54,25 @@ def test_a_rank_says_that_it_is_one(monkeypatch, capfd):
     racing(0)
     simgpu.stop()
     assert "simgpu: rank 3: a race" in capfd.readouterr().err
+
+
+def in_a_side_stream() -> None:
+    """Every rank builds DDP as Lightning does, and trains on the default stream."""
+    dist.init_process_group("nccl")
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    simgpu.startup.state.running.sanitizer.mode = "warn"
+    model = nn.Linear(2, 2).cuda()
+    with torch.cuda.stream(side_stream()):
+        model = DistributedDataParallel(model, device_ids=[rank])
+    model(torch.ones(1, 2, device="cuda")).sum().backward()
+
+
+def test_ranks_name_a_race_once_together(simulated_ranks, capfd):
+    simulated_ranks(in_a_side_stream, 2)
+    said = capfd.readouterr().err
+    assert said.count("a race: two streams of cuda:") == 1, said
+    assert "writes it on stream 1 (copy_)" in said
 
 
 def test_nothing_is_noted_while_races_are_off():

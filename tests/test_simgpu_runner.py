@@ -1,5 +1,6 @@
 """Unmodified CUDA scripts through `python -m simgpu`."""
 
+import subprocess
 import sys
 import textwrap
 
@@ -11,11 +12,13 @@ from simgpu import __main__ as runner
 from tests import programs
 
 
-def run(tmp_path, script: str, *arguments, gpus=4, **options) -> programs.Done:
+def run(
+    tmp_path, script: str, *arguments, gpus=4, flags=(), **options
+) -> programs.Done:
     """What a script leaves that knows nothing of the simulator."""
     path = tmp_path / "script.py"
     path.write_text(textwrap.dedent(script), encoding="utf-8")
-    arguments = ("--gpus", gpus, path, *arguments)
+    arguments = ("--gpus", gpus, *flags, path, *arguments)
     return programs.simulated(tmp_path, *arguments, **options)
 
 
@@ -69,6 +72,18 @@ def test_the_traceback_is_the_scripts_own(tmp_path):
     assert "AcceleratorError: CUDA error: invalid device ordinal" in done.stderr
 
 
+def test_errors_of_the_script_show_no_line_of_ours(tmp_path):
+    done = run(tmp_path, "def broken(:")
+    path = tmp_path / "script.py"
+    assert done.stderr.startswith(f'  File "{path}", line 1\n') and done.status == 1
+    done = run(tmp_path, "import simgpu; simgpu.host_busy(-1)")
+    assert "simgpu/startup.py" in done.stderr  # a defect of ours would show
+    script = "import torch\n@torch.compile\ndef f():\n    pass\nf()"
+    done = run(tmp_path, script)
+    assert done.stderr.count("File") == 1 and "--no-compile" in done.stderr
+    assert run(tmp_path, script, flags=["--no-compile"]).status == 0
+
+
 def test_a_module_runs_as_main(tmp_path):
     (tmp_path / "tool.py").write_text(
         "import sys, torch; print(__name__, torch.cuda.device_count(), sys.argv[1:])",
@@ -104,7 +119,7 @@ def test_bad_requests_say_why(options, gpus, reason, tmp_path, monkeypatch, caps
     (tmp_path / "script.py").write_text("print('ran')", encoding="utf-8")
     monkeypatch.setattr(sys, "argv", ["simgpu", "--gpus", gpus, *options])
     monkeypatch.setattr(simgpu, "start", lambda **_: pytest.fail("it starts"))
-    monkeypatch.setattr(sys, "addaudithook", lambda _: None)  # nothing takes it off
+    monkeypatch.setattr(subprocess.Popen, "__init__", subprocess.Popen.__init__)
     with pytest.raises(SystemExit) as ended:
         runner.main()
     assert ended.value.code not in (None, 0)

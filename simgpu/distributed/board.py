@@ -55,6 +55,13 @@ class Board:
         self._threads.setdefault(threading.current_thread(), False)
         self.store.set(key, pickle.dumps(value))
 
+    def is_first(self, what: str) -> bool:
+        """Whether no rank of the job has asked this before."""
+        try:
+            return self.store.add(f"first/{what}", 1) == 1
+        except RuntimeError:  # the store is gone
+            return True
+
     def forget(self, key: str) -> None:
         """Nobody will read what this rank has posted under `key`."""
         self.store.delete_key(key)

@@ -153,6 +153,7 @@ def _begin_job(now, store, rank: int, size: int) -> None:
     now.jobs += 1
     now.lives.clear()  # names count from 0 again, and not on all ranks alike before
     now.cluster = Cluster(dist.PrefixStore(prefix, store), rank, size, topology)
+    now.sanitizer.is_first = now.cluster.board.is_first
     if rank == 0 and now.jobs == 1:
         ranks = "1 rank" if size == 1 else f"{size} ranks"
         print(

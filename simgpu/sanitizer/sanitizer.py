@@ -56,6 +56,7 @@ class StreamSanitizer:
         # how often each stream was waited for, or an event was recorded in it
         self._epochs: dict[Key, int] = {}
         self._warned: set[tuple] = set()  # of which lines
+        self.is_first = lambda place: True  # of several ranks, to name these lines
 
     # -- what puts work in order -------------------------------------------------------
 
@@ -201,8 +202,11 @@ class StreamSanitizer:
     def _warn(self, errors: list) -> None:
         """Name the lines that race, if they have not been named yet."""
         for error in errors:
-            if place(error) not in self._warned:
-                self._warned.add(place(error))
+            lines = place(error)
+            if lines in self._warned:
+                continue
+            self._warned.add(lines)
+            if self.is_first(str(lines)):
                 print(warning(error), file=sys.stderr, flush=True)
 
     def _intervals_of(self, tensor, block) -> list[int]:
