@@ -1,5 +1,11 @@
 """`torch.distributed.rpc` beside simulated GPUs."""
 
+import pytest
+import torch
+from torch import cuda
+from torch.futures import Future
+
+import simgpu
 from tests import programs
 
 TWO_WORKERS = """
@@ -41,7 +47,8 @@ def returns_gpu():
 
 @rpc.functions.async_execution
 def add_later(x):
-    return rpc.rpc_async("w0", torch.add, args=(x, 1)).then(lambda done: done.wait() * 3)
+    later = rpc.rpc_async("w0", torch.add, args=(x, 1))
+    return later.then(lambda done: done.wait() * 3)
 
 
 class Layer(nn.Module):
@@ -141,3 +148,36 @@ def test_calls_tensors_and_gradients_reach_the_gpus_of_the_map(tmp_path):
     done = programs.simulated(tmp_path, "--gpus", 2, script, tmp_path)
     printed = ["mapped=False is right", "mapped=True is right"]
     assert (done.status, done.stdout.splitlines()) == (0, printed), done.stderr
+
+
+@pytest.fixture
+def gpus():
+    simgpu.start(2)
+    yield
+    simgpu.stop()
+
+
+def test_who_waits_for_a_future_of_a_gpu_waits_for_the_stream_that_set_it(gpus):
+    """Without the future, the last read would be a race."""
+    side, other = cuda.Stream(0), cuda.Stream(0)
+    future = Future(devices=["cuda:0"])
+    later = future.then(lambda done: [value + 1 for value in done.value()])
+    with cuda.stream(side):
+        future.set_result([torch.ones(4, device=0) * 2])
+    with cuda.stream(other):
+        assert future.wait()[0].tolist() == [2] * 4
+        assert later.wait()[0].tolist() == [3] * 4
+
+
+def test_a_future_refuses_other_devices_as_pytorch_does(gpus):
+    with pytest.raises(ValueError, match="Expected devices to have indices, got cpu"):
+        Future(devices=["cpu"])
+    future = Future(devices=[1])
+    later = future.then(lambda done: torch.ones(1, device=1))
+    future.set_result(torch.ones(1, device=0))
+    words = r"device\(s\) cuda:0 which are not among the expected device\(s\) cuda:1"
+    with pytest.raises(ValueError, match=words):
+        future.wait()
+    assert later.wait().device == torch.device("cuda", 1)
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        Future().then(None)

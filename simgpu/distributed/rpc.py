@@ -168,10 +168,12 @@ def _run_builtin(operation: str, args: tuple, kwargs: dict):
 
 
 def invoke_torchscript(name: str):
-    def invoke(worker: str, function: str, args, kwargs, *rest):
+    """Its tensors would travel in C++ alone."""
+
+    def invoke(*args, **kwargs):
         if _names_gpu(args, kwargs):
             raise NotSimulated("a TorchScript function with GPU tensors over RPC")
-        return _raw_invoke[name](worker, function, args, kwargs, *rest)
+        return _raw_invoke[name](*args, **kwargs)
 
     return invoke
 

@@ -133,6 +133,8 @@ def future_wait(future):
 
 def then(future, callback):
     """What a hook does when a bucket has arrived, on a stream of its own."""
+    if not callable(callback):
+        return _raw_then(future, callback)  # says so
     now = runtime.current()
     wait_for_it = getattr(future, "_simgpu", None)
     done: list[StreamPosition] = []
