@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.nn import RemoteModule
 from torch.distributed.optim import DistributedOptimizer
-from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 
 GPU = [torch.device("cuda", 0), torch.device("cuda", 1)]
 
@@ -119,6 +119,16 @@ def trains():
     assert remote(torch.ones(1, 2, device=0)).device == GPU[0]  # without a map, a tuple
 
 
+def replicas_agree(rank):
+    # collectives of DDP run while C++ walks the graph
+    replica = DistributedDataParallel(nn.Linear(3, 1).cuda(rank), device_ids=[rank])
+    with dist_autograd.context() as context:
+        out = replica(torch.full((1, 3), rank + 1.0, device=rank))
+        dist_autograd.backward(context, [out.sum()])
+        gradient = dist_autograd.get_gradients(context)[replica.module.weight]
+    assert gradient.tolist() == [[1.5] * 3] and gradient.device == GPU[rank]
+
+
 def work(rank, folder, mapped):
     dist.init_process_group(
         "nccl", f"file://{folder}/group{mapped}", rank=rank, world_size=2
@@ -129,6 +139,8 @@ def work(rank, folder, mapped):
     if mapped and rank == 0:
         options.set_device_map("w1", {0: 1, 1: 0})
     rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    if mapped:
+        replicas_agree(rank)
     if rank == 0:
         (with_map(), trains()) if mapped else without_map()
         print(f"{mapped=} is right", flush=True)
