@@ -207,7 +207,7 @@ WORKERS = (
 import warnings
 from torch.utils.data import DataLoader, TensorDataset
 
-LIMIT = dict(num_workers=1, timeout=60)
+LIMIT = dict(num_workers=1, timeout=60, multiprocessing_context="fork")
 
 
 class Doubled:
