@@ -293,7 +293,7 @@ if __name__ == "__main__":
 
 
 def test_processes_train_one_model_on_a_gpu(tmp_path):
-    done = run(tmp_path, HOGWILD, new_python=True)
+    done = run(tmp_path, HOGWILD)
     told = "('cuda:1', 1.0)\n" * (len(mp.get_all_start_methods()) - 1)
     assert (done.status, done.stdout) == (0, told + "True\n"), done.stderr
     assert "Producer process" not in done.stderr
