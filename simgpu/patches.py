@@ -71,6 +71,7 @@ from simgpu.distributed import (
     collectives,
     ddp,
     functional,  # noqa: F401 - registers what runs operations
+    futures,
     groups,
     nccl,
     profiling,
@@ -475,6 +476,9 @@ def _distributed() -> list[Patch]:
             **{name: ddp.waiting(getattr(torch.distributed, name))
                for name in ("_broadcast_coalesced", "_verify_params_across_processes")},
         ),
+        *patches(torch.futures.Future, "values on GPUs are in the order of streams",
+                 __init__=futures.new, set_result=futures.set_result,
+                 then=futures.then),
         *_rpc(),
         *patches(Queue, "a thread of the queue sends, which must not move memory",
                  put=sharing.put),

@@ -1,5 +1,11 @@
 """`torch.distributed.rpc` beside simulated GPUs."""
 
+import pytest
+import torch
+from torch import cuda
+from torch.futures import Future
+
+import simgpu
 from tests import programs
 
 TWO_WORKERS = """
@@ -11,7 +17,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.nn import RemoteModule
 from torch.distributed.optim import DistributedOptimizer
-from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 
 GPU = [torch.device("cuda", 0), torch.device("cuda", 1)]
 
@@ -41,7 +47,8 @@ def returns_gpu():
 
 @rpc.functions.async_execution
 def add_later(x):
-    return rpc.rpc_async("w0", torch.add, args=(x, 1)).then(lambda done: done.wait() * 3)
+    later = rpc.rpc_async("w0", torch.add, args=(x, 1))
+    return later.then(lambda done: done.wait() * 3)
 
 
 class Layer(nn.Module):
@@ -112,6 +119,16 @@ def trains():
     assert remote(torch.ones(1, 2, device=0)).device == GPU[0]  # without a map, a tuple
 
 
+def replicas_agree(rank):
+    # collectives of DDP run while C++ walks the graph
+    replica = DistributedDataParallel(nn.Linear(3, 1).cuda(rank), device_ids=[rank])
+    with dist_autograd.context() as context:
+        out = replica(torch.full((1, 3), rank + 1.0, device=rank))
+        dist_autograd.backward(context, [out.sum()])
+        gradient = dist_autograd.get_gradients(context)[replica.module.weight]
+    assert gradient.tolist() == [[1.5] * 3] and gradient.device == GPU[rank]
+
+
 def work(rank, folder, mapped):
     dist.init_process_group(
         "nccl", f"file://{folder}/group{mapped}", rank=rank, world_size=2
@@ -122,6 +139,8 @@ def work(rank, folder, mapped):
     if mapped and rank == 0:
         options.set_device_map("w1", {0: 1, 1: 0})
     rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    if mapped:
+        replicas_agree(rank)
     if rank == 0:
         (with_map(), trains()) if mapped else without_map()
         print(f"{mapped=} is right", flush=True)
@@ -141,3 +160,36 @@ def test_calls_tensors_and_gradients_reach_the_gpus_of_the_map(tmp_path):
     done = programs.simulated(tmp_path, "--gpus", 2, script, tmp_path)
     printed = ["mapped=False is right", "mapped=True is right"]
     assert (done.status, done.stdout.splitlines()) == (0, printed), done.stderr
+
+
+@pytest.fixture
+def gpus():
+    simgpu.start(2)
+    yield
+    simgpu.stop()
+
+
+def test_who_waits_for_a_future_of_a_gpu_waits_for_the_stream_that_set_it(gpus):
+    """Without the future, the last read would be a race."""
+    side, other = cuda.Stream(0), cuda.Stream(0)
+    future = Future(devices=["cuda:0"])
+    later = future.then(lambda done: [value + 1 for value in done.value()])
+    with cuda.stream(side):
+        future.set_result([torch.ones(4, device=0) * 2])
+    with cuda.stream(other):
+        assert future.wait()[0].tolist() == [2] * 4
+        assert later.wait()[0].tolist() == [3] * 4
+
+
+def test_a_future_refuses_other_devices_as_pytorch_does(gpus):
+    with pytest.raises(ValueError, match="Expected devices to have indices, got cpu"):
+        Future(devices=["cpu"])
+    future = Future(devices=[1])
+    later = future.then(lambda done: torch.ones(1, device=1))
+    future.set_result(torch.ones(1, device=0))
+    words = r"device\(s\) cuda:0 which are not among the expected device\(s\) cuda:1"
+    with pytest.raises(ValueError, match=words):
+        future.wait()
+    assert later.wait().device == torch.device("cuda", 1)
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        Future().then(None)

@@ -199,6 +199,70 @@ to_child.close()
     assert done.stderr.count(warning) == 1, done.stderr
 
 
+# -- workers and results ---------------------------------------------------------------
+
+WORKERS = (
+    HEAD
+    + """
+import warnings
+from torch.utils.data import DataLoader, TensorDataset
+
+LIMIT = dict(num_workers=1, timeout=60, multiprocessing_context="fork")
+
+
+class Doubled:
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, i):
+        return torch.ones(2, device="cuda") * i
+
+
+def result(queue, i):
+    queue.put((i, torch.full((2,), i).tolist(), torch.full((2,), i, device="cuda")))
+    for number in range(1000):  # more than a pipe holds
+        queue.put((number, "x" * 1000))
+
+
+context = mp.get_context("fork")
+queues = [context.Queue() for _ in range(2)]
+children = [
+    context.Process(target=result, args=(queue, i), daemon=True)
+    for i, queue in enumerate(queues)
+]
+for child in children:
+    child.start()
+for i, queue in enumerate(queues):  # the child lives until it has been read out
+    number, values, tensor = queue.get(timeout=60)
+    assert (number, values, tensor.tolist()) == (i, [i, i], [i, i]) and tensor.is_cuda
+    del tensor
+    assert [queue.get(timeout=60)[0] for _ in range(1000)] == list(range(1000))
+for child in children:
+    child.join(60)
+assert [child.exitcode for child in children] == [0, 0]
+
+numbers = torch.arange(4.0).view(2, 2)
+warnings.simplefilter("ignore", UserWarning)  # of pin_memory_device: deprecated
+for device in ("", "cuda:1"):
+    loader = DataLoader(numbers, pin_memory=True, pin_memory_device=device, **LIMIT)
+    assert [batch.is_pinned() for batch in loader] == [True, True]
+for wrong in (Doubled(), TensorDataset(numbers.cuda())):
+    try:
+        list(DataLoader(wrong, **LIMIT))
+    except RuntimeError as error:
+        assert "Cannot re-initialize CUDA in forked subprocess" in str(error), error
+    else:
+        raise AssertionError("a forked worker has used CUDA")
+print("all as it should be")
+"""
+)
+
+
+def test_results_through_queues_and_what_workers_of_a_loader_may_do(tmp_path):
+    done = run(tmp_path, WORKERS)
+    assert (done.status, done.stdout) == (0, "all as it should be\n"), done.stderr
+
+
 # -- hogwild ---------------------------------------------------------------------------
 
 HOGWILD = """
@@ -229,7 +293,7 @@ if __name__ == "__main__":
 
 
 def test_processes_train_one_model_on_a_gpu(tmp_path):
-    done = run(tmp_path, HOGWILD, new_python=True)
+    done = run(tmp_path, HOGWILD)
     told = "('cuda:1', 1.0)\n" * (len(mp.get_all_start_methods()) - 1)
     assert (done.status, done.stdout) == (0, told + "True\n"), done.stderr
     assert "Producer process" not in done.stderr

@@ -8,7 +8,6 @@ import contextlib
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils import _python_dispatch
 
 from simgpu import runtime
 from simgpu.api import fake_tensors
@@ -71,13 +70,6 @@ def apply_function(cls, *args, **kwargs):
     return out
 
 
-def _modes_of_this_thread():
-    """Our modes, in a thread of distributed autograd's, which has none."""
-    if _python_dispatch._len_torch_dispatch_stack():
-        return contextlib.nullcontext()
-    return modes_in_this_thread(runtime.current())
-
-
 def apply_backward(self, *gradients):
     """The backward of a Python Function: the engine makes and checks its gradients."""
     for gradient, gpu in zip(
@@ -85,7 +77,7 @@ def apply_backward(self, *gradients):
     ):
         if isinstance(gradient, torch.Tensor) and gpu_of(gradient) is None:
             place(gradient, gpu)  # zeros that the engine made for an unused output
-    with _modes_of_this_thread():
+    with modes_in_this_thread(runtime.current()):  # distributed autograd's have none
         out = _raw_apply_backward(self, *gradients)
     results = list(out) if isinstance(out, tuple) else [out]
     inputs = getattr(self, "_simgpu_inputs", ())

@@ -12,19 +12,21 @@ are placed when they are asked for. Leaves out: what a call or a distributed bac
 costs in time and memory; TorchScript functions with GPU tensors.
 """
 
+import functools
 import pickle
 
 import torch
 import torch.distributed.autograd
 from torch.distributed import rpc
 from torch.distributed.rpc import api, internal
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from simgpu import runtime
 from simgpu.dispatch.devices import find_gpu
 from simgpu.dispatch.mode import modes_in_this_thread
-from simgpu.dispatch.placement import gpu_of, memory_of, parts_of, place
+from simgpu.dispatch.placement import blocks_of, gpu_of, memory_of, parts_of, place
+from simgpu.distributed import work
 from simgpu.errors import NotSimulated
 
 _MARK = b"simgpu's note"
@@ -68,12 +70,17 @@ def serialize(pickler, obj) -> tuple[bytes, list[torch.Tensor]]:
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     """What the tensor holds now: the program may write to it before it is sent."""
+    _settle(tensor)
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        return tensor.clone()
+
+
+def _settle(tensor: torch.Tensor) -> None:
+    """Have the values that a collective writes."""
     for part in parts_of(tensor) or [tensor]:
         memory = memory_of(part)
         if memory is not None and memory.arriving is not None:
             memory.arriving.settle()
-    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-        return tensor.clone()
 
 
 def deserialize(pickler, data: bytes, tensors: list[torch.Tensor]):
@@ -90,6 +97,8 @@ def deserialize(pickler, data: bytes, tensors: list[torch.Tensor]):
         for tensor, index in zip(tensors, places, strict=True):
             if index is not None:
                 place(tensor, find_gpu(index))
+                for part, block in blocks_of(tensor):
+                    runtime.current().sanitizer.arrived(part, block)
     return _raw_deserialize(pickler, data, tensors)
 
 
@@ -168,10 +177,12 @@ def _run_builtin(operation: str, args: tuple, kwargs: dict):
 
 
 def invoke_torchscript(name: str):
-    def invoke(worker: str, function: str, args, kwargs, *rest):
+    """Its tensors would travel in C++ alone."""
+
+    def invoke(*args, **kwargs):
         if _names_gpu(args, kwargs):
             raise NotSimulated("a TorchScript function with GPU tensors over RPC")
-        return _raw_invoke[name](worker, function, args, kwargs, *rest)
+        return _raw_invoke[name](*args, **kwargs)
 
     return invoke
 
@@ -218,9 +229,26 @@ def get_device_map(agent, worker) -> dict[torch.device, torch.device]:
 # -- distributed autograd --------------------------------------------------------------
 
 
+class _Collectives(TorchDispatchMode):
+    """Sees the collectives of DDP, which waits for each, and lets the rest pass."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        call = functools.partial(func, *args, **(kwargs or {}))
+        if func.namespace != "c10d":
+            return call()
+        with modes_in_this_thread(runtime.current()):
+            out = call()
+        for leaf in tree_leaves((args, kwargs)):
+            memory = memory_of(leaf) if isinstance(leaf, torch.Tensor) else None
+            if memory is not None and memory.arriving is not None:
+                work.Launched([memory.arriving], [], host_waits=False).wait()
+                memory.arriving.settle()
+        return out
+
+
 def backward(*args, **kwargs) -> None:
     """`dist_autograd.backward`: in C++ alone, on all workers alike."""
-    with _disable_current_modes():
+    with _disable_current_modes(), _Collectives():
         _raw_backward(*args, **kwargs)
 
 

@@ -206,6 +206,8 @@ def future_value(future):
 
 def then(future, callback):
     """What a hook does when a bucket has arrived, on a stream of its own."""
+    if not callable(callback):
+        return _raw_then(future, callback)  # says so
     now = runtime.current()
     wait_for_it = _waiter(future)
     done: list[StreamPosition] = []

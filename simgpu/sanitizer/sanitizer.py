@@ -209,6 +209,15 @@ class StreamSanitizer:
             if self.is_first(str(lines)):
                 print(warning(error), file=sys.stderr, flush=True)
 
+    @one_at_a_time
+    def arrived(self, tensor, block) -> None:
+        """The host has put values into new memory: nothing that was before counts."""
+        block.writer = None
+        if self.watching:
+            for piece in self._intervals_of(tensor, block):
+                info = self.handler.tensors_accessed.accesses[piece]
+                info.reads, info.write = [], None
+
     def _intervals_of(self, tensor, block) -> list[int]:
         """The pieces of memory that a tensor covers, known to the sanitizer."""
         found = []
