@@ -1,5 +1,6 @@
 """What NCCL takes and what it refuses, and its class as PyTorch shows it."""
 
+import socket
 from datetime import timedelta
 
 import pytest
@@ -276,3 +277,29 @@ def test_the_profiler_sees_each_collective_once(group):
     assert events.keys() == {"nccl:all_reduce", "nccl:broadcast"}
     assert events["nccl:all_reduce"].input_shapes == [[2, 3]]
     assert all(event.is_async for event in events.values())
+
+
+# -- where ranks meet ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["file://", "tcp://", "FileStore", "TCPStore"])
+def test_ranks_meet_wherever_pytorch_lets_them(place, tmp_path):
+    file = str(tmp_path / "store")
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    where = {
+        "file://": lambda: {"init_method": f"file://{file}"},
+        "tcp://": lambda: {"init_method": f"tcp://127.0.0.1:{port}"},
+        "FileStore": lambda: {"store": dist.FileStore(file, 1)},
+        "TCPStore": lambda: {"store": dist.TCPStore("127.0.0.1", 0, 1, True)},
+    }
+    simgpu.start(1)
+    try:
+        for _ in range(2):  # and once more, when the first group is gone
+            dist.init_process_group("nccl", rank=0, world_size=1, **where[place]())
+            dist.all_reduce(given := ones(2))
+            assert given.tolist() == [1, 1]
+            dist.destroy_process_group()
+    finally:
+        leave()
