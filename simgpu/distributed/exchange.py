@@ -29,7 +29,7 @@ class Reduction(NamedTuple):
 
     def premultiplied(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """What a rank gives, flat."""
-        pieces = [rows(tensor).reshape(-1) for tensor in tensors]
+        pieces = [rows(tensor).contiguous().view(-1) for tensor in tensors]
         if self.factor is None:
             return pieces
         return [(piece * self.factor).to(piece.dtype) for piece in pieces]

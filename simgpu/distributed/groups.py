@@ -95,7 +95,9 @@ def _communicate(now, group, name: str, members, rank: int, bound, options):
     """The communicator of a new group."""
     life = now.lives.get(name, 0)
     now.lives[name] = life + 1
-    own_name = now.thread.name_of_group or f"{name}.{life}"
+    # ranks that make groups of their own at the same time give them one name
+    which = f"{hash(tuple(members)) & 0xFFFFFFFF:x}"
+    own_name = now.thread.name_of_group or f"{name}.{life}.{which}"
     communicator = Communicator(now.cluster, own_name, members, rank, bound, options)
     now.communicators[group.group_name] = communicator
     return communicator

@@ -71,8 +71,15 @@ class Launched:
         if not self.stacked:
             return list(self.outputs)
         if self._stack is None:
-            with modes_in_this_thread(runtime.current()):
-                self._stack = torch.stack(self.outputs)
+            now = runtime.current()
+            for collective in self.collectives:
+                collective.settle()
+            now.thread.unlogged += 1  # NCCL has it already
+            try:
+                with modes_in_this_thread(now), torch.no_grad():
+                    self._stack = torch.stack(self.outputs)
+            finally:
+                now.thread.unlogged -= 1
         return [self._stack]
 
     def block(self, limit: float | None) -> None:

@@ -125,6 +125,10 @@ check("all_reduce of a half", x, [sum(dist.get_process_group_ranks(half))] * 2)
 alone = dist.new_group([rank], use_local_synchronization=True)
 dist.all_reduce(x.fill_(3), group=alone)
 check("all_reduce alone", x, [3, 3])
+own = dist.new_group([rank])  # each rank makes another one, under one name
+dist.all_reduce(x := mine(), group=own)
+dist.all_reduce(x, group=own)
+check("all_reduce in a group that only this rank makes", x, [rank] * 2)
 dist.barrier(group=pair, device_ids=[rank])
 dist.destroy_process_group(pair)
 
