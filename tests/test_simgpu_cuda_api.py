@@ -240,6 +240,17 @@ def test_a_snapshot_keeps_the_programs_words_and_leaves_out_what_it_is_told():
     assert "free_completed" in actions and "free_requested" not in actions
 
 
+@pytest.mark.parametrize("context", ["alloc", "all"])
+def test_a_segment_that_goes_shows_who_let_it_go_only_if_all_is_recorded(context):
+    torch.cuda.memory._record_memory_history(context=context)
+    torch.zeros(4, device=0)
+    torch.cuda.empty_cache()
+    freed = torch.cuda.memory._snapshot()["device_traces"][0][-1]
+    assert freed["action"] == "segment_free"
+    names = {frame["name"] for frame in freed["frames"]}
+    assert names and ("empty_cache" in names) == (context == "all")
+
+
 @pytest.mark.parametrize("fraction", [0.0, 0.3, 1.0])
 def test_the_fraction_that_was_set_is_the_one_that_is_told(fraction):
     assert torch.cuda.get_per_process_memory_fraction() == 1.0
