@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.cuda import comm
+from torch.overrides import TorchFunctionMode
 
 import simgpu
 from simgpu.device.cards import MIB
@@ -376,7 +377,8 @@ def test_old_constructors_make_tensors_on_gpus():
         assert kind([1.0], device=2).get_device() == 2
     assert torch.cuda.LongTensor([1]).dtype is torch.int64
     x = torch.ones(3, device=0)
-    assert kind(x).data_ptr() == x.data_ptr() == kind(x.storage()).data_ptr()
+    storage = x.untyped_storage()
+    assert kind(x).data_ptr() == x.data_ptr() == kind(storage).data_ptr()
     with pytest.raises(TypeError, match=r"torch.cuda.FloatTensor \(got torch.FloatT"):
         kind(torch.ones(3))
 
@@ -511,3 +513,25 @@ def test_properties_of_one_gpu_are_equal():
 def test_the_peer_is_named_where_it_does_not_exist():
     with pytest.raises(AssertionError, match="Invalid peer device id"):
         torch.cuda.can_device_access_peer(0, 9)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_batch_of_gradients_goes_through_scatter_and_gather(device):
+    x = torch.ones(4, 3, device=device, requires_grad=True)
+    parts = nn.parallel.scatter(x, (0, 1))
+    out = nn.parallel.gather([part * 2 for part in parts], 0)
+    rows = torch.eye(12, device=0).view(12, 4, 3)
+    (batch,) = torch.autograd.grad(out, x, rows, is_grads_batched=True)
+    assert batch.device == x.device and torch.equal(batch.cpu(), 2 * rows.cpu())
+
+
+def test_modes_of_the_simulator_are_not_counted_as_the_programs():
+    """PyTorch's TestCase takes off what a test has left on the stack."""
+    length, pop = torch._C._len_torch_function_stack, torch._C._pop_torch_function_stack
+    assert length() == 0
+    left = TorchFunctionMode()
+    left.__enter__()
+    assert length() == 1 and pop() is left and length() == 0
+    with pytest.raises(RuntimeError, match="empty mode stack"):
+        pop()
+    assert torch.zeros(1).to(1).get_device() == 1  # the simulator's is still there
