@@ -484,6 +484,15 @@ def test_cudnns_convolutions_are_convolutions(half):
     assert back.shape == x.shape
 
 
+def test_statistics_of_ranks_with_as_many_rows_are_joined():
+    x = torch.randn(6, 3, device=0)
+    stats = [torch.batch_norm_stats(part, 1e-5) for part in x.chunk(2)]
+    means, invstds = (torch.stack(both) for both in zip(*stats, strict=True))
+    got = torch.batch_norm_gather_stats(x, means, invstds, None, None, 0.1, 1e-5, 3)
+    for value, expected in zip(got, torch.batch_norm_stats(x, 1e-5), strict=True):
+        torch.testing.assert_close(value, expected)
+
+
 def test_what_only_cuda_has_is_refused_by_name():
     x = torch.ones(2, 2, device=0)
     with pytest.raises(simgpu.NotSimulated, match="aten::_fused_dropout"):

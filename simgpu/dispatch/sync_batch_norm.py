@@ -1,6 +1,6 @@
 """What `nn.SyncBatchNorm` asks of CUDA alone, computed on the CPU.
 
-Models: the five operations that only CUDA has, from their definitions (Ioffe and
+Models: the six operations that only CUDA has, from their definitions (Ioffe and
 Szegedy, 2015, with the statistics of all ranks), as one kernel each. Leaves out: the
 order in which a GPU adds, so last digits differ.
 """
@@ -47,6 +47,13 @@ def _gather_stats(x, means, invstds, running_mean, running_var, momentum, eps, c
     return mean, (var + eps).rsqrt()
 
 
+def _gather_equal_stats(x, means, invstds, *rest):
+    """The same, where each rank has as many rows."""
+    *running, count = rest
+    counts = torch.full((len(means),), count)
+    return _gather_stats(x, means, invstds, *running, counts)
+
+
 def _normalize(x, weight, bias, mean, invstd, eps):
     out = (_wide(x) - _per_channel(mean, x)) * _per_channel(invstd, x)
     if weight is not None:
@@ -91,6 +98,7 @@ def _computes(name: str, formula: Callable) -> None:
 
 _computes("batch_norm_stats", _stats)
 _computes("batch_norm_gather_stats_with_counts", _gather_stats)
+_computes("batch_norm_gather_stats", _gather_equal_stats)
 _computes("batch_norm_elemt", _normalize)
 _computes("batch_norm_backward_reduce", _backward_reduce)
 _computes("batch_norm_backward_elemt", _backward)
