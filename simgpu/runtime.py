@@ -168,6 +168,7 @@ class Runtime:
         """
         self.random_lock._at_fork_reinit()
         self.sanitizer.lock._at_fork_reinit()
+        self.host_memory.lock._at_fork_reinit()
         self.forked = self.visible_fixed
         # their threads are in the parent, and whoever lets go of them waits for these
         self.gloo_groups_of_parent, self.gloo_groups = self.gloo_groups, []

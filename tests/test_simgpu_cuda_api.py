@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.cuda import comm
+from torch.overrides import TorchFunctionMode
 
 import simgpu
 from simgpu.device.cards import MIB
@@ -240,6 +241,17 @@ def test_a_snapshot_keeps_the_programs_words_and_leaves_out_what_it_is_told():
     assert "free_completed" in actions and "free_requested" not in actions
 
 
+@pytest.mark.parametrize("context", ["alloc", "all"])
+def test_a_segment_that_goes_shows_who_let_it_go_only_if_all_is_recorded(context):
+    torch.cuda.memory._record_memory_history(context=context)
+    torch.zeros(4, device=0)
+    torch.cuda.empty_cache()
+    freed = torch.cuda.memory._snapshot()["device_traces"][0][-1]
+    assert freed["action"] == "segment_free"
+    names = {frame["name"] for frame in freed["frames"]}
+    assert names and ("empty_cache" in names) == (context == "all")
+
+
 @pytest.mark.parametrize("fraction", [0.0, 0.3, 1.0])
 def test_the_fraction_that_was_set_is_the_one_that_is_told(fraction):
     assert torch.cuda.get_per_process_memory_fraction() == 1.0
@@ -365,7 +377,8 @@ def test_old_constructors_make_tensors_on_gpus():
         assert kind([1.0], device=2).get_device() == 2
     assert torch.cuda.LongTensor([1]).dtype is torch.int64
     x = torch.ones(3, device=0)
-    assert kind(x).data_ptr() == x.data_ptr() == kind(x.storage()).data_ptr()
+    storage = x.untyped_storage()
+    assert kind(x).data_ptr() == x.data_ptr() == kind(storage).data_ptr()
     with pytest.raises(TypeError, match=r"torch.cuda.FloatTensor \(got torch.FloatT"):
         kind(torch.ones(3))
 
@@ -471,6 +484,15 @@ def test_cudnns_convolutions_are_convolutions(half):
     assert back.shape == x.shape
 
 
+def test_statistics_of_ranks_with_as_many_rows_are_joined():
+    x = torch.randn(6, 3, device=0)
+    stats = [torch.batch_norm_stats(part, 1e-5) for part in x.chunk(2)]
+    means, invstds = (torch.stack(both) for both in zip(*stats, strict=True))
+    got = torch.batch_norm_gather_stats(x, means, invstds, None, None, 0.1, 1e-5, 3)
+    for value, expected in zip(got, torch.batch_norm_stats(x, 1e-5), strict=True):
+        torch.testing.assert_close(value, expected)
+
+
 def test_what_only_cuda_has_is_refused_by_name():
     x = torch.ones(2, 2, device=0)
     with pytest.raises(simgpu.NotSimulated, match="aten::_fused_dropout"):
@@ -500,3 +522,25 @@ def test_properties_of_one_gpu_are_equal():
 def test_the_peer_is_named_where_it_does_not_exist():
     with pytest.raises(AssertionError, match="Invalid peer device id"):
         torch.cuda.can_device_access_peer(0, 9)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_batch_of_gradients_goes_through_scatter_and_gather(device):
+    x = torch.ones(4, 3, device=device, requires_grad=True)
+    parts = nn.parallel.scatter(x, (0, 1))
+    out = nn.parallel.gather([part * 2 for part in parts], 0)
+    rows = torch.eye(12, device=0).view(12, 4, 3)
+    (batch,) = torch.autograd.grad(out, x, rows, is_grads_batched=True)
+    assert batch.device == x.device and torch.equal(batch.cpu(), 2 * rows.cpu())
+
+
+def test_modes_of_the_simulator_are_not_counted_as_the_programs():
+    """PyTorch's TestCase takes off what a test has left on the stack."""
+    length, pop = torch._C._len_torch_function_stack, torch._C._pop_torch_function_stack
+    assert length() == 0
+    left = TorchFunctionMode()
+    left.__enter__()
+    assert length() == 1 and pop() is left and length() == 0
+    with pytest.raises(RuntimeError, match="empty mode stack"):
+        pop()
+    assert torch.zeros(1).to(1).get_device() == 1  # the simulator's is still there

@@ -222,6 +222,9 @@ def _gathered_shape(tensors, dim: int) -> list[int]:
 
 
 def _fill(out, tensors, dim: int) -> torch.Tensor:
+    if any(map(torch._C._functorch.is_legacy_batchedtensor, tensors)):
+        # gradients of a batch of vectors at once: nothing is written in place
+        return torch.cat([tensor.to(out.device) for tensor in tensors], dim)
     parts = out.split_with_sizes([tensor.shape[dim] for tensor in tensors], dim)
     for part, tensor in zip(parts, tensors, strict=True):
         part.copy_(tensor, non_blocking=out.is_cuda)

@@ -63,6 +63,10 @@ def move(tensor, device: torch.device, dtype=None, copy=False, memory_format=Non
     if gpu_of(tensor) is target:
         keep = {} if memory_format is None else {"memory_format": memory_format}
         return _raw_to(tensor, dtype or tensor.dtype, copy=copy, **keep)
+    if torch._C._functorch.is_legacy_batchedtensor(tensor):  # of is_grads_batched=True
+        whole = torch._remove_batch_dim(tensor, 1, 1, 0)
+        moved = move(whole, device, dtype, copy, memory_format, non_blocking)
+        return torch._add_batch_dim(moved, 0, 1)
     if dtype is tensor.dtype:
         dtype = None
     device = target.device if target else device
@@ -70,7 +74,9 @@ def move(tensor, device: torch.device, dtype=None, copy=False, memory_format=Non
     if torch.is_grad_enabled() and tensor.requires_grad or tangents:
         return _Move.apply(tensor, device, dtype, memory_format, non_blocking)
     with torch._C.DisableTorchFunctionSubclass():
-        moved = _move(tensor.detach(), device, dtype, memory_format, non_blocking)
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        moved = _move(tensor, device, dtype, memory_format, non_blocking)
     kind = type(tensor)
     if kind is torch.Tensor or isinstance(tensor, torch.nn.Parameter):
         return moved

@@ -396,8 +396,7 @@ class CachingAllocator:
         if block.size >= self.settings.max_split:
             self.oversize_segments.current -= 1
         if self.history.is_recording:
-            where = (block.address, block.size, block.stream)
-            self.history.note("segment_free", *where, self.history.frames())
+            self.history.note_segment_free(block)
 
     def _out_of_memory(self, size: int, nbytes: int, stream: int) -> Exception:
         """The error, after `size` bytes in a segment of `nbytes` found no room."""

@@ -71,6 +71,10 @@ class History:
         frames = self.frames() if self.context == "all" else block.frames
         self.note(action, block.address, block.requested, block.stream, frames)
 
+    def note_segment_free(self, block: Block) -> None:
+        frames = self.frames() if self.context == "all" else block.segment_frames
+        self.note("segment_free", block.address, block.size, block.stream, frames)
+
     def frames(self) -> list[dict]:
         """The Python stack, innermost first, without the simulator's own lines."""
         if self.context is None:

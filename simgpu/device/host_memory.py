@@ -9,6 +9,7 @@ Source: ATen/core/CachingHostAllocator.h of PyTorch.
 """
 
 import threading
+from collections import deque
 
 from simgpu.device.statistics import Stat
 
@@ -22,20 +23,18 @@ def _power_of_two(nbytes: int) -> int:
 class PinnedBlock:
     """The mark of a storage in pinned memory: its block is cached with its end."""
 
-    __slots__ = ("memory", "size", "uses")
+    __slots__ = ("memory", "size", "streams")
 
     def __init__(self, memory: "HostMemory", nbytes: int):
         self.memory = memory
         self.size = _power_of_two(nbytes) if nbytes else 0
-        self.uses: list = []  # positions in streams after copies that the host left
+        # (GPU, stream) of copies for which the host does not wait
+        self.streams: set[tuple[int, int]] = set()
         memory.take(self.size)
 
-    def used(self, position) -> None:
-        """A copy that the host does not wait for uses it until this position."""
-        self.uses.append(position)
-
     def __del__(self):
-        self.memory.give_back(self.size, self.uses)
+        if self.size:
+            self.memory.freed.append((self.size, self.streams))
 
 
 class HostMemory:
@@ -49,9 +48,9 @@ class HostMemory:
         self.clock = clock
         self.lock = threading.RLock()
         self.cached: dict[int, int] = {}  # size -> how many blocks are free
-        self.waiting: list[tuple[int, list]] = []  # (size, copies it waits for)
-        self.pinning = Stat()  # microseconds of the host
-        self.unpinning = Stat()
+        # (size, streams) of those that the program has let go of: at any moment
+        self.freed: deque[tuple[int, set]] = deque()
+        self.waiting: list[tuple[int, list]] = []  # (size, events it waits for)
         for name in _NAMES:
             setattr(self, name, Stat())
 
@@ -60,7 +59,7 @@ class HostMemory:
         if not size:
             return
         with self.lock:
-            self._end_waiting()
+            self._take_back()
             if self.cached.get(size):
                 self.cached[size] -= 1
             else:
@@ -69,28 +68,32 @@ class HostMemory:
             self.active_requests.add(1)
             self.active_bytes.add(size)
 
-    def give_back(self, size: int, uses: list) -> None:
-        """The program has let go of a block. May be called at any moment."""
-        if size:
-            with self.lock:
-                self.waiting.append((size, uses))
-
-    def _end_waiting(self) -> None:
+    def _take_back(self) -> None:
+        """Blocks are free once their streams have done what they were given."""
+        while self.freed:
+            size, streams = self.freed.popleft()
+            events = [self.clock.record(*stream) for stream in sorted(streams)]
+            self.waiting.append((size, events))
         waiting, self.waiting = self.waiting, []
-        for size, uses in waiting:
-            if all(map(self.clock.reached, uses)):
-                for position in uses:
-                    self.clock.forget(position)
+        for size, events in waiting:
+            if all(map(self._is_over, events)):
+                for event in events:
+                    self.clock.forget(event)
                 self.cached[size] = self.cached.get(size, 0) + 1
                 self.active_requests.current -= 1
                 self.active_bytes.current -= size
             else:
-                self.waiting.append((size, uses))
+                self.waiting.append((size, events))
+
+    def _is_over(self, event) -> bool:
+        """Whether a copy is done; False if that depends on what other ranks post."""
+        known = all(meeting.end is not None for meeting in event.after)
+        return known and self.clock.reached(event)
 
     def empty_cache(self) -> None:
         """Unpin what is free."""
         with self.lock:
-            self._end_waiting()
+            self._take_back()
             for size, count in self.cached.items():
                 self.allocations.current -= count
                 self.allocated_bytes.current -= count * size
@@ -99,7 +102,7 @@ class HostMemory:
     def stats(self) -> dict:
         """What `torch._C._cuda_hostMemoryStats` returns; times are not known."""
         with self.lock:
-            self._end_waiting()
+            self._take_back()
             stats = {name: getattr(self, name).as_dict() for name in _NAMES}
         made, freed = self.allocations.allocated, self.allocations.freed
         for name, count in (("host_alloc_time", made), ("host_free_time", freed)):

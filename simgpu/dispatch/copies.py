@@ -101,8 +101,7 @@ def _hold(call: Call, pinned: torch.Tensor, gpu) -> None:
     """A copy that the host does not wait for uses this pinned memory until its end."""
     block = pinned_block(pinned)
     if block is not None and not call.runtime.thread.unlogged:
-        stream = call.runtime.stream_of(gpu)
-        block.used(call.runtime.clock.record(gpu.index, stream))
+        block.streams.add((gpu.index, call.runtime.stream_of(gpu)))
 
 
 @handles("_local_scalar_dense", "is_nonzero", "equal", "allclose")

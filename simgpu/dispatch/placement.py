@@ -111,9 +111,12 @@ def blocks_of(tensor: torch.Tensor) -> list[tuple]:
 
 
 def parts_of(tensor) -> list[torch.Tensor]:
-    """What a tensor without a storage is made of: sparse ones, and functorch's."""
+    """What a tensor without a storage is made of: sparse ones, and those of vmap."""
     if not is_plain(tensor):
         return []
+    if torch._C._functorch.is_legacy_batchedtensor(tensor):  # of is_grads_batched=True
+        with torch._C._DisableTorchDispatch(), torch.no_grad():
+            return [torch._remove_batch_dim(tensor, 1, 1, 0)]
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return [torch._C._functorch.get_unwrapped(tensor)]
     with torch._C._DisableTorchDispatch(), torch.no_grad():
