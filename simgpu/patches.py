@@ -49,6 +49,7 @@ from simgpu.api import (
     tensor_memory,
     tensor_types,
     threads,
+    torchscript,
 )
 from simgpu.api.asking import Property
 from simgpu.api.patch import Patch, patches
@@ -190,6 +191,7 @@ def _torch() -> list[Patch]:
             torch.nn.functional, "it calls this where the function mode is off",
             scaled_dot_product_attention=attention.in_functional,
         ),
+        *torchscript.rows(),
         *patches(
             torch._C, "optimizers group tensors by device",
             _group_tensors_by_device_and_dtype=functions.group_by_device_and_dtype,
@@ -211,15 +213,7 @@ def _torch() -> list[Patch]:
             set_autocast_enabled=autocast.set_enabled,
             clear_autocast_cache=autocast.clear_cache,
         ),
-        # a CUDA build would make a real CUDA tensor beside the first fake one
-        *patches(
-            torch._subclasses.fake_tensor, "there is no CUDA context",
-            init_gpu_context=lambda device: None,
-        ),
-        *patches(
-            torch._subclasses.FakeTensorMode, "there is a CUDA device, and no CUDA",
-            __enter__=fake_tensors.enter_mode, avoid_device_init=True,
-        ),
+        *fake_tensors.rows(),
     ]  # fmt: skip
 
 
@@ -277,25 +271,7 @@ def _cuda(runtime) -> list[Patch]:
         *patches(torch.cuda, "there are no CUDA graphs",
                  is_current_stream_capturing=lambda: False),
         *patches(torch.cuda.nvtx, "there is no profiler", _nvtx=nvtx.Nvtx()),
-        *patches(
-            torch.autograd.profiler.profile, "the simulated clock has the GPUs' times",
-            __init__=profiler.init, _start_trace=profiler.start_trace,
-            __exit__=profiler.exit_profile,
-            _parse_kineto_results=profiler.parse_results,
-            export_chrome_trace=profiler.export_chrome_trace,
-        ),
-        *patches(torch.autograd.profiler_util.EventList, "it says what is simulated",
-                 table=profiler.table),
-        *patches(torch.autograd.profiler.emit_nvtx, "there is no profiler",
-                 __enter__=profiler.enter_nvtx, __exit__=profiler.exit_nvtx),
-        *[
-            patch
-            for module in (torch.profiler, torch.profiler.profiler)
-            for patch in patches(module, "the simulated clock has the GPUs' times",
-                                 supported_activities=profiler.supported_activities)
-        ],
-        *patches(torch.cuda.profiler, "there is no profiler",
-                 start=profiler.start, stop=profiler.stop),
+        *profiler.rows(),
         *patches(torch.version, "programs ask", cuda=devices.CUDA_VERSION),
         *patches(torch.backends.cuda, "programs ask", is_built=lambda: True),
         *patches(torch.backends.cudnn, "the CPU's kernels run",

@@ -15,6 +15,7 @@ from simgpu.device.cards import find_card, parse_memory
 from simgpu.dispatch import (  # noqa: F401 - the files register what runs operations
     attention,
     copies,
+    determinism,
     factories,
     special,
     sync_batch_norm,

@@ -291,3 +291,60 @@ def test_nested_tensors_live_on_a_gpu():
         ]  # fmt: skip
 
     same_on_a_gpu(function)
+
+
+# -- TorchScript's files ---------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("to", [None, "cuda:0", "cpu"])
+def test_a_script_module_is_loaded_to_its_gpu_or_another(tmp_path, to):
+    module = torch.jit.script(model()).to("cuda:1")
+    path = str(tmp_path / "module.pt")
+    torch.jit.save(module, path, _extra_files={"note.txt": "hello"})
+    files = {"note.txt": ""}
+    loaded = torch.jit.load(path, map_location=to, _extra_files=files)
+    device = torch.device(to or "cuda:1")
+    assert {p.device for p in loaded.parameters()} == {device}
+    assert files == {"note.txt": b"hello"}
+    x = rand(2, 4)
+    assert torch.equal(loaded(x.to(device)).cpu(), module(x.to("cuda:1")).cpu())
+
+
+# -- deterministic algorithms ----------------------------------------------------------
+
+
+@pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+UNDETERMINED = {
+    "histc": lambda x: torch.histc(x),
+    "median": lambda x: x.median(0),
+    "cumsum": lambda x: x.cumsum(0),
+    "bincount": lambda x: torch.bincount(x[0].long(), x[0]),
+    "adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(x[None], 2).sum().backward(),
+}
+
+
+@pytest.mark.parametrize("name", UNDETERMINED)
+def test_cuda_refuses_what_it_cannot_do_deterministically(deterministic, name):
+    call = UNDETERMINED[name]
+    call(rand(3, 4).requires_grad_())
+    x = rand(3, 4).cuda().requires_grad_()
+    with pytest.raises(RuntimeError, match=f"{name}.* does not have a deterministic"):
+        call(x)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with pytest.warns(UserWarning, match="does not have a deterministic"):
+        call(x)
+    torch.use_deterministic_algorithms(False)
+    call(x)
+
+
+def test_what_cuda_has_deterministic_code_for_runs(deterministic):
+    x = rand(3, 4).cuda()
+    x.median(), x.long().cumsum(0), torch.bincount(x[0].long())
+    x.scatter_add(1, torch.zeros_like(x).long(), x)

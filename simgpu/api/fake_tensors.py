@@ -13,14 +13,15 @@ import ctypes
 from pathlib import Path
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from simgpu.api.patch import Patch, patches
 from simgpu.errors import NotSimulated
 
 _CPU, _CUDA = 0, 1  # c10::DeviceType
 _TABLE = "_ZN3c104impl26device_guard_impl_registryE"  # device_guard_impl_registry
 _LIBRARIES = ("libc10.so", "libc10.dylib")
-_raw_enter = torch._subclasses.FakeTensorMode.__enter__
+_raw_enter = FakeTensorMode.__enter__
 
 
 def _device_guards():
@@ -66,3 +67,14 @@ def refuse_backward(outputs) -> None:
     for output in outputs:
         if isinstance(output, FakeTensor) and output.device.type == "cuda":
             raise NotSimulated("backward through a FakeTensor on a GPU")
+
+
+def rows() -> list[Patch]:
+    """Their part of the table of replacements."""
+    return [
+        # a CUDA build would make a real CUDA tensor beside the first fake one
+        *patches(torch._subclasses.fake_tensor, "there is no CUDA context",
+                 init_gpu_context=lambda device: None),
+        *patches(FakeTensorMode, "there is a CUDA device, and no CUDA",
+                 __enter__=enter_mode, avoid_device_init=True),
+    ]  # fmt: skip
