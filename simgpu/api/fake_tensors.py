@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from simgpu.api.patch import Patch, patches
 from simgpu.errors import NotSimulated
@@ -55,6 +56,8 @@ def enter_mode(self):
     guards = _device_guards()
     if guards is None or not guards[_CUDA]:
         raise NotSimulated("FakeTensorMode on this platform")
+    if self.propagate_real_tensors:
+        raise NotSimulated("torch.export.draft_export: FakeTensors with real values")
     return _raw_enter(self)
 
 
@@ -65,6 +68,8 @@ def refuse_backward(outputs) -> None:
         NotSimulated: if one of the outputs is one.
     """
     for output in outputs:
+        if isinstance(output, FunctionalTensor):  # of torch._functorch.aot_autograd
+            output = torch._from_functional_tensor(output.elem)
         if isinstance(output, FakeTensor) and output.device.type == "cuda":
             raise NotSimulated("backward through a FakeTensor on a GPU")
 
