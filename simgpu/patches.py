@@ -168,6 +168,10 @@ def _torch() -> list[Patch]:
             tensor_split=functions.tensor_split,
         ),
         *patches(
+            torch.nn.functional, "the CPU's checks its values", "call",
+            one_hot=functions.one_hot,
+        ),
+        *patches(
             torch, "CUDA reads the lengths on the host", ctc_loss=functions.ctc_loss
         ),
         *patches(

@@ -144,6 +144,19 @@ def test_backward_through_a_fake_tensor_is_refused_before_the_process_dies():
             loss.backward()
 
 
+def test_a_fake_operation_that_wants_cuda_is_refused_by_name():
+    with FakeTensorMode(), pytest.raises(NotSimulated, match="aten.geqrf"):
+        torch.geqrf(torch.zeros(3, 3, device="cuda"))
+
+
+def test_joint_traces_of_aot_autograd_are_refused_before_the_process_dies():
+    from torch._functorch.aot_autograd import aot_function
+
+    traced = aot_function(lambda x: x.sin().sum(), fw_compiler=lambda graph, _: graph)
+    with pytest.raises(NotSimulated, match="FakeTensor"):
+        traced(rand(3).cuda().requires_grad_())
+
+
 def test_no_device_guard_of_ours_stays_behind():
     from simgpu.api import fake_tensors
 
@@ -309,6 +322,30 @@ def test_a_script_module_is_loaded_to_its_gpu_or_another(tmp_path, to):
     assert files == {"note.txt": b"hello"}
     x = rand(2, 4)
     assert torch.equal(loaded(x.to(device)).cpu(), module(x.to("cuda:1")).cpu())
+
+
+# -- what the host waits for -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "waits"),
+    [
+        (lambda x: F.one_hot(x, 5), False), (lambda x: F.one_hot(x), True),
+        (lambda x: x.nonzero(), True), (lambda x: x[x > 0], True),
+        (lambda x: x.unique(), True), (lambda x: x.masked_fill(x > 0, 0), False),
+        (lambda x: x.masked_select(x > 0), True), (lambda x: x.sort(), False),
+        (lambda x: torch.where(x > 0, x, 0), False), (lambda x: x.sum().item(), True),
+    ],
+)  # fmt: skip
+def test_the_host_waits_where_it_must_know_a_value(call, waits):
+    def loaded():  # so much work that the GPU is behind the host
+        return (torch.ones(1 << 22, device="cuda") * 2).sum()
+
+    x = torch.arange(4).cuda()
+    loaded()
+    before = len(simgpu.timeline().waits)
+    call(x)
+    assert (len(simgpu.timeline().waits) > before) == waits
 
 
 # -- deterministic algorithms ----------------------------------------------------------

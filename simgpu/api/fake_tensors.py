@@ -22,6 +22,7 @@ from simgpu.errors import NotSimulated
 _CPU, _CUDA = 0, 1  # c10::DeviceType
 _TABLE = "_ZN3c104impl26device_guard_impl_registryE"  # device_guard_impl_registry
 _LIBRARIES = ("libc10.so", "libc10.dylib")
+_raw_run_fallback_kernel = torch._subclasses.fake_tensor.run_fallback_kernel
 _raw_enter = FakeTensorMode.__enter__
 
 
@@ -61,6 +62,16 @@ def enter_mode(self):
     return _raw_enter(self)
 
 
+def run_fallback_kernel(fake_mode, func, *args, **kwargs):
+    """An operation without a formula for shapes is run on zeros: CUDA's would."""
+    try:
+        return _raw_run_fallback_kernel(fake_mode, func, *args, **kwargs)
+    except NotImplementedError as error:
+        if "'CUDA' backend" in str(error):
+            raise NotSimulated(f"{func} of a FakeTensor on a GPU") from None
+        raise
+
+
 def refuse_backward(outputs) -> None:
     """C++ cannot go backward through FakeTensors on a GPU.
 
@@ -79,7 +90,8 @@ def rows() -> list[Patch]:
     return [
         # a CUDA build would make a real CUDA tensor beside the first fake one
         *patches(torch._subclasses.fake_tensor, "there is no CUDA context",
-                 init_gpu_context=lambda device: None),
+                 init_gpu_context=lambda device: None,
+                 run_fallback_kernel=run_fallback_kernel),
         *patches(FakeTensorMode, "there is a CUDA device, and no CUDA",
                  __enter__=enter_mode, avoid_device_init=True),
     ]  # fmt: skip
