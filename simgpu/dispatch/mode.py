@@ -55,11 +55,11 @@ class DispatchMode(TorchDispatchMode):
             settle_streams(self.runtime, func.namespace)
         call = Call(self.runtime, operation, func, args, kwargs or _NO_KWARGS)
         if _active_mode(_PROXY) is not None:
-            return _trace(call, types)
+            return trace(call, types)
         return operation.run(call)
 
 
-def _trace(call: Call, types):
+def trace(call: Call, types):
     """`make_fx` records an operation with its devices, and then we run it.
 
     Its mode is below ours, wherever it was entered; so it is called as if above.
