@@ -8,7 +8,7 @@ import torch
 
 from simgpu.dispatch.declarations import declaration
 from simgpu.dispatch.devices import HOST
-from simgpu.dispatch.placement import tensors_in
+from simgpu.dispatch.placement import gpu_of, tensors_in
 from simgpu.dispatch.scalars import joins_scalars
 
 # operations that CUDA runs as another one: name -> (that one, argument -> argument)
@@ -25,7 +25,7 @@ TYPE_NAMES = {
 
 def type_name(tensor) -> str:
     """What `tensor.type()` says: "torch.cuda.FloatTensor"."""
-    package = "torch.cuda." if tensor.device.type == "cuda" else "torch."
+    package = "torch.cuda." if gpu_of(tensor) else "torch."
     return package + TYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
 
 
