@@ -34,6 +34,7 @@ from simgpu.api import (
     data_parallel,
     devices,
     events,
+    extensions,
     fake_tensors,
     functions,
     making,
@@ -195,6 +196,7 @@ def _torch() -> list[Patch]:
             torch.nn.functional, "it calls this where the function mode is off",
             scaled_dot_product_attention=attention.in_functional,
         ),
+        *extensions.rows(),
         *torchscript.rows(),
         *patches(
             torch._C, "optimizers group tensors by device",

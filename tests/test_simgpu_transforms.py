@@ -259,6 +259,18 @@ def test_a_custom_operation_without_a_kernel_for_a_device_is_refused(library):
         torch.ops.simgpu_test.cpu_only(torch.zeros(1).cuda())
 
 
+def test_an_extension_in_cuda_is_refused_by_name(tmp_path):
+    from torch.utils import cpp_extension
+
+    source = tmp_path / "kernel.cu"
+    source.write_text("__global__ void kernel() {}\n", encoding="utf-8")
+    build = {"build_directory": str(tmp_path)}
+    with pytest.raises(NotSimulated, match="'mine'"):
+        cpp_extension.load("mine", [str(source)], **build)
+    with pytest.raises(NotSimulated, match="'inline'"):
+        cpp_extension.load_inline("inline", "", "__global__ void k() {}", **build)
+
+
 # -- subclasses, attention biases, nested tensors --------------------------------------
 
 
