@@ -43,6 +43,7 @@ from simgpu.api import (
     data_parallel,
     devices,
     events,
+    extensions,
     fake_tensors,
     function_modes,
     functions,
@@ -62,6 +63,7 @@ from simgpu.api import (
     tensor_memory,
     tensor_types,
     threads,
+    torchscript,
 )
 from simgpu.api.asking import Property
 from simgpu.api.patch import Patch, patches
@@ -192,6 +194,10 @@ def _torch() -> list[Patch]:
             tensor_split=functions.tensor_split,
         ),
         *patches(
+            torch.nn.functional, "the CPU's checks its values", "call",
+            one_hot=functions.one_hot,
+        ),
+        *patches(
             torch, "CUDA reads the lengths on the host", ctc_loss=functions.ctc_loss
         ),
         *patches(
@@ -215,6 +221,8 @@ def _torch() -> list[Patch]:
             torch.nn.functional, "it calls this where the function mode is off",
             scaled_dot_product_attention=attention.in_functional,
         ),
+        *extensions.rows(),
+        *torchscript.rows(),
         *patches(
             torch._C, "PyTorch's tests count the modes that they leave behind",
             _len_torch_function_stack=function_modes.length,
@@ -244,15 +252,7 @@ def _torch() -> list[Patch]:
         *patches(torch, "it makes kernels for a GPU", compile=compiling.compile),
         *patches(torch.compiler, "nothing has been compiled",
                  reset=lambda: None, cudagraph_mark_step_begin=lambda: None),
-        # a CUDA build would make a real CUDA tensor beside the first fake one
-        *patches(
-            torch._subclasses.fake_tensor, "there is no CUDA context",
-            init_gpu_context=lambda device: None,
-        ),
-        *patches(
-            torch._subclasses.FakeTensorMode, "there is a CUDA device, and no CUDA",
-            __enter__=fake_tensors.enter_mode, avoid_device_init=True,
-        ),
+        *fake_tensors.rows(),
     ]  # fmt: skip
 
 
@@ -335,25 +335,7 @@ def _cuda(runtime) -> list[Patch]:
         *patches(torch.cuda.graphs, "there are no CUDA graphs",
                  _cuda_isCurrentStreamCapturing=lambda: False),
         *patches(torch.cuda.nvtx, "there is no profiler", _nvtx=nvtx.Nvtx()),
-        *patches(
-            torch.autograd.profiler.profile, "the simulated clock has the GPUs' times",
-            __init__=profiler.init, _start_trace=profiler.start_trace,
-            __exit__=profiler.exit_profile,
-            _parse_kineto_results=profiler.parse_results,
-            export_chrome_trace=profiler.export_chrome_trace,
-        ),
-        *patches(torch.autograd.profiler_util.EventList, "it says what is simulated",
-                 table=profiler.table),
-        *patches(torch.autograd.profiler.emit_nvtx, "there is no profiler",
-                 __enter__=profiler.enter_nvtx, __exit__=profiler.exit_nvtx),
-        *[
-            patch
-            for module in (torch.profiler, torch.profiler.profiler)
-            for patch in patches(module, "the simulated clock has the GPUs' times",
-                                 supported_activities=profiler.supported_activities)
-        ],
-        *patches(torch.cuda.profiler, "there is no profiler",
-                 start=profiler.start, stop=profiler.stop),
+        *profiler.rows(),
         *patches(torch.version, "programs ask", cuda=devices.CUDA_VERSION),
         *patches(torch.backends.cuda, "programs ask", is_built=lambda: True),
         *patches(

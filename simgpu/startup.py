@@ -20,6 +20,7 @@ from simgpu.asked import Request, check_request
 from simgpu.dispatch import (  # noqa: F401 - the files register what runs operations
     attention,
     copies,
+    determinism,
     factories,
     special,
     sync_batch_norm,

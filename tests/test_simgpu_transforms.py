@@ -144,6 +144,19 @@ def test_backward_through_a_fake_tensor_is_refused_before_the_process_dies():
             loss.backward()
 
 
+def test_a_fake_operation_that_wants_cuda_is_refused_by_name():
+    with FakeTensorMode(), pytest.raises(NotSimulated, match="aten.geqrf"):
+        torch.geqrf(torch.zeros(3, 3, device="cuda"))
+
+
+def test_joint_traces_of_aot_autograd_are_refused_before_the_process_dies():
+    from torch._functorch.aot_autograd import aot_function
+
+    traced = aot_function(lambda x: x.sin().sum(), fw_compiler=lambda graph, _: graph)
+    with pytest.raises(NotSimulated, match="FakeTensor"):
+        traced(rand(3).cuda().requires_grad_())
+
+
 def test_no_device_guard_of_ours_stays_behind():
     from simgpu.api import fake_tensors
 
@@ -246,6 +259,18 @@ def test_a_custom_operation_without_a_kernel_for_a_device_is_refused(library):
         torch.ops.simgpu_test.cpu_only(torch.zeros(1).cuda())
 
 
+def test_an_extension_in_cuda_is_refused_by_name(tmp_path):
+    from torch.utils import cpp_extension
+
+    source = tmp_path / "kernel.cu"
+    source.write_text("__global__ void kernel() {}\n", encoding="utf-8")
+    build = {"build_directory": str(tmp_path)}
+    with pytest.raises(NotSimulated, match="'mine'"):
+        cpp_extension.load("mine", [str(source)], **build)
+    with pytest.raises(NotSimulated, match="'inline'"):
+        cpp_extension.load_inline("inline", "", "__global__ void k() {}", **build)
+
+
 # -- subclasses, attention biases, nested tensors --------------------------------------
 
 
@@ -291,3 +316,84 @@ def test_nested_tensors_live_on_a_gpu():
         ]  # fmt: skip
 
     same_on_a_gpu(function)
+
+
+# -- TorchScript's files ---------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("to", [None, "cuda:0", "cpu"])
+def test_a_script_module_is_loaded_to_its_gpu_or_another(tmp_path, to):
+    module = torch.jit.script(model()).to("cuda:1")
+    path = str(tmp_path / "module.pt")
+    torch.jit.save(module, path, _extra_files={"note.txt": "hello"})
+    files = {"note.txt": ""}
+    loaded = torch.jit.load(path, map_location=to, _extra_files=files)
+    device = torch.device(to or "cuda:1")
+    assert {p.device for p in loaded.parameters()} == {device}
+    assert files == {"note.txt": b"hello"}
+    x = rand(2, 4)
+    assert torch.equal(loaded(x.to(device)).cpu(), module(x.to("cuda:1")).cpu())
+
+
+# -- what the host waits for -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "waits"),
+    [
+        (lambda x: F.one_hot(x, 5), False), (lambda x: F.one_hot(x), True),
+        (lambda x: x.nonzero(), True), (lambda x: x[x > 0], True),
+        (lambda x: x.unique(), True), (lambda x: x.masked_fill(x > 0, 0), False),
+        (lambda x: x.masked_select(x > 0), True), (lambda x: x.sort(), False),
+        (lambda x: torch.where(x > 0, x, 0), False), (lambda x: x.sum().item(), True),
+    ],
+)  # fmt: skip
+def test_the_host_waits_where_it_must_know_a_value(call, waits):
+    def loaded():  # so much work that the GPU is behind the host
+        return (torch.ones(1 << 22, device="cuda") * 2).sum()
+
+    x = torch.arange(4).cuda()
+    loaded()
+    before = len(simgpu.timeline().waits)
+    call(x)
+    assert (len(simgpu.timeline().waits) > before) == waits
+
+
+# -- deterministic algorithms ----------------------------------------------------------
+
+
+@pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+UNDETERMINED = {
+    "histc": lambda x: torch.histc(x),
+    "median": lambda x: x.median(0),
+    "cumsum": lambda x: x.cumsum(0),
+    "bincount": lambda x: torch.bincount(x[0].long(), x[0]),
+    "adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(x[None], 2).sum().backward(),
+}
+
+
+@pytest.mark.parametrize("name", UNDETERMINED)
+def test_cuda_refuses_what_it_cannot_do_deterministically(deterministic, name):
+    call = UNDETERMINED[name]
+    call(rand(3, 4).requires_grad_())
+    x = rand(3, 4).cuda().requires_grad_()
+    with pytest.raises(RuntimeError, match=f"{name}.* does not have a deterministic"):
+        call(x)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with pytest.warns(UserWarning, match="does not have a deterministic"):
+        call(x)
+    torch.use_deterministic_algorithms(False)
+    call(x)
+
+
+def test_what_cuda_has_deterministic_code_for_runs(deterministic):
+    x = rand(3, 4).cuda()
+    x.median(), x.long().cumsum(0), torch.bincount(x[0].long())
+    x.scatter_add(1, torch.zeros_like(x).long(), x)

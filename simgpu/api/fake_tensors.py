@@ -13,14 +13,17 @@ import ctypes
 from pathlib import Path
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
 
+from simgpu.api.patch import Patch, patches
 from simgpu.errors import NotSimulated
 
 _CPU, _CUDA = 0, 1  # c10::DeviceType
 _TABLE = "_ZN3c104impl26device_guard_impl_registryE"  # device_guard_impl_registry
 _LIBRARIES = ("libc10.so", "libc10.dylib")
-_raw_enter = torch._subclasses.FakeTensorMode.__enter__
+_raw_run_fallback_kernel = torch._subclasses.fake_tensor.run_fallback_kernel
+_raw_enter = FakeTensorMode.__enter__
 
 
 def _device_guards():
@@ -54,7 +57,19 @@ def enter_mode(self):
     guards = _device_guards()
     if guards is None or not guards[_CUDA]:
         raise NotSimulated("FakeTensorMode on this platform")
+    if self.propagate_real_tensors:
+        raise NotSimulated("torch.export.draft_export: FakeTensors with real values")
     return _raw_enter(self)
+
+
+def run_fallback_kernel(fake_mode, func, *args, **kwargs):
+    """An operation without a formula for shapes is run on zeros: CUDA's would."""
+    try:
+        return _raw_run_fallback_kernel(fake_mode, func, *args, **kwargs)
+    except NotImplementedError as error:
+        if "'CUDA' backend" in str(error):
+            raise NotSimulated(f"{func} of a FakeTensor on a GPU") from None
+        raise
 
 
 def refuse_backward(outputs) -> None:
@@ -64,5 +79,19 @@ def refuse_backward(outputs) -> None:
         NotSimulated: if one of the outputs is one.
     """
     for output in outputs:
+        if isinstance(output, FunctionalTensor):  # of torch._functorch.aot_autograd
+            output = torch._from_functional_tensor(output.elem)
         if isinstance(output, FakeTensor) and output.device.type == "cuda":
             raise NotSimulated("backward through a FakeTensor on a GPU")
+
+
+def rows() -> list[Patch]:
+    """Their part of the table of replacements."""
+    return [
+        # a CUDA build would make a real CUDA tensor beside the first fake one
+        *patches(torch._subclasses.fake_tensor, "there is no CUDA context",
+                 init_gpu_context=lambda device: None,
+                 run_fallback_kernel=run_fallback_kernel),
+        *patches(FakeTensorMode, "there is a CUDA device, and no CUDA",
+                 __enter__=enter_mode, avoid_device_init=True),
+    ]  # fmt: skip

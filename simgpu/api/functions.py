@@ -2,6 +2,9 @@
 
 import torch
 
+from simgpu.dispatch.placement import gpu_of
+
+_raw_one_hot = torch.nn.functional.one_hot
 _raw_ctc_loss = torch.ctc_loss
 _raw_tensor_split = torch.Tensor.tensor_split
 
@@ -13,6 +16,16 @@ def ctc_loss(log_probs, targets, input_lengths, target_lengths, *args, **kwargs)
         for value in (input_lengths, target_lengths)
     ]
     return _raw_ctc_loss(log_probs, targets, *lengths, *args, **kwargs)
+
+
+def one_hot(tensor, num_classes=-1):
+    """F.one_hot: with a number of classes, CUDA reads nothing back to check it."""
+    known = num_classes > 0 and tensor.dtype is torch.int64 and tensor.numel()
+    batched = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    if batched or not known or gpu_of(tensor) is None:
+        return _raw_one_hot(tensor, num_classes)
+    zeros = tensor.new_zeros((*tensor.shape, num_classes))
+    return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)
 
 
 def tensor_split(self, indices_or_sections=None, dim=0, **kwargs):

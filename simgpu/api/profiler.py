@@ -22,6 +22,7 @@ from torch.autograd.profiler import emit_nvtx, profile
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
 from simgpu import runtime
+from simgpu.api.patch import Patch, patches
 
 ACTIVITIES = {ProfilerActivity.CPU, ProfilerActivity.CUDA}
 _MODE = "PythonDispatchMode"  # a row for each operation that our mode sees
@@ -233,3 +234,20 @@ def start() -> None:
 
 def stop() -> None:
     """`torch.cuda.profiler.stop()`."""
+
+
+def rows() -> list[Patch]:
+    """The profiler's part of the table of replacements."""
+    clock = "the simulated clock has the GPUs' times"
+    return [
+        *patches(profile, clock, __init__=init, _start_trace=start_trace,
+                 __exit__=exit_profile, _parse_kineto_results=parse_results,
+                 export_chrome_trace=export_chrome_trace),
+        *patches(EventList, "it says what is simulated", table=table),
+        *patches(emit_nvtx, "there is no profiler",
+                 __enter__=enter_nvtx, __exit__=exit_nvtx),
+        *patches(torch.profiler, clock, supported_activities=supported_activities),
+        *patches(torch.profiler.profiler, clock,
+                 supported_activities=supported_activities),
+        *patches(torch.cuda.profiler, "there is no profiler", start=start, stop=stop),
+    ]  # fmt: skip

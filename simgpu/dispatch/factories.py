@@ -18,8 +18,10 @@ aten = torch.ops.aten
 def create(call: Call):
     """Make a tensor on the device that was asked for, or else on its model's."""
     __tracebackhide__ = True
-    _name_arguments(call)
     device = call.kwargs.get("device")
+    if device is None and len(call.args) > 2:
+        _name_arguments(call)
+        device = call.kwargs.get("device")
     if device is not None and device.type not in ("cuda", "cpu"):
         return call.func(*call.args, **call.kwargs)
     gpu = _gpu_for(call, device)

@@ -15,6 +15,7 @@ from simgpu.dispatch.operation import known_operations, operation_of
 from simgpu.errors import NotSimulated
 
 _active_mode = torch._C._get_dispatch_mode
+_modes_below = torch._C._len_torch_dispatch_stack
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
 _PLAIN = torch.Tensor.__torch_dispatch__
@@ -41,7 +42,8 @@ class DispatchMode(TorchDispatchMode):
             if state.running is None:
                 return func(*args, **(kwargs or {}))
             self.runtime = state.running
-        if _active_mode(_FAKE) is not None:  # nothing is computed: pass it through
+        below = _modes_below()
+        if below and _active_mode(_FAKE) is not None:  # nothing is computed
             return func(*args, **(kwargs or {}))
         for kind in types:
             if kind.__torch_dispatch__ is not _PLAIN:
@@ -54,12 +56,12 @@ class DispatchMode(TorchDispatchMode):
         if self.runtime.clock.pending and not operation.silent:
             settle_streams(self.runtime, func.namespace)
         call = Call(self.runtime, operation, func, args, kwargs or _NO_KWARGS)
-        if _active_mode(_PROXY) is not None:
-            return _trace(call, types)
+        if below and _active_mode(_PROXY) is not None:
+            return trace(call, types)
         return operation.run(call)
 
 
-def _trace(call: Call, types):
+def trace(call: Call, types):
     """`make_fx` records an operation with its devices, and then we run it.
 
     Its mode is below ours, wherever it was entered; so it is called as if above.
