@@ -478,6 +478,7 @@ def _rpc() -> list[Patch]:
         *patches(internal._InternalRPCPickler, why,
                  serialize=rpc.serialize, deserialize=rpc.deserialize),
         *patches(api, why, **rpc.INVOKE),
+        *patches(torch.distributed.rpc.PyRRef, why, to_here=rpc.to_here),
         *patches(torch.distributed.rpc, why, TensorPipeAgent=rpc.new_agent),
         *patches(torch._C._distributed_rpc.TensorPipeAgent, why,
                  _get_device_map=rpc.get_device_map),

@@ -45,6 +45,10 @@ def returns_gpu():
     return torch.ones(2, device=1)
 
 
+def fetches(rref):
+    return [str(x.device) for x in rref.to_here()]
+
+
 @rpc.functions.async_execution
 def add_later(x):
     later = rpc.rpc_async("w0", torch.add, args=(x, 1))
@@ -90,6 +94,8 @@ def with_map():
     rref = rpc.remote("w1", torch.add, args=(x, 2))
     assert rref.to_here().device == GPU[0] and rref.to_here().tolist() == [3, 3]
     assert rref.rpc_sync().sum().item() == 6
+    mine = rpc.RRef([x, torch.ones(2, device=1), torch.ones(2)])  # C++ fetches it
+    assert rpc.rpc_sync("w1", fetches, args=(mine,)) == ["cuda:1", "cuda:0", "cpu"]
     before = rpc.rpc_async("w1", where, args=(x, "cuda:1"))
     x += 1  # after the call
     assert before.wait()[1].tolist() == [3, 3]
@@ -136,8 +142,8 @@ def work(rank, folder, mapped):
     options = rpc.TensorPipeRpcBackendOptions(
         init_method=f"file://{folder}/rpc{mapped}", num_worker_threads=4
     )
-    if mapped and rank == 0:
-        options.set_device_map("w1", {0: 1, 1: 0})
+    if mapped:
+        options.set_device_map(f"w{1 - rank}", {0: 1, 1: 0})
     rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options)
     if mapped:
         replicas_agree(rank)

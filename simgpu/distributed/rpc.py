@@ -40,6 +40,7 @@ _ONLY_CPU = (
 _raw_serialize = internal._InternalRPCPickler.serialize
 _raw_deserialize = internal._InternalRPCPickler.deserialize
 _raw_run_function = internal._run_function
+_raw_to_here = rpc.PyRRef.to_here
 _raw_agent = rpc.TensorPipeAgent
 _raw_get_gradients = torch.distributed.autograd.get_gradients
 _raw_backward = torch.distributed.autograd.backward
@@ -89,17 +90,47 @@ def deserialize(pickler, data: bytes, tensors: list[torch.Tensor]):
     Raises:
         RuntimeError: for a result on a GPU that the map does not name.
     """
+    runtime.current().thread.deserialized += 1
     data, note = _without_note(data)
     if note is not None:
         sender, places = note
         if sender is not None:  # a result
             places = _at_home(sender, places)
-        for tensor, index in zip(tensors, places, strict=True):
-            if index is not None:
-                place(tensor, find_gpu(index))
-                for part, block in blocks_of(tensor):
-                    runtime.current().sanitizer.arrived(part, block)
+        _place_all(tensors, places)
     return _raw_deserialize(pickler, data, tensors)
+
+
+def to_here(rref, *args, **kwargs):
+    """`RRef.to_here`: where C++ alone fetches tensors, the owner says where they are.
+
+    Raises:
+        RuntimeError: if the device map does not name their GPUs.
+    """
+    thread = runtime.current().thread
+    before = thread.deserialized
+    value = _raw_to_here(rref, *args, **kwargs)
+    if thread.deserialized == before and not rref.is_owner():
+        tensors = [x for x in tree_leaves(value) if isinstance(x, torch.Tensor)]
+        if tensors:
+            owner = rref.owner_name()
+            places = api.rpc_sync(owner, _places_of, args=(rref,))
+            _place_all(tensors, _at_home(owner, places))
+    return value
+
+
+def _places_of(rref) -> list[int | None]:
+    """The numbers of the GPUs on which a value's tensors are, at its owner."""
+    leaves = tree_leaves(rref.local_value())
+    gpus = [gpu_of(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return [None if gpu is None else gpu.index for gpu in gpus]
+
+
+def _place_all(tensors: list[torch.Tensor], places: list) -> None:
+    for tensor, index in zip(tensors, places, strict=True):
+        if index is not None:
+            place(tensor, find_gpu(index))
+            for part, block in blocks_of(tensor):
+                runtime.current().sanitizer.arrived(part, block)
 
 
 def _with_note(data: bytes, note: tuple) -> bytes:
