@@ -1,6 +1,7 @@
 """accelerate on the ranks of a launcher: prepare, accumulate, gather, save and load.
 
 python -m simgpu --gpus 2 accelerate launch --num_processes 2 accelerate_loop.py
+python -m simgpu --gpus 2 accelerate_loop.py no notebook
 torchrun --nproc-per-node=2 -m simgpu accelerate_loop.py bf16
 torchrun --nproc-per-node=2 -m simgpu accelerate_loop.py no fsdp2
 """
@@ -9,7 +10,7 @@ import sys
 
 import digits
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, notebook_launcher
 from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     broadcast_object_list,
@@ -69,4 +70,12 @@ def main() -> None:
     accelerator.end_training()
 
 
-main()
+if __name__ == "__main__":
+    if "start" in sys.argv:  # as in a notebook, before anything has looked at GPUs
+        import simgpu
+
+        simgpu.start(2)
+    if "notebook" in sys.argv:
+        notebook_launcher(main, num_processes=2)
+    else:
+        main()

@@ -68,7 +68,8 @@ def main() -> None:
         enable_progress_bar=False, enable_model_summary=False,
         use_distributed_sampler=False,
     )  # fmt: skip
-    trainer.fit(Classifier())
+    model = Classifier()
+    trainer.fit(torch.compile(model) if "compile" in sys.argv else model)
 
 
 if __name__ == "__main__":
