@@ -42,7 +42,8 @@ from simgpu.distributed.children import leave
 from simgpu.timing.topology import Topology
 
 _OURS = str(Path(__file__).parent) + os.sep
-_PRELOADED = ["simgpu.startup", "torch._dynamo"]  # which optimizers and DDP import
+# what programs import sooner or later: optimizers and DDP, for example, dynamo
+_PRELOADED = ["simgpu.startup", "torch._dynamo", "torch.distributed.fsdp"]
 _GRACE = 5.0  # seconds that the others have to end once a rank has failed
 _MARGIN = 1.0  # seconds for the ranks to write where they stand
 _NOT_FOUND = (

@@ -22,7 +22,12 @@ SECONDS = 120  # that a program may take
 _SERVER = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
 if hasattr(os, "fork"):
     _SERVER.set_forkserver_preload(
-        ["simgpu.startup", "torch._dynamo", "torch.distributed.optim"]
+        [
+            "simgpu.startup",
+            "torch._dynamo",
+            "torch.distributed.optim",
+            "torch.distributed.fsdp",
+        ]
     )
 
 
