@@ -29,7 +29,8 @@ RANKS = """
         raise ValueError("rank 1 has had enough")
     dist.all_reduce(t)
     words = rank, os.environ["GROUP_RANK"], t.item(), str(t.device)
-    print(*words, torch.cuda.device_count(), sys.path[0], flush=True)
+    words = *words, torch.cuda.device_count(), sys.path[0]
+    print(" ".join(map(str, words)) + "\\n", end="", flush=True)  # in one piece
 """
 
 

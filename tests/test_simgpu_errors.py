@@ -221,7 +221,6 @@ REFUSED = {
     "torch.cuda.CUDAGraph()": "torch.cuda.CUDAGraph",
     "torch.cuda.graph(None)": "torch.cuda.graph",
     "torch.cuda.graphs.CUDAGraph()": "torch.cuda.graphs.CUDAGraph",
-    "torch.cuda.nccl.unique_id()": "torch.cuda.nccl.unique_id",
     "torch.cuda.temperature()": "torch.cuda.temperature",
     "torch.cuda.power_draw()": "torch.cuda.power_draw",
     "torch.cuda.cudart().cudaMalloc(4)": "torch.cuda.cudart().cudaMalloc",

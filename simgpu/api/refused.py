@@ -44,7 +44,7 @@ _MODULES = {
     torch.accelerator.memory: torch.accelerator.memory.__all__,
     torch.cuda.nccl: (
         "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter",
-        "unique_id", "init_rank",
+        "init_rank",
     ),
 }  # fmt: skip
 

@@ -22,6 +22,7 @@ _MACHINERY = {
     torch._compile.__file__,
     str(Path(torch.__file__).parent / "_dynamo" / "eval_frame.py"),
 }
+_OPERATIONS = torch._ops.__file__
 _FUNCTION_MODE = str(_DISPATCH / "function_mode.py")
 _BACKWARD_CODE = torch.autograd.graph._engine_run_backward.__code__
 _HAS_HOST_RESULT = torch._VF._pad_packed_sequence  # its lengths are on the host
@@ -34,14 +35,26 @@ def _call_into_cpp(runtime):
     """
     frame = sys._getframe(1)
     while frame.f_code.co_filename in _MACHINERY:
-        if frame.f_code.co_filename == _FUNCTION_MODE:
+        if frame.f_code.co_filename == _FUNCTION_MODE and not is_passed_on(frame.f_back):
             return function_call(runtime.thread.function_calls)
         frame = frame.f_back
         if frame is None:
             return None
+        if is_passed_on(frame):
+            frame = frame.f_back.f_back
     if frame.f_code is _BACKWARD_CODE:
         return "backward"
     return (runtime.thread.function_calls, id(frame), frame.f_lasti)
+
+
+def is_passed_on(frame) -> bool:
+    """Whether in `frame` a mode of the program passes on an operation that it saw."""
+    above = frame.f_back
+    return (
+        frame.f_code.co_filename == _OPERATIONS
+        and above is not None
+        and above.f_code.co_name == "__torch_dispatch__"
+    )
 
 
 def function_call(number: int):

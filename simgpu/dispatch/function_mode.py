@@ -5,6 +5,8 @@ such as `torch.tensor` that build their result in C++ at once, and which call it
 which C++ makes tensors of its own.
 """
 
+import sys
+
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -51,6 +53,8 @@ class FunctionMode(TorchFunctionMode):
             return out
         if type(device) is int:
             kwargs = {**kwargs, "device": find_gpu(device).device}
+        if cpp_tensors.is_passed_on(sys._getframe(1)):  # it is C++ that names the CPU
+            return func(*args, **kwargs)
         thread.asked_for_cpu = str(device) == "cpu"
         thread.asked_for_copy = func in _COPIES
         try:
