@@ -44,6 +44,15 @@ def test_links_lead_somewhere(page):
     assert not [target for target in targets if not (page.parent / target).is_file()]
 
 
+@pytest.mark.parametrize("name", ["README.md", "WHAT-RUNS.md"])
+def test_links_of_the_simulators_pages_lead_somewhere(name):
+    page = ROOT / "simgpu" / name
+    targets = LINK.findall(page.read_text(encoding="utf-8"))
+    targets = [target for target in targets if not WEB.match(target)]
+    assert len(targets) > 5
+    assert not [target for target in targets if not (page.parent / target).exists()]
+
+
 def test_the_readme_has_each_lesson_by_its_title():
     page = (ROOT / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d\d) \| \[(.+?)\]\(notebooks/(.+?)\)", page, re.M)

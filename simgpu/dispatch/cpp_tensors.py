@@ -35,7 +35,9 @@ def _call_into_cpp(runtime):
     """
     frame = sys._getframe(1)
     while frame.f_code.co_filename in _MACHINERY:
-        if frame.f_code.co_filename == _FUNCTION_MODE and not is_passed_on(frame.f_back):
+        if frame.f_code.co_filename == _FUNCTION_MODE and not is_passed_on(
+            frame.f_back
+        ):
             return function_call(runtime.thread.function_calls)
         frame = frame.f_back
         if frame is None:
