@@ -3,6 +3,7 @@
 import gc
 import os
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -334,3 +335,10 @@ def test_a_forked_child_cannot_use_the_gpus_but_the_cpu():
     os.waitpid(child, 0)
     assert text.startswith("[2.0, 2.0] Cannot re-initialize CUDA in forked subprocess")
     assert (x + 1).device.index == 0
+
+
+def test_nothing_is_replaced_twice():
+    simgpu.start(1)
+    undo = runtime.running.patches._undo
+    found = Counter((id(owner), name) for owner, name, _ in undo)
+    assert [name for (_, name), times in found.items() if times > 1] == []

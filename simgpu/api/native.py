@@ -176,7 +176,6 @@ C_FUNCTIONS = {
     "_cuda_canDeviceAccessPeer": _can_access_peer,
     "_cuda_synchronize": _synchronize,
     "_cuda_sleep": _sleep,
-    "_cuda_ipc_collect": lambda: None,  # nothing is shared that could be collected
     "_cuda_getArchFlags": _arch_flags,
     "_cuda_getCompiledVersion": _compiled_version,
     "_cuda_getCurrentStream": lambda i: _stream_numbers(streams.current_stream(i)),
