@@ -285,6 +285,8 @@ def _cuda(runtime) -> list[Patch]:
                  **flags.plan_cache_functions()),
         *patches(type(torch.backends.cudnn), "C++ keeps these where CUDA is",
                  benchmark_limit=flags.limit_property()),
+        *patches(torch, "weights of RNNs need no buffer of cuDNN's",
+                 _use_cudnn_rnn_flatten_weight=lambda: False),
         *patches(torch.backends.cudnn.m, "programs ask", version=backends.cudnn_version,
                  is_available=lambda: True, _init=lambda: True),
         *patches(torch.cuda, "waits in simulated time",

@@ -91,7 +91,7 @@ SELF_STARTING = """
         dist.init_process_group("nccl", rank=rank, world_size=2)
         t = torch.full((1,), float(rank), device="cuda")
         dist.all_reduce(t)
-        print("sum", t.item(), flush=True)
+        print(f"sum {t.item()}\\n", end="", flush=True)
     else:
         print("no GPUs", flush=True)
     if rank == 0:

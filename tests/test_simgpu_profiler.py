@@ -22,10 +22,14 @@ def gpus():
 
 @pytest.fixture(autouse=True)
 def output(capfd):
-    """Nothing on stderr: neither C++ frames nor an error for each operation."""
+    """Nothing on stderr: neither C++ frames nor an error for each operation.
+
+    PyTorch's own words aside: of its tracing, and in a build for CUDA of the driver.
+    """
     yield
-    lines = [x for x in capfd.readouterr().err.splitlines() if x and "USDT:" not in x]
-    assert not lines
+    lines = filter(None, capfd.readouterr().err.splitlines())
+    own = ("USDT:", "gpuGetDeviceCount failed")
+    assert not [line for line in lines if not any(word in line for word in own)]
 
 
 def step(layer, x):

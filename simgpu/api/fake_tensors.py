@@ -6,7 +6,8 @@ C++ wants an accelerator.
 
 C++ asks a table of device types what the current stream of a device is. A build
 without CUDA has no entry for it and ends the process where a FakeTensor's gradient is
-prepared; while GPUs are simulated, CUDA has the entry of the CPU, which does nothing.
+prepared; a build with CUDA asks its driver. While GPUs are simulated, CUDA has the
+entry of the CPU, which does nothing.
 """
 
 import ctypes
@@ -24,6 +25,11 @@ _TABLE = "_ZN3c104impl26device_guard_impl_registryE"  # device_guard_impl_regist
 _LIBRARIES = ("libc10.so", "libc10.dylib")
 _raw_run_fallback_kernel = torch._subclasses.fake_tensor.run_fallback_kernel
 _raw_enter = FakeTensorMode.__enter__
+_NO_CUDA = (
+    "'CUDA' backend",
+    "NVIDIA driver",
+)  # words of C++, built without and with it
+_before = None  # CUDA's own entry
 
 
 def _device_guards():
@@ -39,17 +45,19 @@ def _device_guards():
 
 
 def start() -> None:
-    """CUDA has an entry in the table."""
+    """CUDA has the CPU's entry in the table."""
+    global _before
     guards = _device_guards()
-    if guards is not None and not guards[_CUDA]:
+    if guards is not None and guards[_CUDA] != guards[_CPU]:
+        _before = guards[_CUDA]
         guards[_CUDA] = guards[_CPU]
 
 
 def stop() -> None:
-    """It has none again, unless it is one of its own."""
+    """It has its own again, or none."""
     guards = _device_guards()
     if guards is not None and guards[_CUDA] == guards[_CPU]:
-        guards[_CUDA] = None
+        guards[_CUDA] = _before
 
 
 def enter_mode(self):
@@ -66,8 +74,8 @@ def run_fallback_kernel(fake_mode, func, *args, **kwargs):
     """An operation without a formula for shapes is run on zeros: CUDA's would."""
     try:
         return _raw_run_fallback_kernel(fake_mode, func, *args, **kwargs)
-    except NotImplementedError as error:
-        if "'CUDA' backend" in str(error):
+    except RuntimeError as error:
+        if any(words in str(error) for words in _NO_CUDA):
             raise NotSimulated(f"{func} of a FakeTensor on a GPU") from None
         raise
 
