@@ -9,7 +9,7 @@ from torch import cuda, nn
 from torch.multiprocessing.reductions import reduce_tensor
 
 import simgpu
-from simgpu import NotSimulated
+from simgpu import NotSimulated, runtime
 from tests import programs
 
 SECONDS = 60  # that anything here may take
@@ -305,6 +305,7 @@ def test_processes_train_one_model_on_a_gpu(tmp_path):
 @pytest.fixture
 def gpus():
     simgpu.start(2)
+    runtime.current().for_children = {"number": 2}  # as under `python -m simgpu`
     yield
     simgpu.stop()
 
@@ -326,6 +327,12 @@ def test_what_put_sends_is_moved_before_the_program_goes_on(gpus):
     queue.close()
     queue.join_thread()
     assert (where(x), where(model.weight)) == moved and x.tolist() == [1, 1]
+
+
+def test_nothing_is_sent_to_processes_that_will_have_no_gpus(gpus):
+    runtime.current().for_children = None
+    with pytest.raises(NotImplementedError, match="only under python -m simgpu"):
+        reduce_tensor(torch.ones(2, device=1))
 
 
 def test_what_cuda_refuses(gpus):

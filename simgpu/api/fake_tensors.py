@@ -25,10 +25,7 @@ _TABLE = "_ZN3c104impl26device_guard_impl_registryE"  # device_guard_impl_regist
 _LIBRARIES = ("libc10.so", "libc10.dylib")
 _raw_run_fallback_kernel = torch._subclasses.fake_tensor.run_fallback_kernel
 _raw_enter = FakeTensorMode.__enter__
-_NO_CUDA = (
-    "'CUDA' backend",
-    "NVIDIA driver",
-)  # words of C++, built without and with it
+_NO_CUDA = ("'CUDA' backend", "NVIDIA driver")  # words of C++, with CUDA or without
 _before = None  # CUDA's own entry
 
 

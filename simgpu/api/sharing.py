@@ -30,12 +30,14 @@ from simgpu.dispatch.shared_memory import (
     share,
     sharing,
 )
+from simgpu.errors import NotSimulated
 from simgpu.timing import cost
 
 _SENT_ON = (
     "Attempted to send CUDA tensor received from another process; this is not "
     "currently supported. Consider cloning before sending."
 )
+_ADVICE = "A spawned process has simulated GPUs only under python -m simgpu."
 _raw_put = Queue.put
 _raw_share_cuda = UntypedStorage._share_cuda_
 _raw_new_shared_cuda = UntypedStorage._new_shared_cuda
@@ -53,6 +55,7 @@ def share_cuda(storage) -> tuple:
 
     Raises:
         RuntimeError: for what was received, and in a forked child.
+        NotSimulated: where spawned processes have no GPUs: after `simgpu.start()`.
     """
     memory = memory_of_storage(storage)
     if memory is None:
@@ -62,6 +65,8 @@ def share_cuda(storage) -> tuple:
         raise torch.AcceleratorError("CUDA error: initialization error")
     if isinstance(memory, ReceivedMemory):
         raise RuntimeError(_SENT_ON)
+    if now.for_children is None:  # it would wait for ever in a process without GPUs
+        raise NotSimulated("sharing a GPU tensor between processes", _ADVICE)
     if memory.nbytes == 0:
         return memory.gpu.index, None, 0, 0, b"", 0, b"", False
     memory = move_to_shared_memory(storage)
