@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import time
 from pathlib import Path
 
@@ -62,7 +63,20 @@ def unused(paths: list[str]) -> list[str]:
         with contextlib.suppress(OSError):
             for link in os.scandir(process / "fd"):
                 used.add(_identity(link.path))
-    return [path for path in paths if _identity(path) not in used | {None}]
+    return [
+        path
+        for path in paths
+        if _identity(path) not in used | {None} and not _is_kept(path)
+    ]
+
+
+def _is_kept(path: str) -> bool:
+    """Whether PyTorch removes it when the process ends that shared it, and which runs.
+
+    A process of a notebook that is left running is reported by itself.
+    """
+    owner = re.match(r"torch_(\d+)_", os.path.basename(path))
+    return owner is not None and os.path.exists(f"/proc/{owner[1]}")
 
 
 def _identity(path: str) -> tuple[int, int] | None:
