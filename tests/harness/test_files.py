@@ -3,6 +3,8 @@
 import contextlib
 import multiprocessing
 import os
+import subprocess
+import sys
 import threading
 from multiprocessing.shared_memory import SharedMemory
 
@@ -47,3 +49,14 @@ def test_shared_memory_that_nobody_has():
     finally:
         with contextlib.suppress(FileNotFoundError):
             block.unlink()
+
+
+def test_shared_memory_of_pytorch_is_left_once_its_process_has_ended(tmp_path):
+    ended = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"],
+        capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    paths = [tmp_path / f"torch_{pid}_1_0" for pid in (os.getpid(), int(ended.stdout))]
+    for path in paths:
+        path.touch()
+    assert files.unused([str(path) for path in paths]) == [str(paths[1])]
