@@ -85,7 +85,8 @@ def _tensors() -> list[Patch]:
         *patches(
             torch.Tensor, "C++ knows a CPU tensor; the device is on its storage",
             device=Property(asking.device_of), is_cuda=Property(asking.is_cuda),
-            is_cpu=Property(asking.is_cpu), get_device=asking.get_device,
+            is_cpu=Property(asking.is_cpu), is_meta=Property(asking.is_meta),
+            get_device=asking.get_device,
             type=asking.type_of, __repr__=asking.represent,
         ),
         *patches(

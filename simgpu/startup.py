@@ -1,7 +1,9 @@
 """Starts and stops the simulated GPUs of this process."""
 
+import contextlib
 import os
 import threading
+from collections.abc import Iterator
 
 import torch
 from torch.overrides import _len_torch_function_stack, _pop_mode, _push_mode
@@ -72,12 +74,16 @@ def start(
             f"{state.running.request.number} simulated GPUs are running; call "
             "simgpu.stop() before you start others"
         )
+    _begin(Runtime(request, honour_visible))
+
+
+def _begin(runtime: Runtime) -> None:
+    """Simulate the GPUs of a new runtime, where none is running."""
     if torch.cuda.is_initialized():
         raise RuntimeError(
             "CUDA is in use for real in this process; simulate in a fresh one "
             "(restart the kernel)"
         )
-    runtime = Runtime(request, honour_visible)
     random_generators.give_generators(runtime)
     runtime.patches = Patches()
     state.running = runtime
@@ -86,6 +92,38 @@ def start(
     except BaseException:
         _exit(runtime)
         raise
+
+
+@contextlib.contextmanager
+def apart(runtime: Runtime) -> Iterator[None]:
+    """Simulate other GPUs for a while; what is running then goes on as it was.
+
+    What is replaced stays so, since all of it asks which runtime is the current one.
+
+    Raises:
+        RuntimeError: if CUDA is in use for real, or outside the main thread.
+    """
+    _check_thread("use")
+    outer = state.running
+    if outer is None:
+        _begin(runtime)
+        try:
+            yield
+        finally:
+            _exit(runtime)
+        return
+    random_generators.give_generators(runtime)
+    runtime.functions = outer.functions
+    runtime.autocast_kernels = outer.autocast_kernels
+    state.running = runtime
+    try:
+        allocator_settings.apply_environment()
+        yield
+    finally:
+        outer.autocast_kernels = runtime.autocast_kernels
+        for gpu in runtime.gpus:
+            gpu.alive = False
+        state.running = outer
 
 
 def _enter(runtime: Runtime) -> None:

@@ -35,6 +35,10 @@ def is_cpu(self):
     return self.device.type == "cpu"
 
 
+def is_meta(self):
+    return self.device.type == "meta"
+
+
 def get_device(self):
     gpu = gpu_of(self)
     return _raw_get_device(self) if gpu is None else gpu.index

@@ -46,7 +46,7 @@ class Call:
 
     def with_tensors(self, tensors: list[torch.Tensor]) -> "Call":
         """A copy of this call whose devices are those of other tensors."""
-        other = Call(self.runtime, self.operation, self.func, (), {})
+        other = type(self)(self.runtime, self.operation, self.func, (), {})
         other.args, other.kwargs, other.tensors = self.args, self.kwargs, tensors
         return other
 
@@ -115,6 +115,9 @@ class Call:
         if given is not None:  # C++ hands on its own, not Python's
             given = self.runtime.gpu_generators.get(given._cdata)
         return random_numbers.draw(self, given or gpu.generator)
+
+    def read_values(self) -> None:
+        """The host is about to read values of a GPU; a kind of call may refuse."""
 
     @property
     def generator(self) -> torch.Generator | None:

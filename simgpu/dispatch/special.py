@@ -43,6 +43,7 @@ def index(call: Call):
     call.with_tensors(rest).common_gpu()
     is_mask = [tensor.dtype in (torch.bool, torch.uint8) for tensor in indices]
     if gpu is not None and any(is_mask):  # the host must know how many it selects
+        call.read_values()
         log_copy(gpu, None, 8)
     return call.run_on(gpu)
 

@@ -9,11 +9,11 @@ itself (the CPU's own operations cost nothing here).
 The constants are assumed, not measured, unless a source is given.
 """
 
-# Of the host for each launch: Python, autograd and the driver. Chosen with `START`
+# What the host spends on a launch (Python, autograd, the driver), and how long after it
+# the kernel starts on an idle GPU. Their sum is fitted: a small operation between two
+# events takes 24 to 33 microseconds on T4, V100, A100 and H100, with the hosts of 2023
+# (tests/recordings, host_floor). How it divides is assumed
 LAUNCH = 10e-6  # seconds
-# From a launch to the start of the kernel on an idle GPU. `LAUNCH + START` is fitted:
-# an event, a small operation and an event take 24 to 33 microseconds on T4, V100, A100
-# and H100 (tests/recordings/host_floor.json)
 START = 15e-6  # seconds
 EVENT = 1e-6  # seconds of the host to record, query or wait for an event
 OPEN_HANDLE = 100e-6  # seconds of the host to map memory of another process
