@@ -590,7 +590,7 @@ def test_models_that_were_not_fitted_are_judged():
     rows = [row, row[:1] + ["1b"] + row[2:7] + ["NO_SHARD", 20000.0, 50.0]]
     found = plan.predict_published({"models": sizes, "rows": rows})
     assert [fitted for *_, fitted in found] == [False, True]
-    assert found[0][0].startswith("MPT 9b, 16 A100, hsdp, 2 x 4 x 2048")
+    assert found[0][0].startswith("MPT 9b: 16 A100 with hsdp, 2 x 4 x 2048")
     assert [recorded for _, _, recorded, _ in found] == [3000.0, 20000.0]
     assert all(predicted > 0 for _, predicted, _, _ in found)
 

@@ -178,9 +178,8 @@ def show_tracked(
 
 def show_published() -> None:
     """`plan.compare`, a line for each run, and below it tables of others in short."""
-    print(f"{'':26}{'tokens/s of each GPU':^24}{'MFU':^14}{'GB':^12}")
-    print(f"{'':26}{'measured':>9}{'planned':>8}{'error':>7}", end="")
-    print(f"{'measured, planned':>21}")
+    print(f"{'':28}tokens/s of each GPU{'MFU':>10}{'GB':>12}")
+    print(f"{'':26} measured planned  error   measured, planned")
     for row in plan.compare():
         measured, planned = row["tokens/s"]
         line = f"{row['name']:26}{measured:9,.0f}{planned:8,.0f}"
