@@ -69,8 +69,8 @@ class CallWithoutValues(Call):
                 self.func = lambda *_: value
                 return
         raise NotSimulated(
-            f"what {_READERS.get(name, name)} reads",
-            "simgpu.estimate knows the shapes of tensors, and no values.",
+            f"reading values ({_READERS.get(name, name)})",
+            "simgpu.estimate knows the shapes of tensors alone.",
         )
 
     def run_on(self, gpu):
@@ -93,8 +93,8 @@ def _on_meta(gpu, func, *args, **kwargs):
         gpu.alive = True
 
 
-# Where PyTorch has no code for "meta", or its shapes are not those of a GPU tensor here:
-# each function takes PyTorch's own, and then its arguments.
+# Where PyTorch has no code for "meta", or its results are not those of a GPU tensor:
+# each function takes PyTorch's own and its arguments.
 
 
 def _find_no_infinity(func, gradients, found_inf, inverse_scale) -> None:
