@@ -14,6 +14,7 @@ RENAMED = {
     "cudnn_convolution_backward_weight": (),  # one operation now: "both gradients"
     "cudnn_convolution_backward_input": (),
     "clamp_min": ("relu", "relu_"),
+    "fill_": ("fill_", "zero_", "_foreach_zero_"),
     "cudnn_batch_norm": ("native_batch_norm",),
     "cudnn_batch_norm_backward": ("native_batch_norm_backward",),
 }
