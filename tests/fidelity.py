@@ -57,7 +57,10 @@ def compare(recordings: list[Recording]) -> Report:
             report.times.extend(found)
             report.omitted.extend(omitted)
         else:
-            memory.compare(recording, report)
+            blocks, peaks, omitted = memory.compare(recording)
+            report.blocks.extend(blocks)
+            report.peaks.extend(peaks)
+            report.omitted.extend(omitted)
     return report
 
 
@@ -83,8 +86,8 @@ def lines_of(report: Report) -> list[str]:
             lines.append(_line("all", "", "fitted" if fitted else "not fitted", rows))
     for replayed in report.blocks:
         lines.append(
-            f"allocator, {replayed.name}: {replayed.placed} of {replayed.blocks} blocks "
-            f"at their place, reserved {replayed.reserved_error:+} bytes"
+            f"allocator, {replayed.name}: {replayed.placed} of {replayed.blocks}"
+            f" blocks at their place, reserved {replayed.reserved_error:+} bytes"
         )
     for peak in report.peaks:
         lines.append(

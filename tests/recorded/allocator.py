@@ -1,7 +1,7 @@
 """What the allocator does on a GPU: programs, recordings of them, and replays.
 
-Random programs of `torch.empty` and `del` whose figures must agree after every step, and
-steps of training in float32, float16 and bfloat16, of which every event is recorded.
+Random programs of `torch.empty` and `del` whose figures must agree after every step,
+and steps of training in float32, float16 and bfloat16, with every event recorded.
 The programs run on a real GPU, where `tests/record_on_gpu.py` writes down what they
 did, and on a simulated one. Nothing here knows on which.
 """
@@ -201,23 +201,21 @@ def flat(stats: dict) -> dict:
     return found
 
 
-def faults_of_trace(golden: dict) -> list[str]:
-    """Where the model's figures are not those of the card."""
+def agreeing_steps(golden: dict) -> tuple[int, int, list[str]]:
+    """In how many steps the model has the card's figures, of how many; its faults."""
     allocated, reserved, stats = replay_trace(golden)
-    faults = []
-    for what, ours in (("allocated", allocated), ("reserved", reserved)):
-        for i, (a, b) in enumerate(zip(ours, golden[what], strict=True)):
-            if a != b:
-                step = golden["steps"][i]
-                faults.append(
-                    f"{golden['name']}, step {i} {step}: {what} {a}, measured {b}"
-                )
-                break
-    for key in stats.keys() & golden["stats"].keys() - {"max_split_size"}:
+    ours = list(zip(allocated, reserved, strict=True))
+    measured = list(zip(golden["allocated"], golden["reserved"], strict=True))
+    agreeing = sum(a == b for a, b in zip(ours, measured, strict=True))
+    name, faults = golden["name"], []
+    for step, a, b in zip(golden["steps"], ours, measured, strict=True):
+        if a != b:
+            faults.append(f"{name}, step {step}: {a} bytes, measured {b}")
+            break
+    for key in sorted(stats.keys() & golden["stats"].keys() - {"max_split_size"}):
         if stats[key] != golden["stats"][key]:
-            measured = golden["stats"][key]
-            faults.append(f"{golden['name']}: {key} {stats[key]}, measured {measured}")
-    return sorted(faults)
+            faults.append(f"{name}: {key} {stats[key]}, not {golden['stats'][key]}")
+    return agreeing, len(ours), faults
 
 
 # -- training --------------------------------------------------------------------------
@@ -336,30 +334,35 @@ def record_training(name: str) -> dict:
     return found
 
 
-def faults_of_events(golden: dict) -> list[str]:
-    """Replay what the allocator was asked for; where the model did something else."""
-    events = golden["events"]
+def placed_blocks(golden: dict) -> tuple[int, int, list[str]]:
+    """How many blocks the model puts where the card did, of how many, and its faults.
+
+    It replays what the allocator was asked for, and is told where segments begin.
+    """
     if golden["left"]:
-        return [f"{golden['name']}: {golden['left']} bytes were reserved before it"]
+        return 0, 0, [f"{golden['name']}: {golden['left']} bytes were reserved before"]
     memory = Replay(golden["total"])
-    live, name = {}, golden["name"]
-    for i, (action, address, nbytes, stream) in enumerate(events):
+    name, live, faults, placed, blocks = golden["name"], {}, [], 0, 0
+    for action, address, nbytes, stream in golden["events"]:
         if action == "segment_alloc":
             memory.addresses.append(address)
         elif action == "alloc":
             live[address] = block = memory.malloc(nbytes, stream)
-            if block.address != address or memory.addresses:
-                return [f"{name}, event {i}: {nbytes} bytes are put elsewhere"]
+            blocks += 1
+            placed += block.address == address and not memory.addresses
         elif action == "free_requested":
             memory.free(live.pop(address))
+    if placed < blocks:
+        faults.append(f"{name}: {blocks - placed} blocks are put elsewhere")
     ours = {
         "allocated": memory.allocated,
         "reserved": memory.reserved,
         "peak_allocated": memory.both.allocated_bytes.peak,
         "peak_reserved": memory.both.reserved_bytes.peak,
     }
-    return [
+    faults += [
         f"{name}: {key} {value}, measured {golden[key]}"
         for key, value in ours.items()
         if value != golden[key]
     ]
+    return placed, blocks, faults

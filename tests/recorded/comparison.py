@@ -69,6 +69,8 @@ def compare_rows(
     for row in recording.data["rows"]:
         what = " ".join(map(str, row)) if isinstance(row, list) else repr(row)
         try:
+            if not isinstance(row, list):
+                raise ValueError("a row is a list")
             fitted = is_fitted(row)
             figures = [Comparison(*figure, fitted) for figure in predict(row)]
             if not all(figure.recorded > 0 for figure in figures):
