@@ -92,7 +92,7 @@ def _language_model(config: str, is_training: bool) -> torch.nn.Module:
         shape = models.BERT_LARGE
         if is_training:
             return models.bert_for_pre_training(shape)
-        return models.Bert(shape, models.Pooled(shape.width, 2))
+        return models.bert_for_classification(shape)
     kind, shape = _LANGUAGE[config]
     return kind(shape)
 
