@@ -11,7 +11,7 @@ import contextlib
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -44,7 +44,8 @@ class Estimate:
     kernel_seconds: float  # of all kernels, one after the other
     host_seconds: float  # until the host has launched everything
     flops: int  # of matrix products, convolutions and fused attention
-    by_operation: dict[str, Kernels]  # such as "addmm", the longest first
+    # such as "addmm", the longest first
+    by_operation: dict[str, Kernels] = field(repr=False)
 
 
 def estimate(
