@@ -275,7 +275,7 @@ def test_an_optimizer_brings_its_state_to_the_card():
 
     first = simgpu.estimate(step, model, x)
     second = simgpu.estimate(step, model, x)
-    assert first.by_operation["zeros_like"].count > 8
+    assert first.by_operation["zeros_like"].count == 8  # two for each weight
     assert "zeros_like" not in second.by_operation
     assert second.kernels < first.kernels
 
@@ -309,12 +309,12 @@ def test_tensors_are_on_meta_again_and_nothing_runs_afterwards():
 
 def test_70_billion_parameters_take_no_memory():
     with torch.device("meta"):
-        layers = [nn.Linear(8192, 8192, dtype=torch.bfloat16) for _ in range(1024)]
-        x = torch.empty(4096, 8192, dtype=torch.bfloat16)
+        layers = [nn.Linear(32768, 32768) for _ in range(64)]
+        x = torch.empty(4096, 32768)
     model = nn.Sequential(*layers)
     found = simgpu.estimate(model, x, card="H100", memory="1TB")
-    assert found.kernels == 1024
-    assert found.peak_bytes > 2 * 8192**2 * 1024
+    assert found.kernels == 64
+    assert found.peak_bytes > 64 * 4 * 32768**2
     with pytest.raises(torch.OutOfMemoryError, match="79.19 GiB"):
         simgpu.estimate(model, x, card="H100")
     assert not simgpu.is_running()

@@ -37,14 +37,17 @@ class CallWithoutValues(Call):
             "meta" that nobody has put on the GPU.
     """
 
-    __slots__ = ()
+    __slots__ = ("is_of_cpp",)
 
     def __init__(self, runtime, operation, func, args, kwargs):
         __tracebackhide__ = True
         super().__init__(runtime, operation, func, args, kwargs)
         device = kwargs.get("device")
-        if device is not None and device.type == "meta":
+        repeated = device is not None and device.type == "meta"
+        if repeated:
             self.kwargs = {**kwargs, "device": runtime.gpus[0].device}
+        # C++ makes a tensor of its own: with values, that is on the host and no kernel
+        self.is_of_cpp = repeated and not self.tensors
         for tensor in self.tensors:
             gpu = gpu_of(tensor)
             if gpu is not runtime.gpus[0] and (gpu is not None or tensor.is_meta):
@@ -74,6 +77,9 @@ class CallWithoutValues(Call):
             f"reading values ({_READERS.get(name, name)})",
             "simgpu.estimate knows the shapes of tensors alone.",
         )
+
+    def is_logged(self) -> bool:
+        return super().is_logged() and not self.is_of_cpp
 
     def run_on(self, gpu):
         """Work out the shape of its result, as if it were computed on `gpu`."""
