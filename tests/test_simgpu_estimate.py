@@ -180,7 +180,16 @@ def small_resnet() -> nn.Module:
     return nn.Sequential(block(3, 8, 1), block(32, 8, 1), block(32, 16, 2))
 
 
+def norms() -> nn.Module:
+    return nn.Sequential(
+        nn.InstanceNorm2d(3, affine=True), nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8),
+        nn.Dropout(0.1), nn.Upsample(scale_factor=2), nn.AvgPool2d(2),
+    )  # fmt: skip
+
+
 PROGRAMS = {
+    "norms": (forward_and_backward, norms, images),
+    "norms in autocast": (in_autocast, norms, images),
     "gpt-2": (language_step, lambda: recorded_models.Gpt2(TINY), tokens),
     "opt": (language_step, lambda: recorded_models.Opt(TINY), tokens),
     "bert": (

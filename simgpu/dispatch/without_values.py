@@ -206,9 +206,16 @@ def _normalize_batch(func, x, weight, bias, mean, variance, training, *args):
     return out, *(kept if training else [tensor.new_empty(0) for tensor in kept])
 
 
+def _normalize_batch_backward(func, *args):
+    """Only the gradients that are asked for, which the last argument says."""
+    results = zip(func(*args), args[-1], strict=True)
+    return tuple(gradient if wanted else None for gradient, wanted in results)
+
+
 _ON_META = {
     "_amp_foreach_non_finite_check_and_unscale_": _find_no_infinity,
     "_amp_update_scale_": _update_scale,
     "convolution": _convolve,
     "native_batch_norm": _normalize_batch,
+    "native_batch_norm_backward": _normalize_batch_backward,
 }
