@@ -141,7 +141,7 @@ class Call:
         stream = self.runtime.stream_of(gpu)
         sanitizing.after_kernel(self, (gpu.index, stream), outputs, blocks)
         clock = self.runtime.clock
-        clock.kernel(gpu, stream, self.operation.name, *work_of(self, out, outputs))
+        clock.kernel(gpu, stream, self.operation.name, work_of(self, out, outputs))
         if self.operation.size_is_read_back:
             clock.copy(gpu, None, 8, [stream])
 

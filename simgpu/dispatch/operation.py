@@ -9,6 +9,8 @@ from collections.abc import Callable
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from simgpu.timing.kernel_cost import TRAFFIC
+
 _has_kernel = torch._C._dispatch_has_computed_kernel_for_dispatch_key
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
@@ -44,7 +46,8 @@ class Operation:
 
     __slots__ = (
         "func", "name", "arguments", "writes", "makes", "has_device", "random",
-        "silent", "is_factory", "gathers", "size_is_read_back", "flop_formula", "run",
+        "silent", "is_factory", "gathers", "size_is_read_back", "flop_formula",
+        "traffic", "run",
     )  # fmt: skip
 
     def __init__(self, func):
@@ -68,6 +71,7 @@ class Operation:
         dynamic = torch.Tag.dynamic_output_shape in func.tags
         self.size_is_read_back = dynamic and self.name != "index"
         self.flop_formula = flop_registry.get(func.overloadpacket)
+        self.traffic = TRAFFIC.get(self.name, 1.0)
         self.run = self._find_handler(func)
 
     def _find_handler(self, func) -> Callable:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from tests import recorded_models as models
+from tests.recorded import models
 
 _LANGUAGE = {
     "gpt2_large": (models.Gpt2, models.GPT2_LARGE),
