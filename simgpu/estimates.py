@@ -38,7 +38,7 @@ class Estimate:
     """What a function would cost on a card."""
 
     seconds: float  # simulated, until the host and the GPU are done
-    kernels: int  # that the GPU runs
+    kernels: int  # as the simulator counts them: one for each operation
     peak_bytes: int  # the most that tensors take at a time, those it is given included
     peak_reserved_bytes: int  # the most that the caching allocator holds
     kernel_seconds: float  # of all kernels, one after the other
@@ -145,9 +145,11 @@ def _by_operation(kernels: list) -> dict[str, Kernels]:
 
 
 def _used_by(function: Callable) -> list:
-    """What a function uses by name from around it; of a module, the module itself."""
-    if isinstance(function, torch.nn.Module) or not inspect.isfunction(function):
-        return [function]
+    """What a function uses by name from around it, or what it is a method of."""
+    if inspect.ismethod(function):
+        return [function.__self__]
+    if not inspect.isfunction(function):
+        return [function]  # such as a module
     names = inspect.getclosurevars(function)
     return [*names.nonlocals.values(), *names.globals.values()]
 

@@ -15,7 +15,7 @@ import simgpu
 from simgpu.device.cards import find_card
 from simgpu.timing.collective_cost import choose
 from simgpu.timing.topology import Topology
-from tests import recorded_models
+from tests.recorded import models as recorded
 
 
 class Attention(nn.Module):
@@ -172,11 +172,11 @@ def with_new_tensors(model, x):
     assert x.device == torch.device("cuda", 0) and x.is_cuda and not x.is_meta
 
 
-TINY = recorded_models.Shape(64, 4, 2, 32, 211)
+TINY = recorded.Shape(64, 4, 2, 32, 211)
 
 
 def small_resnet() -> nn.Module:
-    block = recorded_models.Bottleneck
+    block = recorded.Bottleneck
     return nn.Sequential(block(3, 8, 1), block(32, 8, 1), block(32, 16, 2))
 
 
@@ -190,11 +190,11 @@ def norms() -> nn.Module:
 PROGRAMS = {
     "norms": (forward_and_backward, norms, images),
     "norms in autocast": (in_autocast, norms, images),
-    "gpt-2": (language_step, lambda: recorded_models.Gpt2(TINY), tokens),
-    "opt": (language_step, lambda: recorded_models.Opt(TINY), tokens),
+    "gpt-2": (language_step, lambda: recorded.Gpt2(TINY), tokens),
+    "opt": (language_step, lambda: recorded.Opt(TINY), tokens),
     "bert": (
         language_step,
-        lambda: recorded_models.bert_for_pre_training(TINY),
+        lambda: recorded.bert_for_pre_training(TINY),
         tokens,
     ),
     "resnet": (forward_and_backward, small_resnet, images),
