@@ -18,7 +18,7 @@ import torch
 
 from simgpu import startup
 from simgpu.asked import Request
-from simgpu.device.cards import find_card, parse_memory
+from simgpu.device.cards import Card, find_card, parse_memory
 from simgpu.dispatch.placement import place
 from simgpu.runtime import Runtime
 from simgpu.timing.collective_cost import Choice, choose
@@ -49,7 +49,10 @@ class Estimate:
 
 
 def estimate(
-    function: Callable, *arguments, card: str = "A100", memory: int | str | None = None
+    function: Callable,
+    *arguments,
+    card: str | Card = "A100",
+    memory: int | str | None = None,
 ) -> Estimate:
     """What `function(*arguments)` would cost on a card, without values.
 
@@ -71,7 +74,7 @@ def estimate(
         function: what to run.
         arguments: of it: tensors on "meta", modules and optimizers with such tensors,
             lists, tuples and dicts of these, and anything else.
-        card: "T4", "A100", "H100" or "H200".
+        card: a key of `simgpu.CARDS`, such as "H100", or a `Card` of your own.
         memory: of the card, in bytes or as text ("512MB"); None is all it has. It may
             be more than any card has, to learn what a program would need.
 
@@ -180,7 +183,7 @@ def estimate_collective(
     name: str,
     nbytes: int,
     ranks: int = 8,
-    card: str = "H100",
+    card: str | Card = "H100",
     nodes: int = 1,
     network: Network | float | str | None = None,
 ) -> Choice:
@@ -195,7 +198,7 @@ def estimate_collective(
         nbytes: of the message as nccl-tests counts it: the larger of what a rank has
             before and after it.
         ranks: of the job, each with a GPU of its own.
-        card: "T4", "A100", "H100" or "H200".
+        card: a key of `simgpu.CARDS`, such as "H100", or a `Card` of your own.
         nodes: over which the ranks are spread, as many on each.
         network: of a node, such as "100 Gbit/s" or "25 GB/s", bytes/s, or a `Network`;
             None is 200 Gbit/s for each rank of the node.
