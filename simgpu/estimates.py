@@ -11,14 +11,14 @@ import contextlib
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
 from simgpu import startup
 from simgpu.asked import Request
-from simgpu.device.cards import find_card, parse_memory
+from simgpu.device.cards import Card, find_card, parse_memory
 from simgpu.dispatch.placement import place
 from simgpu.runtime import Runtime
 from simgpu.timing.collective_cost import Choice, choose
@@ -38,17 +38,21 @@ class Estimate:
     """What a function would cost on a card."""
 
     seconds: float  # simulated, until the host and the GPU are done
-    kernels: int  # that the GPU runs
+    kernels: int  # as the simulator counts them: one for each operation
     peak_bytes: int  # the most that tensors take at a time, those it is given included
     peak_reserved_bytes: int  # the most that the caching allocator holds
     kernel_seconds: float  # of all kernels, one after the other
     host_seconds: float  # until the host has launched everything
     flops: int  # of matrix products, convolutions and fused attention
-    by_operation: dict[str, Kernels]  # such as "addmm", the longest first
+    # such as "addmm", the longest first
+    by_operation: dict[str, Kernels] = field(repr=False)
 
 
 def estimate(
-    function: Callable, *arguments, card: str = "A100", memory: int | str | None = None
+    function: Callable,
+    *arguments,
+    card: str | Card = "A100",
+    memory: int | str | None = None,
 ) -> Estimate:
     """What `function(*arguments)` would cost on a card, without values.
 
@@ -70,7 +74,7 @@ def estimate(
         function: what to run.
         arguments: of it: tensors on "meta", modules and optimizers with such tensors,
             lists, tuples and dicts of these, and anything else.
-        card: "T4", "A100", "H100" or "H200".
+        card: a key of `simgpu.CARDS`, such as "H100", or a `Card` of your own.
         memory: of the card, in bytes or as text ("512MB"); None is all it has. It may
             be more than any card has, to learn what a program would need.
 
@@ -144,9 +148,11 @@ def _by_operation(kernels: list) -> dict[str, Kernels]:
 
 
 def _used_by(function: Callable) -> list:
-    """What a function uses by name from around it; of a module, the module itself."""
-    if isinstance(function, torch.nn.Module) or not inspect.isfunction(function):
-        return [function]
+    """What a function uses by name from around it, or what it is a method of."""
+    if inspect.ismethod(function):
+        return [function.__self__]
+    if not inspect.isfunction(function):
+        return [function]  # such as a module
     names = inspect.getclosurevars(function)
     return [*names.nonlocals.values(), *names.globals.values()]
 
@@ -177,7 +183,7 @@ def estimate_collective(
     name: str,
     nbytes: int,
     ranks: int = 8,
-    card: str = "H100",
+    card: str | Card = "H100",
     nodes: int = 1,
     network: Network | float | str | None = None,
 ) -> Choice:
@@ -192,7 +198,7 @@ def estimate_collective(
         nbytes: of the message as nccl-tests counts it: the larger of what a rank has
             before and after it.
         ranks: of the job, each with a GPU of its own.
-        card: "T4", "A100", "H100" or "H200".
+        card: a key of `simgpu.CARDS`, such as "H100", or a `Card` of your own.
         nodes: over which the ranks are spread, as many on each.
         network: of a node, such as "100 Gbit/s" or "25 GB/s", bytes/s, or a `Network`;
             None is 200 Gbit/s for each rank of the node.

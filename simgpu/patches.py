@@ -32,6 +32,7 @@ from simgpu.api import (
     cudart,
     data_parallel,
     devices,
+    dropout,
     events,
     extensions,
     fake_tensors,
@@ -176,6 +177,9 @@ def _torch() -> list[Patch]:
             torch.nn.functional, "the CPU's checks its values", "call",
             one_hot=functions.one_hot,
         ),
+        *patches(torch, "CUDA fuses it", "call", dropout=dropout.dropout),
+        *patches(torch.nn.functional, "CUDA fuses it", "call",
+                 dropout=dropout.functional),
         *patches(
             torch, "CUDA reads the lengths on the host", ctc_loss=functions.ctc_loss
         ),

@@ -12,6 +12,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import simgpu
+from simgpu.device.cards import find_card
+from simgpu.timing.collective_cost import choose
+from simgpu.timing.topology import Topology
+from tests.recorded import models as recorded
 
 
 class Attention(nn.Module):
@@ -102,7 +106,8 @@ def forward_and_backward(model, x):
 
 
 def language_step(model, x):
-    logits = model(x[:, :-1])
+    out = model(x[:, :-1])
+    logits = out[0] if isinstance(out, tuple) else out
     F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten()).backward()
 
 
@@ -167,7 +172,34 @@ def with_new_tensors(model, x):
     assert x.device == torch.device("cuda", 0) and x.is_cuda and not x.is_meta
 
 
+TINY = recorded.Shape(64, 4, 2, 32, 211)
+
+
+def small_resnet() -> nn.Module:
+    block = recorded.Bottleneck
+    return nn.Sequential(block(3, 8, 1), block(32, 8, 1), block(32, 16, 2))
+
+
+def norms() -> nn.Module:
+    return nn.Sequential(
+        nn.InstanceNorm2d(3, affine=True), nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8),
+        nn.Dropout(0.1), nn.Upsample(scale_factor=2), nn.AvgPool2d(2),
+    )  # fmt: skip
+
+
 PROGRAMS = {
+    "norms": (forward_and_backward, norms, images),
+    "norms in autocast": (in_autocast, norms, images),
+    "gpt-2": (language_step, lambda: recorded.Gpt2(TINY), tokens),
+    "opt": (language_step, lambda: recorded.Opt(TINY), tokens),
+    "bert": (
+        language_step,
+        lambda: recorded.bert_for_pre_training(TINY),
+        tokens,
+    ),
+    "resnet": (forward_and_backward, small_resnet, images),
+    "resnet in channels_last": (in_channels_last, small_resnet, images),
+    "resnet in autocast": (in_autocast, small_resnet, images),
     "mlp": (forward_and_backward, mlp, rows),
     "mlp with AdamW": (with_adam, mlp, rows),
     "mlp with fused Adam": (with_fused_adam, mlp, rows),
@@ -216,3 +248,201 @@ def test_a_program_costs_what_it_costs_with_values(name, card):
     assert {n: k.count for n, k in found.by_operation.items()} == dict(kernels)
     assert found.seconds == pytest.approx(seconds, rel=1e-12)
     assert (found.kernels, found.peak_bytes) == (kernels.total(), peak)
+
+
+# -- what it is given ------------------------------------------------------------------
+
+
+def matmul(x):
+    return x @ x
+
+
+def square(size: int = 1024) -> torch.Tensor:
+    return torch.empty(size, size, device="meta")
+
+
+def test_a_model_counts_whether_it_is_given_or_used_by_name():
+    with torch.device("meta"):
+        model, x = mlp(), rows()
+    given = simgpu.estimate(lambda model, x: model(x).sum().backward(), model, x)
+    named = simgpu.estimate(lambda x: model(x).sum().backward(), x)
+    called = simgpu.estimate(model, x)
+    assert given == named
+    assert called.peak_bytes < given.peak_bytes
+    size = sum(4 * weight.numel() for weight in model.parameters())
+    assert called.peak_bytes > size
+
+
+def test_an_optimizer_brings_its_state_to_the_card():
+    with torch.device("meta"):
+        model, x = mlp(), rows()
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step(model, x):
+        forward_and_backward(model, x)
+        optimizer.step()
+
+    first = simgpu.estimate(step, model, x)
+    second = simgpu.estimate(step, model, x)
+    assert first.by_operation["zeros_like"].count == 8  # two for each weight
+    assert "zeros_like" not in second.by_operation
+    assert second.kernels < first.kernels
+
+
+def test_gradients_are_afterwards_what_they_were():
+    with torch.device("meta"):
+        model, x = mlp(), rows()
+    without = simgpu.estimate(forward_and_backward, model, x)
+    assert all(weight.grad is None for weight in model.parameters())
+    for weight in model.parameters():
+        weight.grad = torch.zeros_like(weight)
+    there = simgpu.estimate(forward_and_backward, model, x)
+    assert there.by_operation["add_"].count == 4  # to the gradients that were there
+    assert "add_" not in without.by_operation
+
+
+def test_arguments_may_be_in_lists_and_dicts():
+    def add(pair, named):
+        return pair[0] + named["x"]
+
+    found = simgpu.estimate(add, [square(), 3], {"x": square()})
+    assert (found.kernels, found.peak_bytes) == (1, 3 * 4 * 1024**2)
+
+
+def test_tensors_are_on_meta_again_and_nothing_runs_afterwards():
+    x = square()
+    simgpu.estimate(matmul, x)
+    assert x.device.type == "meta" and not simgpu.is_running()
+    assert (x @ x).device.type == "meta"
+
+
+def test_70_billion_parameters_take_no_memory():
+    with torch.device("meta"):
+        layers = [nn.Linear(32768, 32768) for _ in range(64)]
+        x = torch.empty(4096, 32768)
+    model = nn.Sequential(*layers)
+    found = simgpu.estimate(model, x, card="H100", memory="1TB")
+    assert found.kernels == 64
+    assert found.peak_bytes > 64 * 4 * 32768**2
+    with pytest.raises(torch.OutOfMemoryError, match="79.19 GiB"):
+        simgpu.estimate(model, x, card="H100")
+    assert not simgpu.is_running()
+
+
+def test_what_has_values_is_refused():
+    with pytest.raises(ValueError, match=r"shape \(2,\) is on cpu.* \"meta\""):
+        simgpu.estimate(matmul, torch.ones(2))
+    with pytest.raises(ValueError, match="unknown card"):
+        simgpu.estimate(matmul, square(), card="K80")
+
+
+def test_a_tensor_that_it_was_not_given_is_refused():
+    class Holder:
+        x = square()
+
+        def run(self):
+            return self.x + 1
+
+    with pytest.raises(simgpu.NotSimulated, match="add of a tensor.* Pass it"):
+        simgpu.estimate(Holder().run)
+
+
+READERS = {
+    "item()": lambda x: x.sum().item(),
+    "float()": lambda x: float(x[0, 0]),
+    "bool()": lambda x: bool((x > 0).all()),
+    "print": lambda x: print(x),
+    "an f-string": lambda x: f"{x.sum():.3f}",
+    "tolist": lambda x: x.tolist(),
+    "cpu": lambda x: x.cpu(),
+    "a mask": lambda x: x[x > 0],
+    "nonzero": lambda x: x.nonzero(),
+    "equal": lambda x: torch.equal(x, x),
+    "unique": lambda x: torch.unique(x),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_reading_a_value_is_refused_and_named(name):
+    with pytest.raises(simgpu.NotSimulated, match="knows the shapes of tensors alone"):
+        simgpu.estimate(READERS[name], square(4))
+    assert not simgpu.is_running()
+
+
+# -- beside GPUs that are simulated ----------------------------------------------------
+
+
+def test_gpus_that_are_running_are_left_as_they_are():
+    simgpu.start(2, "H100", memory="512MB")
+    try:
+        torch.cuda.set_device(1)
+        mine = torch.ones(64, device="cuda:1")
+        states = torch.cuda.get_rng_state_all()
+        events, seconds = len(simgpu.timeline().events), simgpu.timeline().seconds
+        used = torch.cuda.memory_allocated()
+        found = simgpu.estimate(with_new_tensors, mlp().to("meta"), rows().to("meta"))
+        assert found.peak_bytes > 0
+        assert torch.cuda.current_device() == 1
+        assert len(simgpu.timeline().events) == events
+        assert simgpu.timeline().seconds == seconds
+        assert torch.cuda.memory_allocated() == used
+        assert all(map(torch.equal, torch.cuda.get_rng_state_all(), states))
+        assert (mine + 1).sum().item() == 128
+        with pytest.raises(simgpu.NotSimulated, match="not on the estimated card"):
+            simgpu.estimate(lambda x: x + mine, rows().to("meta"))
+    finally:
+        simgpu.stop()
+
+
+def test_it_costs_the_same_beside_running_gpus():
+    with torch.device("meta"):
+        model, x = GPT(), tokens()
+    alone = simgpu.estimate(in_autocast, model, x, card="H100")
+    simgpu.start(4, "T4")
+    try:
+        assert simgpu.estimate(in_autocast, model, x, card="H100") == alone
+        with torch.autocast("cuda", torch.float16):
+            product = rows().cuda() @ rows().cuda().T
+        assert product.dtype is torch.float16  # autocast goes on
+    finally:
+        simgpu.stop()
+
+
+# -- collectives -----------------------------------------------------------------------
+
+
+def test_a_collective_costs_what_the_clock_takes_for_it():
+    topology = Topology(find_card("H100"), 8, 2, "400 Gbit/s")
+    expected = choose("all_reduce", 2**28, range(16), topology)
+    found = simgpu.estimate_collective(
+        "all_reduce", 2**28, ranks=16, nodes=2, network="400 Gbit/s"
+    )
+    assert found == expected
+
+
+def test_a_send_goes_to_another_node_if_there_is_one():
+    near = simgpu.estimate_collective("send", 2**24)
+    far = simgpu.estimate_collective("send", 2**24, ranks=16, nodes=2)
+    assert far.seconds > 2 * near.seconds
+
+
+@pytest.mark.parametrize(
+    "asked, words",
+    [
+        ({"name": "all_sum"}, "unknown collective 'all_sum'"),
+        ({"ranks": 9, "nodes": 2}, "9 ranks cannot be spread evenly over 2 nodes"),
+        ({"card": "K80"}, "unknown card 'K80'"),
+        ({"network": "fast"}, "cannot read 'fast'"),
+        ({"nbytes": -1}, "-1 bytes"),
+        ({"nodes": 0}, "0 nodes"),
+    ],
+)
+def test_a_collective_that_cannot_be_is_refused(asked, words):
+    with pytest.raises(ValueError, match=words):
+        simgpu.estimate_collective(**{"name": "all_reduce", "nbytes": 8, **asked})
+
+
+def test_a_collective_in_a_function_is_refused():
+    op = torch.ops._c10d_functional.all_reduce.default
+    with pytest.raises(simgpu.NotSimulated, match="estimate_collective"):
+        simgpu.estimate(lambda x: op(x, "sum", "0"), square())

@@ -123,7 +123,7 @@ def run_without_kernel(call: Call):
     except NotImplementedError as error:
         if gpu is None or isinstance(error, NotSimulated):
             raise
-    raise NotSimulated(call.func.name())
+    raise NotSimulated(call.operation.func.name())
 
 
 @handles("cudnn_convolution")

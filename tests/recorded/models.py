@@ -231,11 +231,11 @@ class Bert(nn.Module):
 
 
 class Pooled(nn.Sequential):
-    """What the first token says of the whole text: `labels` numbers."""
+    """What the first token says of the whole text: two numbers."""
 
-    def __init__(self, width: int, labels: int):
-        first = nn.Linear(width, width)
-        super().__init__(first, nn.Tanh(), nn.Dropout(0.1), nn.Linear(width, labels))
+    def __init__(self, width: int, *between: nn.Module):
+        first, last = nn.Linear(width, width), nn.Linear(width, 2)
+        super().__init__(first, nn.Tanh(), *between, last)
 
     def forward(self, x):
         return super().forward(x[:, 0])
@@ -249,11 +249,15 @@ class PreTraining(nn.Module):
         width = shape.width
         self.change, self.norm = nn.Linear(width, width), nn.LayerNorm(width, eps=1e-12)
         self.words = nn.Linear(width, shape.vocabulary)
-        self.follows = Pooled(width, 2)
+        self.follows = Pooled(width)
 
     def forward(self, x):
         self.follows(x)
         return self.words(self.norm(F.gelu(self.change(x))))
+
+
+def bert_for_classification(shape: Shape) -> Bert:
+    return Bert(shape, Pooled(shape.width, nn.Dropout(0.1)))
 
 
 def bert_for_pre_training(shape: Shape) -> Bert:

@@ -92,7 +92,7 @@ def _language_model(config: str, is_training: bool) -> torch.nn.Module:
         shape = models.BERT_LARGE
         if is_training:
             return models.bert_for_pre_training(shape)
-        return models.Bert(shape, models.Pooled(shape.width, 2))
+        return models.bert_for_classification(shape)
     kind, shape = _LANGUAGE[config]
     return kind(shape)
 
@@ -159,8 +159,8 @@ def _computing_in(numbers: str) -> Iterator[None]:
 
 
 def _memory_format(numbers: str) -> torch.memory_format:
-    is_last = "channels_last" in numbers
-    return torch.channels_last if is_last else torch.contiguous_format
+    """These programs train in channels_last where they train in float16."""
+    return torch.channels_last if "fp16" in numbers else torch.contiguous_format
 
 
 def _images(batch: int, numbers: str) -> torch.Tensor:
