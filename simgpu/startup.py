@@ -23,7 +23,8 @@ from simgpu.dispatch import (  # noqa: F401 - the files register what runs opera
     attention,
     copies,
     determinism,
-    factories, in_place,
+    factories,
+    in_place,
     special,
     sync_batch_norm,
 )

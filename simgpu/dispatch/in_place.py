@@ -7,9 +7,9 @@ write into zeros that they have just made, if nobody else holds these
 and the storage of each GPU tensor is also held from Python, by its mark. So the CPU
 makes a new tensor, which takes over the block of the first argument.
 
-Leaves out: a first argument that is only a part of its storage. What engine and formulas
-call cannot be told apart: an addition in a formula whose first argument nobody else
-holds counts as in place, too.
+Leaves out: a first argument that is only a part of its storage. What the engine calls
+and what formulas call cannot be told apart: an addition in a formula whose first
+argument nobody else holds counts as in place, too.
 """
 
 import sys

@@ -173,5 +173,4 @@ class AdamW(torch.optim.Optimizer):
             state["first"], state["second"] = first, second
 
 
-def training(tokens: int, autocast: bool, layers: int = LAYERS) -> Callable:
-    ...
+def training(tokens: int, autocast: bool, layers: int = LAYERS) -> Callable: ...
