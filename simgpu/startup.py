@@ -24,6 +24,7 @@ from simgpu.dispatch import (  # noqa: F401 - the files register what runs opera
     copies,
     determinism,
     factories,
+    in_place,
     special,
     sync_batch_norm,
 )

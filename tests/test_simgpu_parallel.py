@@ -507,6 +507,7 @@ def test_replicas_take_memory_until_backward_is_done():
     assert torch.cuda.memory_allocated(1) > 0
     out.sum().backward()
     del out
+    torch._C._cuda_clearCublasWorkspaces()
     assert [torch.cuda.memory_allocated(i) for i in (1, 2, 3)] == [0, 0, 0]
 
 

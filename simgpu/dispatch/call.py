@@ -95,6 +95,8 @@ class Call:
             out = self.func(*self.args, **self.kwargs)
         outputs = [out] if isinstance(out, _Tensor) else tensors_in(_as_list(out))
         blocks = place_all(outputs, gpu)
+        if self.operation.take_memory is not None and gpu.workspaces is not None:
+            self.operation.take_memory(self, gpu, outputs)
         if logged:
             self.log(gpu, out, outputs, blocks)
         return out

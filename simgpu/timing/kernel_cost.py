@@ -26,7 +26,7 @@ LAST_WAVE = 0.65  # of the multiprocessors that a product uses at least, on aver
 # Convolutions: the blocks that cuDNN's implicit products compute
 CONVOLUTION_TILE = (128, 32)  # places in the output, channels
 FEWEST = 0.2  # of the multiprocessors that a convolution uses at least
-# Of the peak that convolutions reach: float32 without tensor cores; TF32; half precision
+# Of the peak that convolutions reach: without tensor cores, in TF32, in half precision
 CONVOLUTION = 0.7
 TF32_CONVOLUTION = 0.27
 HALF_CONVOLUTION = 0.42

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from tests.recorded.allocator import agreeing_steps, placed_blocks
 from tests.recorded.comparison import Omission
 from tests.recorded.files import Recording
+from tests.recorded.replay import replay
 
 
 class Replayed(NamedTuple):
@@ -46,4 +47,13 @@ def _programs(recording: Recording):
     return replayed, [], omitted
 
 
-COMPARE = {"allocator": _programs}
+def _trace(recording: Recording):
+    """Events of a real allocator."""
+    try:
+        placed, blocks, too_many = replay(recording.data)
+    except (KeyError, TypeError, ValueError) as error:
+        return [], [], [Omission(recording.kind, recording.name, str(error))]
+    return [Replayed(recording.name, placed, blocks, too_many)], [], []
+
+
+COMPARE = {"allocator": _programs, "alloc": _trace}
