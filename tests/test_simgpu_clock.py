@@ -98,7 +98,7 @@ def test_waiting_for_a_value_takes_until_the_gpu_is_done(log):
 
 # -- how long things take --------------------------------------------------------------
 # Computed by hand from the constants at the top of cost.py and the cards' datasheets:
-# a launch takes 5 µs, the smallest kernel 2, the first byte of a copy 10; a product of
+# a launch takes 10 µs, the smallest kernel 1.5, a copy 10 to its first byte; a product of
 # matrices reaches 0.7 of the peak, traffic 0.8 of the bandwidth; the host copies
 # pageable memory at 10 GB/s.
 
