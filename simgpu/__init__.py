@@ -22,8 +22,11 @@ _HOMES = {
     "NotSimulated": "simgpu.errors",
     "Timeline": "simgpu.timing.timeline",
     "RaceError": "simgpu.sanitizer.report",
+    "Estimate": "simgpu.estimates",
     "check_request": "simgpu.asked",
     "count": "simgpu.startup",
+    "estimate": "simgpu.estimates",
+    "estimate_collective": "simgpu.estimates",
     "host_busy": "simgpu.startup",
     "installed": "simgpu.startup",
     "is_running": "simgpu.startup",
@@ -33,8 +36,9 @@ _HOMES = {
     "timeline": "simgpu.startup",
 }
 __all__ = [
-    "CARDS", "NotSimulated", "RaceError", "count", "host_busy", "installed",
-    "is_running", "start", "stop", "timeline",
+    "CARDS", "Estimate", "NotSimulated", "RaceError", "count", "estimate",
+    "estimate_collective", "host_busy", "installed", "is_running", "start", "stop",
+    "timeline",
 ]  # fmt: skip
 
 

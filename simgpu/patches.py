@@ -32,6 +32,7 @@ from simgpu.api import (
     cudart,
     data_parallel,
     devices,
+    dropout,
     events,
     extensions,
     fake_tensors,
@@ -85,7 +86,8 @@ def _tensors() -> list[Patch]:
         *patches(
             torch.Tensor, "C++ knows a CPU tensor; the device is on its storage",
             device=Property(asking.device_of), is_cuda=Property(asking.is_cuda),
-            is_cpu=Property(asking.is_cpu), get_device=asking.get_device,
+            is_cpu=Property(asking.is_cpu), is_meta=Property(asking.is_meta),
+            get_device=asking.get_device,
             type=asking.type_of, __repr__=asking.represent,
         ),
         *patches(
@@ -175,6 +177,9 @@ def _torch() -> list[Patch]:
             torch.nn.functional, "the CPU's checks its values", "call",
             one_hot=functions.one_hot,
         ),
+        *patches(torch, "CUDA fuses it", "call", dropout=dropout.dropout),
+        *patches(torch.nn.functional, "CUDA fuses it", "call",
+                 dropout=dropout.functional),
         *patches(
             torch, "CUDA reads the lengths on the host", ctc_loss=functions.ctc_loss
         ),

@@ -74,6 +74,7 @@ class Runtime:
         self.visible_fixed = False  # the program has looked which GPUs there are
         self.initialized = False  # and has used one
         self.forked = False  # this is a forked child, where CUDA cannot be used
+        self.without_values = False  # tensors have shapes alone: `simgpu.estimate`
         self.thread = ThreadState()
 
         numbers = range(request.number)

@@ -1,7 +1,9 @@
 """Starts and stops the simulated GPUs of this process."""
 
+import contextlib
 import os
 import threading
+from collections.abc import Iterator
 
 import torch
 from torch.overrides import _len_torch_function_stack, _pop_mode, _push_mode
@@ -44,7 +46,7 @@ def start(
 
     Args:
         number: 1 to 64.
-        card: "T4", "A100", "H100" or "H200".
+        card: "T4", "V100", "A100", "H100" or "H200".
         memory: of each card, in bytes or as text ("512MB"); None is all it has.
         honour_visible: whether CUDA_VISIBLE_DEVICES hides some of them, as it does
             in a new process on a real machine.
@@ -73,12 +75,16 @@ def start(
             f"{state.running.request.number} simulated GPUs are running; call "
             "simgpu.stop() before you start others"
         )
+    _begin(Runtime(request, honour_visible))
+
+
+def _begin(runtime: Runtime) -> None:
+    """Simulate the GPUs of a new runtime, where none is running."""
     if torch.cuda.is_initialized():
         raise RuntimeError(
             "CUDA is in use for real in this process; simulate in a fresh one "
             "(restart the kernel)"
         )
-    runtime = Runtime(request, honour_visible)
     random_generators.give_generators(runtime)
     runtime.patches = Patches()
     state.running = runtime
@@ -87,6 +93,38 @@ def start(
     except BaseException:
         _exit(runtime)
         raise
+
+
+@contextlib.contextmanager
+def apart(runtime: Runtime) -> Iterator[None]:
+    """Simulate other GPUs for a while; what is running then goes on as it was.
+
+    What is replaced stays so, since all of it asks which runtime is the current one.
+
+    Raises:
+        RuntimeError: if CUDA is in use for real, or outside the main thread.
+    """
+    _check_thread("use")
+    outer = state.running
+    if outer is None:
+        _begin(runtime)
+        try:
+            yield
+        finally:
+            _exit(runtime)
+        return
+    random_generators.give_generators(runtime)
+    runtime.functions = outer.functions
+    runtime.autocast_kernels = outer.autocast_kernels
+    state.running = runtime
+    try:
+        allocator_settings.apply_environment()
+        yield
+    finally:
+        outer.autocast_kernels = runtime.autocast_kernels
+        for gpu in runtime.gpus:
+            gpu.alive = False
+        state.running = outer
 
 
 def _enter(runtime: Runtime) -> None:

@@ -58,6 +58,20 @@ FULL = [
 ]
 
 
+@pytest.mark.parametrize("drop", [nn.functional.dropout, nn.Dropout(), torch.dropout])
+def test_dropout_is_one_kernel_that_keeps_a_mask_of_booleans(drop):
+    x = torch.ones(512, 1024, device="cuda:1", requires_grad=True)
+    before = live()
+    arguments = (x, 0.5, True) if drop is torch.dropout else (x,)
+    with simgpu.timeline().recording() as events:
+        out = drop(*arguments)
+    assert [event.name for event in events] == ["native_dropout"]
+    assert live() - before == 5 * 512 * 1024  # 4 bytes of the result, 1 of the mask
+    out.sum().backward()
+    assert torch.equal(x.grad, out)
+    assert 0.4 < (out > 0).float().mean().item() < 0.6
+
+
 @pytest.mark.parametrize("fill", FULL)
 def test_a_full_gpu_raises_and_leaks_nothing(fill):
     x = torch.ones(1024, 6144, device=1)  # 24 of the 64 MiB

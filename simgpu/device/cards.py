@@ -4,12 +4,12 @@ Models: memory size, peak arithmetic rates, memory and link bandwidth, and what
 `torch.cuda.get_device_properties` reports. Leaves out: clocks that change with load,
 cache sizes in the cost of an operation, and any card not in the table.
 
-Rates of matrix products (float64 through tensor cores where a card has them). A T4 has
-no bfloat16 units, and its datasheet no rate for it: it computes in float32.
-Sources: NVIDIA's datasheets for T4 (2019), A100 80GB SXM (2021), H100 SXM (2023) and
-H200 SXM (2024). Rates are dense (no sparsity). `total_memory` is what PyTorch's
-out-of-memory messages in public reports name as the total capacity, to 0.01 GiB; it
-varies a little with the driver.
+Rates of matrix products (float64 through tensor cores where a card has them). T4 and
+V100 have no bfloat16 units, and their datasheets no rate for it: they compute in
+float32. Sources: NVIDIA's datasheets for T4 (2019), V100 SXM2 (2020), A100 80GB SXM
+(2021), H100 SXM (2023) and H200 SXM (2024). Rates are dense (no sparsity).
+`total_memory` is what PyTorch's out-of-memory messages in public reports name as the
+total capacity, to 0.01 GiB; it varies a little with the driver.
 """
 
 import re
@@ -27,6 +27,7 @@ class Card:
     capability: tuple[int, int]  # compute capability (major, minor)
     multi_processors: int
     flops: dict[str, float]  # dtype name -> floating-point operations a second
+    reached: dict[str, float]  # the share of these that large products reach
     memory_bandwidth: float  # of the card's own memory
     pcie_bandwidth: float  # host to card, one direction
     nvlink_bandwidth: float  # card to card, one direction; 0 where there is none
@@ -36,6 +37,23 @@ class Card:
     clock: int  # kHz, at most
     memory_clock: int  # kHz
     memory_bus: int  # bits
+
+
+# Shares of the peak that large matrix products reach, and fused attention of them.
+# Fitted to recorded products (tests/recordings: gemm_fp16, gemm_fp32) unless "as".
+_FUSED_A100 = 0.6 / 0.75  # FlashAttention-2, 2023: "50-73% of the theoretical maximum"
+_FUSED_H100 = 0.35 / 0.75  # FlashAttention-3, 2024: version 2 reaches "35% utilization"
+
+
+def _reached(float32: float, half: float, fused: float) -> dict[str, float]:
+    return {
+        "float64": float32,  # as float32
+        "float32": float32,
+        "tf32": half,  # as half precision
+        "float16": half,
+        "bfloat16": half,
+        "attention": fused,
+    }
 
 
 def _rates(
@@ -57,6 +75,7 @@ CARDS = {
         capability=(7, 5),
         multi_processors=40,
         flops=_rates(8.1e12, 65e12, 0.25e12, 8.1e12, 8.1e12),
+        reached=_reached(0.49, 0.49, 0.8),
         memory_bandwidth=320e9,
         pcie_bandwidth=16e9,
         nvlink_bandwidth=0,
@@ -67,12 +86,30 @@ CARDS = {
         memory_clock=5_001_000,
         memory_bus=256,
     ),
+    "V100": Card(
+        name="Tesla V100-SXM2-32GB",
+        total_memory=int(31.74 * GIB),
+        capability=(7, 0),
+        multi_processors=80,
+        flops=_rates(15.7e12, 125e12, 7.8e12, 15.7e12, 15.7e12),
+        reached=_reached(0.9, 0.7, 0.8),
+        memory_bandwidth=900e9,
+        pcie_bandwidth=16e9,
+        nvlink_bandwidth=150e9,
+        l2_cache=6 * MIB,
+        threads_per_multi_processor=2048,
+        shared_memory=96 * KIB,
+        clock=1_530_000,
+        memory_clock=877_000,
+        memory_bus=4096,
+    ),
     "A100": Card(
         name="NVIDIA A100-SXM4-80GB",
         total_memory=int(79.25 * GIB),
         capability=(8, 0),
         multi_processors=108,
         flops=_rates(19.5e12, 312e12, 19.5e12, 156e12, 312e12),
+        reached=_reached(0.89, 0.75, _FUSED_A100),
         memory_bandwidth=2039e9,
         pcie_bandwidth=32e9,
         nvlink_bandwidth=300e9,
@@ -89,6 +126,7 @@ CARDS = {
         capability=(9, 0),
         multi_processors=132,
         flops=_rates(67e12, 989.4e12, 67e12, 494.7e12, 989.4e12),
+        reached=_reached(0.72, 0.75, _FUSED_H100),
         memory_bandwidth=3350e9,
         pcie_bandwidth=64e9,
         nvlink_bandwidth=450e9,
@@ -105,6 +143,7 @@ CARDS = {
         capability=(9, 0),
         multi_processors=132,
         flops=_rates(67e12, 989.4e12, 67e12, 494.7e12, 989.4e12),
+        reached=_reached(0.72, 0.75, _FUSED_H100),
         memory_bandwidth=4800e9,
         pcie_bandwidth=64e9,
         nvlink_bandwidth=450e9,
@@ -120,12 +159,14 @@ CARDS = {
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
 
-def find_card(name: str) -> Card:
-    """The card of that name, in any case.
+def find_card(name: str | Card) -> Card:
+    """The card of that name, in any case; a `Card` of your own is taken as it is.
 
     Raises:
         ValueError: for a name that is not in the table; the message lists them.
     """
+    if isinstance(name, Card):
+        return name
     card = CARDS.get(str(name).upper())
     if card is None:
         raise ValueError(f"unknown card {name!r}; choose one of {', '.join(CARDS)}")

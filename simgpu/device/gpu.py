@@ -30,7 +30,8 @@ class Gpu:
         # priority -> counts its streams; `next` of a count is one step for all threads
         self.stream_counts = {p: itertools.count() for p in PRIORITIES}
         self.external_streams = itertools.count()  # not of PyTorch's pools
-        self.alive = True  # False once the simulator has stopped
+        # False once the simulator has stopped, and while shapes alone are worked out
+        self.alive = True
         self.renumber(index, ordinal)
 
     def renumber(self, index: int, ordinal: int) -> None:

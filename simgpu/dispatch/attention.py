@@ -61,7 +61,7 @@ def _flash(
     if return_debug_mask:
         raise NotSimulated("the weights of flash attention")
     out = _attend(query, key, value, dropout_p, is_causal, None, scale)
-    random_state = [torch.zeros(shape, dtype=torch.uint64) for shape in ((2,), ())]
+    random_state = [query.new_zeros(n, dtype=torch.uint64) for n in ((2,), ())]
     lengths = query.shape[2], key.shape[2]
     return *out, None, None, *lengths, *random_state, query.new_empty(0)
 
@@ -81,7 +81,7 @@ def _efficient(
     out, logsumexp = _attend(query, key, value, dropout_p, is_causal, attn_bias, scale)
     if not compute_log_sumexp:
         logsumexp = logsumexp.new_empty((*logsumexp.shape[:2], 0))
-    random_state = [torch.zeros((), dtype=torch.int64) for _ in range(2)]
+    random_state = [query.new_zeros((), dtype=torch.int64) for _ in range(2)]
     return out, logsumexp, *random_state
 
 

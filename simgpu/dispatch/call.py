@@ -46,7 +46,7 @@ class Call:
 
     def with_tensors(self, tensors: list[torch.Tensor]) -> "Call":
         """A copy of this call whose devices are those of other tensors."""
-        other = Call(self.runtime, self.operation, self.func, (), {})
+        other = type(self)(self.runtime, self.operation, self.func, (), {})
         other.args, other.kwargs, other.tensors = self.args, self.kwargs, tensors
         return other
 
@@ -118,6 +118,9 @@ class Call:
             given = self.runtime.gpu_generators.get(given._cdata)
         return random_numbers.draw(self, given or gpu.generator)
 
+    def read_values(self) -> None:
+        """The host is about to read values of a GPU; a kind of call may refuse."""
+
     @property
     def generator(self) -> torch.Generator | None:
         """What the program asked its random numbers of."""
@@ -140,7 +143,7 @@ class Call:
         stream = self.runtime.stream_of(gpu)
         sanitizing.after_kernel(self, (gpu.index, stream), outputs, blocks)
         clock = self.runtime.clock
-        clock.kernel(gpu, stream, self.operation.name, *work_of(self, out, outputs))
+        clock.kernel(gpu, stream, self.operation.name, work_of(self, out, outputs))
         if self.operation.size_is_read_back:
             clock.copy(gpu, None, 8, [stream])
 

@@ -8,7 +8,7 @@ import torch
 from simgpu import runtime
 from simgpu.dispatch import cpp_tensors, sanitizing
 from simgpu.dispatch.call import Call
-from simgpu.dispatch.devices import HOST, find_gpu
+from simgpu.dispatch.devices import HOST, find_gpu, kept_on
 from simgpu.dispatch.operation import handles
 from simgpu.dispatch.placement import (
     bytes_in,
@@ -39,8 +39,8 @@ def to_copy(call: Call):
         return call.func(*call.args, **call.kwargs)
     wait = not call.kwargs.get("non_blocking")
     wants_pinned = call.kwargs.get("pin_memory")
-    on_host = {"device": HOST, "pin_memory": None, "non_blocking": False}
-    call.kwargs = {**call.kwargs, **on_host}
+    here = {"device": HOST if target is None else kept_on()}
+    call.kwargs = {**call.kwargs, **here, "pin_memory": None, "non_blocking": False}
     if target is source:
         out = call.run_on(source)
         if source is None and device is not None and not asked:
@@ -82,6 +82,8 @@ def copy_(call: Call):
 def _cross(call: Call, tensor, source, target, *, pinned, wait, into=None):
     """Run a copy of `tensor` to another device, `into` a tensor or a new one."""
     __tracebackhide__ = True
+    if target is None:
+        call.read_values()
     if call.runtime.thread.unlogged:
         return place(call.func(*call.args, **call.kwargs), target)
     ends = [gpu for gpu in (source, target) if gpu is not None]
@@ -109,6 +111,8 @@ def read_back(call: Call):
     """`.item()` and its like: a copy to the host, which waits for it."""
     __tracebackhide__ = True
     gpu = call.common_gpu()
+    if gpu is not None:
+        call.read_values()
     logged = gpu is not None and not call.runtime.thread.unlogged
     if logged and call.runtime.sanitizer.watching:
         sanitizing.before_kernel(call, gpu)

@@ -16,6 +16,7 @@ _INVALID_ORDINAL = (
     "For debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
 )
 HOST = torch.device("cpu")
+META = torch.device("meta")  # tensors without values
 
 
 def find_gpu(device: torch.device | int) -> Gpu | None:
@@ -42,6 +43,11 @@ def find_gpu(device: torch.device | int) -> Gpu | None:
     if index >= len(now.gpus):
         raise torch.AcceleratorError(_INVALID_ORDINAL)
     return now.gpus[index]
+
+
+def kept_on() -> torch.device:
+    """Where PyTorch keeps what is on a GPU here: on the host, or nowhere at all."""
+    return META if runtime.current().without_values else HOST
 
 
 def gpu_named(device=None) -> Gpu:

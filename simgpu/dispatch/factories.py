@@ -7,7 +7,7 @@ import torch
 from simgpu.device.gpu import Gpu
 from simgpu.dispatch import cpp_tensors
 from simgpu.dispatch.call import Call
-from simgpu.dispatch.devices import HOST, find_gpu
+from simgpu.dispatch.devices import HOST, find_gpu, kept_on
 from simgpu.dispatch.operation import handles
 from simgpu.dispatch.placement import gpus_of, pin
 
@@ -27,7 +27,8 @@ def create(call: Call):
     gpu = _gpu_for(call, device)
     pinned = call.kwargs.get("pin_memory")
     if gpu is not None or pinned:
-        call.kwargs = {**call.kwargs, "device": HOST, "pin_memory": False}
+        device = HOST if gpu is None else kept_on()
+        call.kwargs = {**call.kwargs, "device": device, "pin_memory": False}
     if gpu is not None:
         if pinned:
             raise RuntimeError("Only dense CPU tensors can be pinned")

@@ -12,6 +12,7 @@ from simgpu.dispatch.call import Call
 from simgpu.dispatch.factories import name_devices
 from simgpu.dispatch.function_mode import FunctionMode
 from simgpu.dispatch.operation import known_operations, operation_of
+from simgpu.dispatch.without_values import CallWithoutValues
 from simgpu.errors import NotSimulated
 
 _active_mode = torch._C._get_dispatch_mode
@@ -55,7 +56,8 @@ class DispatchMode(TorchDispatchMode):
             operation = operation_of(func)
         if self.runtime.clock.pending and not operation.silent:
             settle_streams(self.runtime, func.namespace)
-        call = Call(self.runtime, operation, func, args, kwargs or _NO_KWARGS)
+        kind = CallWithoutValues if self.runtime.without_values else Call
+        call = kind(self.runtime, operation, func, args, kwargs or _NO_KWARGS)
         if below and _active_mode(_PROXY) is not None:
             return trace(call, types)
         return operation.run(call)

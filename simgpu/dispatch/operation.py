@@ -10,6 +10,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from simgpu.dispatch import working_memory
+from simgpu.timing.kernel_cost import TRAFFIC
 
 _has_kernel = torch._C._dispatch_has_computed_kernel_for_dispatch_key
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -46,8 +47,8 @@ class Operation:
 
     __slots__ = (
         "func", "name", "arguments", "writes", "makes", "has_device", "random",
-        "silent", "is_factory", "gathers", "size_is_read_back",
-        "take_memory", "flop_formula", "run",
+        "silent", "is_factory", "gathers", "size_is_read_back", "take_memory",
+        "flop_formula", "traffic", "run",
     )  # fmt: skip
 
     def __init__(self, func):
@@ -73,6 +74,7 @@ class Operation:
         dynamic = torch.Tag.dynamic_output_shape in func.tags
         self.size_is_read_back = dynamic and self.name != "index"
         self.flop_formula = flop_registry.get(func.overloadpacket)
+        self.traffic = TRAFFIC.get(self.name, 1.0)
         self.run = self._find_handler(func)
 
     def _find_handler(self, func) -> Callable:

@@ -43,6 +43,7 @@ def index(call: Call):
     call.with_tensors(_without(indices, call.tensors)).common_gpu()
     is_mask = [tensor.dtype in (torch.bool, torch.uint8) for tensor in indices]
     if gpu is not None and any(is_mask):  # the host must know how many it selects
+        call.read_values()
         log_copy(gpu, None, 8)
     if call.operation.name == "index_put":
         return in_place.run(call, gpu)
@@ -122,7 +123,7 @@ def run_without_kernel(call: Call):
     except NotImplementedError as error:
         if gpu is None or isinstance(error, NotSimulated):
             raise
-    raise NotSimulated(call.func.name())
+    raise NotSimulated(call.operation.func.name())
 
 
 @handles("cudnn_convolution")

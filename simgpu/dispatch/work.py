@@ -1,24 +1,24 @@
-"""How much work a kernel is: its bytes, its FLOPs, and the type it computes in.
+"""How much work a kernel is: its bytes, its FLOPs, its shape, and its type.
 
 Models: each tensor that it reads or writes counts once, with the bytes that it has;
 FLOPs come from PyTorch's own formulas (`torch.utils.flop_counter`). Operations without
-a formula (element-wise ones, reductions) count as bytes alone.
+a formula (element-wise ones, reductions) count as bytes alone. A convolution is the
+product of its input's windows and its weight, and so is each gradient of it.
 """
+
+import math
 
 import torch
 
+from simgpu.timing.kernel_cost import Product, Work
+
 _MOST_KNOWN = 100_000
 _STRIDED = torch.strided
-_known_flops: dict[tuple, int] = {}
+_known: dict[tuple, tuple[int, Product | None]] = {}
 
 
-def work_of(call, out, outputs: list[torch.Tensor]) -> tuple[int, int, int, str]:
-    """The work of a call with the result `out`, in which `outputs` are the tensors.
-
-    Returns:
-        Bytes read and written, FLOPs, elements of the largest output, and the type in
-        which it computes, as `Clock.kernel` takes them.
-    """
+def work_of(call, out, outputs: list[torch.Tensor]) -> Work:
+    """The work of a call with the result `out`, in which `outputs` are the tensors."""
     operation = call.operation
     nbytes, elements = 0, 1
     for tensor in (*_read(call, outputs), *outputs):
@@ -32,9 +32,11 @@ def work_of(call, out, outputs: list[torch.Tensor]) -> tuple[int, int, int, str]
     for tensor in outputs:
         elements = max(elements, tensor.numel())
     if operation.flop_formula is None:
-        return nbytes, 0, elements, ""
+        return Work(nbytes, 0, elements, "", None, operation.traffic)
     dtype = _computes_in(operation.name, outputs or call.tensors)
-    return nbytes, flops_of(call, out), elements, dtype
+    flops, product = arithmetic_of(call, out)
+    attention = "attention" in operation.name
+    return Work(nbytes, flops, elements, dtype, product, 1.0, attention)
 
 
 def _read(call, outputs):
@@ -56,17 +58,43 @@ def bytes_in(tensor: torch.Tensor) -> int:
     return nbytes
 
 
-def flops_of(call, out) -> int:
-    """Floating-point operations of a call with the result `out`."""
+def arithmetic_of(call, out) -> tuple[int, Product | None]:
+    """FLOPs of a call with the result `out`, and the shape of its matrix product."""
     func = call.operation.func
     values = (*call.args, *call.kwargs.values())
     key = (func, *(_shape(value) for value in values))
-    if key not in _known_flops:
-        if len(_known_flops) >= _MOST_KNOWN:
-            _known_flops.clear()
+    if key not in _known:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
         count = call.operation.flop_formula(*call.args, **call.kwargs, out_val=out)
-        _known_flops[key] = int(count)
-    return _known_flops[key]
+        _known[key] = int(count), _product_of(call, out)
+    return _known[key]
+
+
+def _product_of(call, out) -> Product | None:
+    """The shape of the matrix product of a call, if it is one."""
+    name, tensors = call.operation.name, call.tensors
+    if name in ("mm", "bmm", "_scaled_mm"):
+        left, right = tensors[:2]
+    elif name in ("addmm", "baddbmm"):
+        left, right = tensors[1:3]
+    elif name in ("convolution", "cudnn_convolution"):
+        return _windows(tensors[0] if call.args[6] else out, tensors[1], call.args[8])
+    elif name == "convolution_backward":
+        gradient, x, weight = tensors
+        return _windows(x if call.args[7] else gradient, weight, call.args[9])
+    else:
+        return None
+    batch = left.shape[0] if left.dim() == 3 else 1
+    return Product(batch, left.shape[-2], right.shape[-1], left.shape[-1])
+
+
+def _windows(outer, weight, groups: int) -> Product:
+    """The product of a convolution: of (N, C, ...) `outer` each place is a row."""
+    places = outer.shape[0] * math.prod(outer.shape[2:])
+    columns = weight.shape[0] // groups
+    inner = math.prod(weight.shape[1:])
+    return Product(groups, places, columns, inner, convolution=True)
 
 
 def _shape(value):

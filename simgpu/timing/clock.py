@@ -5,7 +5,7 @@ runs its operations in order; and what they run on: the multiprocessors of a GPU
 engine for copies in each direction. Large kernels fill a GPU, so that those of other
 streams wait; small ones run beside each other. The host waits for a copy unless its
 memory is pinned and `non_blocking` is given. Leaves out: the priority of a stream
-(kept, but nothing overtakes). What work costs is in `cost.py`.
+(kept, but nothing overtakes). What work costs is in `cost.py` and `kernel_cost.py`.
 """
 
 import threading
@@ -15,6 +15,7 @@ from simgpu.locking import one_at_a_time
 from simgpu.timing import cost
 from simgpu.timing.engine import MANY, Engine, book_together
 from simgpu.timing.events import Event, StreamPosition, Wait
+from simgpu.timing.kernel_cost import Work, kernel_seconds, kernel_share
 from simgpu.timing.meeting import Meeting
 
 _BESIDE = 256  # of a GPU’s collectives, how many the log of overlaps keeps
@@ -87,26 +88,22 @@ class Clock:
 
     # -- work --------------------------------------------------------------------------
 
-    def kernel(self, gpu, stream, name, nbytes, flops=0, elements=1, dtype="") -> None:
+    def kernel(self, gpu, stream: int, name: str, work: Work) -> None:
         """A kernel on a stream of `gpu`: it takes its time and is logged.
 
         Args:
             gpu: where it runs.
             stream: the number of the stream.
             name: of the operation.
-            nbytes: read and written.
-            flops: floating-point operations.
-            elements: of the largest output.
-            dtype: in which it computes: "float32", "tf32", ...; of no account without
-                FLOPs.
+            work: that it does.
         """
-        seconds = cost.kernel_seconds(gpu.card, flops, nbytes, dtype)
-        share = cost.kernel_share(gpu.card, elements)
-        self._launch(gpu, stream, name, seconds, share, nbytes, flops)
+        seconds = kernel_seconds(gpu.card, work)
+        share = kernel_share(gpu.card, work.elements)
+        self._launch(gpu, stream, name, seconds, share, work.nbytes, work.flops)
 
     def spin(self, gpu, stream: int, seconds: float) -> None:
         """A kernel of one thread that does nothing for so long."""
-        self._launch(gpu, stream, "spin", seconds, cost.kernel_share(gpu.card, 1), 0, 0)
+        self._launch(gpu, stream, "spin", seconds, kernel_share(gpu.card, 1), 0, 0)
 
     def _launch(self, gpu, stream, name, seconds, share, nbytes, flops) -> None:
         index = gpu.index
@@ -119,7 +116,7 @@ class Clock:
             now.seconds = host = launched + cost.LAUNCH
             if host > self.latest:
                 self.latest = host
-            ready = max(host, self.done.get(key, 0.0))
+            ready = max(host + cost.START, self.done.get(key, 0.0))
             engine = self.compute[index]
             if index in self.beside and share > 1 / 2:
                 seconds = self._beside_collectives(gpu, ready, seconds)
@@ -229,7 +226,7 @@ class Clock:
         launched = self.host
         self.host += cost.LAUNCH
         done = max(self.done.get(key, 0.0), self.done.get((index, behind), 0.0))
-        ready = max(self.host, done)
+        ready = max(self.host + cost.START, done)
         after = [*self.pending.get(key, ()), *self.pending.get((index, behind), ())]
         after = list(dict.fromkeys(after))
         meeting = Meeting(name, key, ready, after, seconds, nbytes, launched)

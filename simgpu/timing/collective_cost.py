@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from simgpu.timing.cost import KERNEL
+from simgpu.timing.kernel_cost import FLOOR
 from simgpu.timing.topology import Topology
 
 
@@ -233,7 +233,7 @@ def choose(name: str, nbytes: int, ranks: Sequence[int], topology: Topology) -> 
     if name == "send" and group.size > 2:
         raise ValueError(f"a send has two ends, not {group.size}: {list(ranks)}")
     if group.size == 1:
-        return Choice("none", KERNEL, 0.0)
+        return Choice("none", FLOOR, 0.0)
     # PyTorch's barrier is an all-reduce of one element
     run, sent = ("all_reduce", 4) if name == "barrier" else (name, nbytes)
     found = _candidates(run, sent, group, topology)

@@ -1,0 +1,56 @@
+"""Reading recordings: JSON files, each with the rows of one kind."""
+
+import json
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+# A file's name begins with the kind of its rows; "what" in it says what they hold
+KINDS = (
+    "add_fp16", "alloc", "allocator", "bmm_fp16", "conv_fp32", "copies", "gemm_fp16",
+    "gemm_fp32", "host_floor", "nccl_nvlink", "resnet50_v100", "steps_fp32",
+    "throughput_dle", "train_llmfoundry", "train_other", "training_memory",
+    "vector_fp32",
+)  # fmt: skip
+
+
+class Recording(NamedTuple):
+    """One file."""
+
+    name: str  # of the file, without ".json"
+    kind: str  # one of `KINDS`; "" if it is none
+    data: dict  # as the file has it; "rows" are its figures
+    fault: str = ""  # why it cannot be read, or why not all of it
+
+
+def read(folder: Path) -> list[Recording]:
+    """The recordings in a folder and the folders in it, by name.
+
+    Raises:
+        ValueError: if there is no such folder, or no JSON file in it.
+    """
+    paths = sorted(Path(folder).rglob("*.json"), key=lambda path: path.stem)
+    if not paths:
+        raise ValueError(f"no recordings (*.json) in {folder}")
+    return [_read(path) for path in paths]
+
+
+def _read(path: Path) -> Recording:
+    kind = max((k for k in KINDS if path.stem.startswith(k)), key=len, default="")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        return Recording(path.stem, kind, {}, f"no JSON: {error}")
+    if not kind:
+        return Recording(path.stem, "", {}, "its name begins with no known kind")
+    if not isinstance(data, dict) or not isinstance(data.get("rows"), list):
+        return Recording(path.stem, kind, {}, 'it has no list "rows"')
+    return Recording(path.stem, kind, data)
+
+
+def is_fitted(row: list) -> bool:
+    """Whether constants may have been chosen with this row in sight: about half.
+
+    Only the constants: the form of the rules was chosen with all rows in sight.
+    """
+    return zlib.crc32(json.dumps(row).encode()) % 2 == 0
