@@ -56,7 +56,7 @@ def take_for_sum(call, gpu: Gpu, outputs: list) -> None:
     __tracebackhide__ = True
     source, (target,) = call.tensors[0], outputs
     sums = target.numel()
-    if source.numel() < _FEW * _MANY * max(sums, 1) or not source.is_contiguous():
+    if source.numel() < _MANY * max(sums, 1) or not source.is_contiguous():
         return
     dims = call.argument(1, "dim") if len(call.operation.arguments) > 2 else None
     dims = [d % source.dim() for d in dims or range(source.dim())]

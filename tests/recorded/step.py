@@ -9,12 +9,16 @@ Source of the shape: `program` in `recordings/training_memory.json`.
 """
 
 import math
-from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from helpers import simgpu
+from simgpu.device.blocks import round_up
+
 BATCH, WORDS, WIDTH, HIDDEN, HEADS, LAYERS = 4, 10_000, 1024, 4096, 16, 24
+WARM_UPS = 5  # steps before the recorded one; their words stay on the card
 
 
 class Product(nn.Module):
@@ -159,6 +163,9 @@ class AdamW(torch.optim.Optimizer):
 
     def __init__(self, parameters):
         super().__init__(parameters, {"lr": 1e-3})
+        for parameter in self.param_groups[0]["params"]:  # as after a step
+            for moment in ("first", "second"):
+                self.state[parameter][moment] = torch.zeros_like(parameter)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -173,4 +180,84 @@ class AdamW(torch.optim.Optimizer):
             state["first"], state["second"] = first, second
 
 
-def training(tokens: int, autocast: bool, layers: int = LAYERS) -> Callable: ...
+class Figures(NamedTuple):
+    """What a step took, as `training_memory.json` has it."""
+
+    allocations: int
+    rise: int  # bytes of blocks above the start, without what they are too large
+    peak: int  # bytes allocated
+
+
+def measure(kind: str, tokens: int, layers: int) -> Figures:
+    """Run the step on the current simulated GPU, with that many layers.
+
+    Args:
+        kind: as the recording names it: "inference float32", "training float32" or
+            "training, bf16 autocast".
+        tokens: of each sequence.
+        layers: of the model.
+    """
+    numbers = {"dtype": torch.bfloat16, "enabled": kind.endswith("autocast")}
+    trains = kind.startswith("training")
+    model = Model(tokens, layers).cuda()
+    optimizer = AdamW(model.parameters()) if trains else None
+    shape = (WARM_UPS + 1, BATCH, tokens)
+    words, targets = (torch.zeros(shape, dtype=int, device="cuda") for _ in range(2))
+    if not trains:
+        del targets
+    use_cublas(trains)
+    memory = torch.cuda.memory
+    torch.cuda.reset_peak_memory_stats()
+    memory._record_memory_history(context=None, stacks="python", max_entries=10**6)
+    if trains:
+        with torch.autocast("cuda", **numbers):
+            scores = model(words[-1])
+            loss = loss_of(scores, targets[-1])
+        loss.backward()
+        optimizer.step()
+    else:
+        with torch.inference_mode(), torch.autocast("cuda", **numbers):
+            model(words[-1])
+    events = memory._snapshot()["device_traces"][0]
+    memory._record_memory_history(enabled=None)
+    return Figures(*_count(events), torch.cuda.max_memory_allocated())
+
+
+def use_cublas(trains: bool) -> None:
+    """The threads of forward and backward get the workspaces that they keep."""
+    one = torch.ones(1, 1, device="cuda", requires_grad=trains)
+    product = one @ one
+    if trains:
+        product.backward()
+
+
+def _count(events: list[dict]) -> tuple[int, int]:
+    """Allocations, and the most bytes that they took above the start."""
+    allocations = taken = most = 0
+    for event in events:
+        if event["action"] == "alloc":
+            allocations += 1
+            taken += round_up(event["size"])
+            most = max(most, taken)
+        elif event["action"] == "free_requested":
+            taken -= round_up(event["size"])
+    return allocations, most
+
+
+def predict(kind: str, tokens: int) -> Figures:
+    """The figures for all layers, from two runs with few: each layer adds the same.
+
+    Inference takes most in its second layer, so that is there in both runs.
+    """
+    fewer = 2 if kind.startswith("inference") else 1
+    less, more = (_run(kind, tokens, layers) for layers in (fewer, fewer + 1))
+    layers = LAYERS - fewer
+    return Figures(*(a + layers * (b - a) for a, b in zip(less, more, strict=True)))
+
+
+def _run(kind: str, tokens: int, layers: int) -> Figures:
+    simgpu.start(1, card="A100")
+    try:
+        return measure(kind, tokens, layers)
+    finally:
+        simgpu.stop()
