@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.recorded_step import Figures, predict
+from tests.recorded.step import Figures, predict
 
 RECORDING = Path(__file__).parent / "recordings" / "training_memory.json"
 # kind -> (tokens, recorded figures, recorded peak)
