@@ -4,7 +4,8 @@ Models: the function runs with tensors that have shapes and no values, on one GP
 the allocator and the clock of any other simulated GPU. So it costs what the same
 program costs there with values, to the byte and to the same simulated seconds, but no
 memory and little time here. Leaves out what the simulator leaves out (`timing/cost.py`)
-and everything that depends on values.
+and everything that depends on values. `nn.LSTM` and `nn.GRU` run step by step here and
+not in one kernel, so that they cost more than with values.
 """
 
 import contextlib
@@ -63,7 +64,8 @@ def estimate(
     The function is code for CUDA as it is: it may make tensors on "cuda", run backward,
     optimizers and autocast, and ask torch.cuda. Whatever is on "meta" among the
     arguments is on the card from the start, in `Module.cuda`'s order; so are modules,
-    tensors and optimizers that the function uses by name from around it. Time counts
+    tensors and optimizers that the function uses by name from around it, or the module
+    of which it is a method. Time counts
     from the call until the GPU is done, and starts with an idle card. GPUs that are
     simulated already are left as they are. Gradients of the arguments are afterwards
     what they were before; parameters have no values that could change.
@@ -92,7 +94,7 @@ def estimate(
     given = list(_tensors_of(arguments))
     _check(given)
     around = _tensors_of(_used_by(function))
-    tensors = [*given, *(tensor for tensor in around if tensor.is_meta)]
+    tensors = [tensor for tensor in (*given, *around) if tensor.is_meta]
     with _same_gradients(tensors), startup.apart(runtime):
         (gpu,) = runtime.gpus
         runtime.initialize()

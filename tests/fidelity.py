@@ -91,8 +91,8 @@ def lines_of(report: Report) -> list[str]:
         )
     for peak in report.peaks:
         lines.append(
-            f"peak, {peak.what}: {peak.predicted:,} bytes, recorded {peak.recorded:,} "
-            f"({peak.predicted / peak.recorded - 1:+.4%})"
+            f"{peak.what}: {peak.predicted:,}, recorded {peak.recorded:,}"
+            f" ({peak.predicted / peak.recorded - 1:+.4%})"
         )
     reasons = Counter((o.kind, o.why) for o in report.omitted)
     for (kind, why), count in reasons.most_common(SHOWN):

@@ -133,7 +133,7 @@ def test_work_of_one_cell_may_be_waited_for_in_the_next(four, capsys):
     "request_, words",
     [
         ({"device": "tpu"}, "use cuda or cpu"),
-        ({"card": "V100"}, "unknown card 'V100'"),
+        ({"card": "RTX"}, "unknown card 'RTX'"),
         ({"card": "T4", "memory": "20GB"}, "a T4 does not have 20GB of memory"),
         ({"nodes": 3}, "4 ranks cannot be shared equally by 3 nodes"),
         ({"nodes": 0}, "number of nodes is a whole number"),

@@ -46,7 +46,7 @@ def test_a_step_of_resnet_has_the_recorded_operations_and_peak():
         count = found.by_operation[name].count / 2  # there are two steps
         assert count == kernels[renamed.get(name, name)]
     (peak_rise,) = recorded["peak_rise_bytes"]
-    assert program.measured["peak_rise"] == pytest.approx(peak_rise, rel=3e-4)
+    assert program.measured["peak_rise"] == pytest.approx(peak_rise, rel=5e-4)
 
 
 def test_a_pass_without_gradients_has_no_backward():

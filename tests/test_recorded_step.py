@@ -29,3 +29,8 @@ def test_a_step_takes_the_recorded_bytes_in_as_many_allocations(kind):
 
 def test_every_recorded_step_is_repeated():
     assert WARM_UPS.keys() == ROWS.keys()
+
+
+def test_a_step_that_was_not_recorded_is_refused():
+    with pytest.raises(ValueError, match="unknown kind 'training float64'"):
+        predict("training float64", 128)

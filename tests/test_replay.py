@@ -9,7 +9,7 @@ import pytest
 
 from simgpu.device.allocator import CachingAllocator
 from simgpu.device.cards import GIB, MIB
-from tests.replay import FREE, SEGMENT, SEGMENT_FREE, UNIT, replay
+from tests.recorded.replay import FREE, SEGMENT, SEGMENT_FREE, UNIT, replay
 
 RECORDINGS = Path(__file__).parent / "recordings"
 KINDS = {"free_requested": FREE, "segment_alloc": SEGMENT, "segment_free": SEGMENT_FREE}

@@ -138,12 +138,12 @@ def test_values_are_those_of_rounded_inputs():
 def test_products_in_half_are_as_fast_as_the_card_says(card, dtype, faster):
     simgpu.stop()
     simgpu.start(1, card)
-    x = torch.rand(512, 512, device=0)
+    x = torch.ones(1024, 1024, device=0)
     with torch.autocast("cuda", dtype=dtype):
         x @ x
     x @ x
     fast, slow = (e.end - e.start for e in simgpu.timeline().events if e.flops)
-    assert fast < slow / 5 if faster else fast == pytest.approx(slow)
+    assert fast < slow / 5 if faster else fast == pytest.approx(slow, rel=0.02)
 
 
 # -- the cache -------------------------------------------------------------------------

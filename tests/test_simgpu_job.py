@@ -19,7 +19,7 @@ SCRIPT = """
         dist.init_process_group("nccl")
         local_rank, rank = int(os.environ["LOCAL_RANK"]), dist.get_rank()
         torch.cuda.set_device(local_rank)
-        x = torch.ones(1 << 20, device="cuda")
+        x = torch.ones(1 << 22, device="cuda")
         for _ in range(rank):
             x = x * 2
         dist.all_reduce(x, async_op=True).wait()

@@ -197,7 +197,7 @@ def test_starting_others_is_refused():
     [
         *(((number,), "choose 1 to 64") for number in (0, -1, 65, 10**9)),
         *(((number,), "a whole number") for number in (2.0, True, "4", None)),
-        ((1, "RTX"), "choose one of T4, A100, H100, H200"),
+        ((1, "RTX"), "choose one of T4, V100, A100, H100, H200"),
         ((1, "T4", "a lot"), "512MB"),
         ((1, "T4", "17GB"), "does not have 17GB"),
         ((1, "T4", 100), "too little memory"),

@@ -55,7 +55,7 @@ class CallWithoutValues(Call):
                     f"{operation.name} of a tensor that is not on the estimated card",
                     "Pass it, or its module or optimizer, to simgpu.estimate.",
                 )
-        if func.namespace in ("c10d", "_c10d_functional"):
+        if operation.func.namespace in ("c10d", "_c10d_functional"):
             raise NotSimulated(
                 f"{operation.name} in simgpu.estimate", "Use estimate_collective."
             )
@@ -63,7 +63,7 @@ class CallWithoutValues(Call):
             self.read_values()
         special = _ON_META.get(operation.name)
         if special is not None:
-            self.func = functools.partial(special, func)
+            self.func = functools.partial(special, operation.func)
 
     def read_values(self) -> None:
         __tracebackhide__ = True

@@ -6,6 +6,7 @@ from tests.recorded.allocator import agreeing_steps, placed_blocks
 from tests.recorded.comparison import Omission
 from tests.recorded.files import Recording
 from tests.recorded.replay import replay
+from tests.recorded.step import predict
 
 
 class Replayed(NamedTuple):
@@ -18,7 +19,7 @@ class Replayed(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """Bytes at the peak of a step."""
+    """What a step took: bytes at its peak, or how often it allocated."""
 
     what: str
     predicted: int
@@ -56,4 +57,21 @@ def _trace(recording: Recording):
     return [Replayed(recording.name, placed, blocks, too_many)], [], []
 
 
-COMPARE = {"allocator": _programs, "alloc": _trace}
+def _peaks(recording: Recording):
+    """[tokens, kind, allocations, rise, peak allocated, ...] of a step of training."""
+    peaks, omitted = [], []
+    for row in recording.data["rows"]:
+        try:
+            tokens, kind, allocations, rise, peak, *_ = row
+            ours = predict(kind, tokens)
+        except (TypeError, ValueError) as error:
+            omitted.append(Omission(recording.kind, str(row), str(error)))
+            continue
+        what = f"{kind}, {tokens} tokens"
+        peaks.append(Peak(f"allocations of {what}", ours.allocations, allocations))
+        peaks.append(Peak(f"bytes above the start of {what}", ours.rise, rise))
+        peaks.append(Peak(f"peak bytes of {what}", ours.peak, peak))
+    return [], peaks, omitted
+
+
+COMPARE = {"allocator": _programs, "alloc": _trace, "training_memory": _peaks}

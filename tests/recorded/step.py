@@ -18,6 +18,10 @@ import simgpu
 from simgpu.device.blocks import round_up
 
 BATCH, WORDS, WIDTH, HIDDEN, HEADS, LAYERS = 4, 10_000, 1024, 4096, 16, 24
+KINDS = (
+    "inference float32", "inference, bf16 autocast",
+    "training float32", "training, bf16 autocast",
+)  # fmt: skip
 WARM_UPS = 5  # steps before the recorded one; their words stay on the card
 
 
@@ -190,11 +194,15 @@ def predict(kind: str, tokens: int, warm_ups: int = WARM_UPS) -> Figures:
     """What the step would take on a simulated A100, by `simgpu.estimate`.
 
     Args:
-        kind: as the recording names it: "inference float32", "training float32" or
-            "training, bf16 autocast".
+        kind: one of `KINDS`.
         tokens: of each sequence.
         warm_ups: steps before it; what blocks are too large depends on them.
+
+    Raises:
+        ValueError: for a kind that was not recorded.
     """
+    if kind not in KINDS:
+        raise ValueError(f"unknown kind {kind!r}; one of {', '.join(KINDS)}")
     found = []
     with torch.device("meta"):
         model = Model(tokens)
