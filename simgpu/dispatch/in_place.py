@@ -12,6 +12,7 @@ and what formulas call cannot be told apart: an addition in a formula whose firs
 argument nobody else holds counts as in place, too.
 """
 
+import functools
 import sys
 
 import torch
@@ -19,7 +20,7 @@ import torch
 from simgpu.device.gpu import Gpu
 from simgpu.dispatch.call import Call
 from simgpu.dispatch.cpp_tensors import is_called_by_engine
-from simgpu.dispatch.operation import handles, operation_of
+from simgpu.dispatch.operation import Operation, handles, operation_of
 from simgpu.dispatch.placement import memory_of, storage_of
 
 # Who holds the first argument where only the engine or a formula does. Its tensor: C++,
@@ -46,14 +47,21 @@ def run(call: Call, gpu: Gpu | None):
 
     def compute_in_place(*args, **kwargs):
         out = compute(*args, **kwargs)
-        if storage_of(out).nbytes() == memory.nbytes:
-            storage_of(out)._simgpu = memory
+        storage = storage_of(out)
+        if storage.nbytes() == memory.nbytes:
+            storage._simgpu = memory
         return out
 
-    in_place = getattr(torch.ops.aten, f"{call.operation.name}_")
     call.func = compute_in_place
-    call.operation = operation_of(getattr(in_place, compute._overloadname))
+    call.operation = _in_place(call.operation)
     return call.run_on(gpu)
+
+
+@functools.cache
+def _in_place(operation: Operation) -> Operation:
+    """`add_` of `add`."""
+    packet = getattr(torch.ops.aten, f"{operation.name}_")
+    return operation_of(getattr(packet, operation.func._overloadname))
 
 
 def _is_in_place(call: Call) -> bool:
@@ -64,14 +72,15 @@ def _is_in_place(call: Call) -> bool:
         or not is_called_by_engine(call.runtime)
     ):
         return False
-    first = call.args[0]
-    if any(tensor.layout is not torch.strided for tensor in call.tensors):
-        return False
-    storage = storage_of(first)
     indexes = call.operation.name == "index_put"
-    return (
-        first._use_count() <= (_HOLD_TENSOR_TO_INDEX if indexes else _HOLD_TENSOR)
-        and torch._C._storage_Use_Count(storage._cdata) <= _HOLD_STORAGE
-        and first.nbytes == storage.nbytes()
-        and memory_of(first) is not None
-    )
+    first = call.args[0]
+    with torch._C.DisableTorchFunction():  # no mode need see this
+        if any(tensor.layout is not torch.strided for tensor in call.tensors):
+            return False
+        storage = storage_of(first)
+        return (
+            first._use_count() <= (_HOLD_TENSOR_TO_INDEX if indexes else _HOLD_TENSOR)
+            and torch._C._storage_Use_Count(storage._cdata) <= _HOLD_STORAGE
+            and first.nbytes == storage.nbytes()
+            and memory_of(first) is not None
+        )

@@ -55,8 +55,10 @@ def take_for_sum(call, gpu: Gpu, outputs: list) -> None:
     """Blocks of threads that share a number leave their parts of it in a buffer."""
     __tracebackhide__ = True
     source, (target,) = call.tensors[0], outputs
-    sums = target.numel()
-    if source.numel() < _MANY * max(sums, 1) or not source.is_contiguous():
+    numbers = source.numel()
+    if numbers < _MANY or numbers < _MANY * (sums := target.numel()):
+        return
+    if source.layout is not torch.strided or not source.is_contiguous():
         return
     dims = call.argument(1, "dim") if len(call.operation.arguments) > 2 else None
     dims = [d % source.dim() for d in dims or range(source.dim())]
@@ -65,7 +67,7 @@ def take_for_sum(call, gpu: Gpu, outputs: list) -> None:
     if rows and sorted(dims) != list(range(len(dims))):
         return
     size = max(target.element_size(), 4)  # sums of half precision are float32
-    _take(call, gpu, sum_buffers(gpu.card, source.numel() // sums, sums, rows, size))
+    _take(call, gpu, sum_buffers(gpu.card, numbers // sums, sums, rows, size))
 
 
 def sum_buffers(card: Card, each: int, sums: int, rows: bool, size: int) -> list[int]:

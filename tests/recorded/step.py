@@ -167,9 +167,6 @@ class AdamW(torch.optim.Optimizer):
 
     def __init__(self, parameters):
         super().__init__(parameters, {"lr": 1e-3})
-        for parameter in self.param_groups[0]["params"]:  # as after a step
-            for moment in ("first", "second"):
-                self.state[parameter][moment] = torch.zeros_like(parameter)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -185,54 +182,72 @@ class AdamW(torch.optim.Optimizer):
 
 
 class Figures(NamedTuple):
-    """What a step took, as `training_memory.json` has it."""
+    """What the recorded step takes, as `training_memory.json` has it."""
 
     allocations: int
     rise: int  # bytes of blocks above the start, without what they are too large
-    peak: int  # bytes allocated
+    peak: int  # bytes of blocks
+    reserved: int  # bytes of segments
 
 
-def measure(kind: str, tokens: int, layers: int) -> Figures:
-    """Run the step on the current simulated GPU, with that many layers.
+def predict(kind: str, tokens: int, warm_ups: int = WARM_UPS) -> Figures:
+    """What the step would take on a simulated A100, by `simgpu.estimate`.
 
     Args:
-        kind: as the recording names it: "inference float32", "training float32" or
-            "training, bf16 autocast".
+        kind: one of `KINDS`.
         tokens: of each sequence.
-        layers: of the model.
+        warm_ups: steps before it; what blocks are too large depends on them.
+
+    Raises:
+        ValueError: for a kind that was not recorded.
     """
-    numbers = {"dtype": torch.bfloat16, "enabled": kind.endswith("autocast")}
+    if kind not in KINDS:
+        raise ValueError(f"unknown kind {kind!r}; one of {', '.join(KINDS)}")
+    found = []
+    with torch.device("meta"):
+        model = Model(tokens)
+
+    def program(model: Model) -> None:
+        found.append(_measure(model, kind, tokens, warm_ups))
+
+    simgpu.estimate(program, model)
+    return found[0]
+
+
+def _measure(model: Model, kind: str, tokens: int, warm_ups: int) -> Figures:
+    """The recorded program: steps to warm up, then one that is watched."""
     trains = kind.startswith("training")
-    model = Model(tokens, layers).cuda()
-    optimizer = AdamW(model.parameters()) if trains else None
-    shape = (WARM_UPS + 1, BATCH, tokens)
-    words, targets = (torch.zeros(shape, dtype=int, device="cuda") for _ in range(2))
-    if not trains:
-        del targets
-    use_cublas(trains)
+    numbers = {"dtype": torch.bfloat16, "enabled": kind.endswith("autocast")}
+    words, word, *targets = (
+        torch.randint(WORDS, (steps, BATCH, tokens), device="cuda")
+        for steps in (WARM_UPS, 1) * (2 if trains else 1)
+    )
+    targets, target = targets or (words, word)
+    optimizer = AdamW(model.parameters())
+
+    scores = loss = None  # what a step leaves is freed in the middle of the next
+
+    def step(words: Tensor, targets: Tensor) -> None:
+        nonlocal scores, loss
+        with torch.autocast("cuda", **numbers), torch.inference_mode(not trains):
+            scores = model(words)
+            if not trains:
+                return
+            loss = loss_of(scores, targets)
+        loss.backward()
+        optimizer.step()
+
+    for i in range(warm_ups):
+        step(words[i], targets[i])
+        optimizer.zero_grad()
+    scores = loss = None
     memory = torch.cuda.memory
     torch.cuda.reset_peak_memory_stats()
     memory._record_memory_history(context=None, stacks="python", max_entries=10**6)
-    if trains:
-        with torch.autocast("cuda", **numbers):
-            scores = model(words[-1])
-            loss = loss_of(scores, targets[-1])
-        loss.backward()
-        optimizer.step()
-    else:
-        with torch.inference_mode(), torch.autocast("cuda", **numbers):
-            model(words[-1])
+    step(word[0], target[0])
     events = memory._snapshot()["device_traces"][0]
-    memory._record_memory_history(enabled=None)
-    return Figures(*_count(events), torch.cuda.max_memory_allocated())
-
-
-def use_cublas(trains: bool) -> None:
-    """The threads of forward and backward get the workspaces that they keep."""
-    one = torch.ones(1, 1, device="cuda", requires_grad=trains)
-    product = one @ one
-    if trains:
-        product.backward()
+    peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return Figures(*_count(events), *peaks)
 
 
 def _count(events: list[dict]) -> tuple[int, int]:
@@ -246,16 +261,3 @@ def _count(events: list[dict]) -> tuple[int, int]:
         elif event["action"] == "free_requested":
             taken -= round_up(event["size"])
     return allocations, most
-
-
-def predict(kind: str, tokens: int) -> Figures:
-    """The figures of the whole model on an A100, without values.
-
-    Raises:
-        ValueError: for a kind that was not recorded.
-    """
-    if kind not in KINDS:
-        raise ValueError(f"unknown kind {kind!r}; one of {', '.join(KINDS)}")
-    found = []
-    simgpu.estimate(lambda: found.append(measure(kind, tokens, LAYERS)), card="A100")
-    return found[0]
