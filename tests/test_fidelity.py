@@ -68,11 +68,11 @@ def test_the_allocator_puts_every_recorded_block_where_the_card_did(report):
         assert replayed.reserved_error == 0
 
 
-def test_peaks_are_exact_but_for_what_the_steps_before_have_left(report):
-    assert len(report.peaks) == 9
+def test_peaks_are_exact_and_segments_nearly(report):
+    assert len(report.peaks) == 12
     for peak in report.peaks:
-        if peak.what.startswith("peak bytes of training, bf16"):
-            assert peak.predicted == pytest.approx(peak.recorded, rel=2e-4)
+        if peak.what.startswith("segments"):  # they keep the history of all steps
+            assert peak.predicted == pytest.approx(peak.recorded, rel=5e-3)
         else:
             assert peak.predicted == peak.recorded, peak
 
