@@ -19,7 +19,7 @@ import torch
 from simgpu import startup
 from simgpu.asked import Request
 from simgpu.device.cards import find_card, parse_memory
-from simgpu.dispatch.placement import gpu_of, place
+from simgpu.dispatch.placement import place
 from simgpu.runtime import Runtime
 from simgpu.timing.collective_cost import Choice, choose
 from simgpu.timing.timeline import Timeline

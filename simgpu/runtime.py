@@ -13,6 +13,7 @@ from simgpu.device.gpu import Gpu
 from simgpu.device.host_memory import HostMemory
 from simgpu.device.settings import Settings
 from simgpu.device.visible import visible_ordinals
+from simgpu.device.workspaces import Handles, Workspaces, default_size
 from simgpu.sanitizer.sanitizer import StreamSanitizer
 from simgpu.timing.clock import Clock
 
@@ -52,9 +53,11 @@ class ThreadState(threading.local):
     premultiplier = None  # the factor of a sum that `ReduceOp` has and C++ hides
     deserialized = 0  # values that Python has unpickled for torch.distributed.rpc
     gpu_of_cpp_tensors = None  # the GPU on which such tensors are, where it is known
+    cublas_handles: Handles
 
     def __init__(self):  # in each thread that looks
         self.streams = {}
+        self.cublas_handles = Handles()
 
 
 class Runtime:
@@ -90,10 +93,12 @@ class Runtime:
             gpu.memory.clock = self.clock
             if request.overhead:
                 gpu.memory.outside["context"] = overhead.CONTEXT
+                gpu.workspaces = Workspaces(gpu.memory)
 
         self.raw_blocks: dict[int, tuple] = {}  # address -> (GPU, block), asked for raw
         self.sync_debug_mode = 0  # of `torch.cuda.set_sync_debug_mode`
-        self.blas_workspaces: dict[str, int] = {}  # sizes that the program has chosen
+        # library -> bytes of a workspace, where the program has set them
+        self.blas_workspaces: dict[str, int] = {}
 
         # random numbers
         self.random_lock = threading.RLock()  # for the host's generator
@@ -162,6 +167,10 @@ class Runtime:
     def stream_of(self, gpu: Gpu) -> int:
         """The number of this thread's current stream on a GPU."""
         return self.thread.streams.get(gpu.index, 0)
+
+    def workspace_size(self, gpu: Gpu) -> int:
+        """Bytes of one of cuBLAS's workspaces."""
+        return self.blas_workspaces.get("cublas", default_size(gpu.card))
 
     def after_fork(self) -> None:
         """In a forked child: what the parent had is not the child's.

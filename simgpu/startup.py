@@ -23,7 +23,7 @@ from simgpu.dispatch import (  # noqa: F401 - the files register what runs opera
     attention,
     copies,
     determinism,
-    factories,
+    factories, in_place,
     special,
     sync_batch_norm,
 )

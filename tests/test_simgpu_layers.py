@@ -23,6 +23,7 @@ LAYERS = [
     {"distributed"},
     {"patches"},
     {"startup"},
+    {"estimates"},
     {"__init__"},
     {"failures", "inherit", "commands", "command_line", "site"},
     {"__main__", "spawned", "ranks", "pytest_plugin"},

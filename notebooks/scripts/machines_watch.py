@@ -11,10 +11,10 @@ import argparse
 import json
 import os
 import socket
+import statistics
 import subprocess
 import tempfile
 from pathlib import Path
-from unittest import mock
 
 import torch
 from matplotlib import pyplot as plt
@@ -25,6 +25,7 @@ from scripts import plan
 from scripts import train_elastic as script
 
 HERE = Path(__file__).parent
+RECORDINGS = HERE.parents[1] / "tests" / "recordings"
 GPUS = 8, 16, 24, 64, 512, 1024
 
 # -- two machines ----------------------------------------------------------------------
@@ -175,28 +176,37 @@ def show_tracked(
     print()
 
 
-# of `plan.KERNELS`, which was replaced after it had been seen beside `plan.PUBLISHED`
-FIRST_CHOICE = {"A100": 0.7312, "H100": 0.5390}
-
-
 def show_published() -> None:
-    """`plan.compare`, a line for each figure, and both choices of `plan.KERNELS`."""
-    print(f"{'':28}{'published':>16}{'predicted':>11}{'error':>7}")
+    """`plan.compare`, a line for each run, and below it tables of others in short."""
+    print(f"{'':28}tokens/s of each GPU{'MFU':>10}{'GB':>12}")
+    print(f"{'':26} measured planned  error   measured, planned")
     for row in plan.compare():
-        digits = 2 if row["figure"] == "MFU" else 0
-        error = f"{row['error']:+.0%}".replace("-0%", "0%").replace("+0%", "0%")
-        numbers = f"{row['published']:9,.{digits}f}{row['predicted']:11,.{digits}f}"
-        name = f"{row['name']:28} {row['figure']:6}"
-        print(f"{name:37}{numbers}{error:>7}")
-    print(f"\nerrors of speed: {_errors()}; with the first choice, ", end="")
-    with mock.patch.dict(plan.KERNELS, FIRST_CHOICE):
-        print(_errors())
+        measured, planned = row["tokens/s"]
+        line = f"{row['name']:26}{measured:9,.0f}{planned:8,.0f}"
+        line += f"{planned / measured - 1:+7.0%}".replace("-0%", " 0%")
+        mfu = "" if row["MFU"] is None else "{:9.2f}{:5.2f}".format(*row["MFU"])
+        size = "" if row["GB"] is None else "{:7.0f}{:5.0f}".format(*row["GB"])
+        print(f"{line}{mfu:14}{size}".rstrip())
+    print("\nplanned / measured:      rows  median  from    to  within 1.15")
+    for name, ratios in _ratios().items():
+        near = sum(1 / 1.15 <= ratio <= 1.15 for ratio in ratios)
+        numbers = (statistics.median(ratios), min(ratios), max(ratios))
+        print(f"{name:23}{len(ratios):6}", end="")
+        print("{:8.2f}{:6.2f}{:6.2f}".format(*numbers), f"{near:8}")
 
 
-def _errors() -> str:
-    """From the least to the most, of all rows but memory."""
-    found = [row["error"] for row in plan.compare() if row["figure"] != "GB"]
-    return f"{min(found):+.0%} to {max(found):+.0%}"
+def _ratios() -> dict[str, list[float]]:
+    """Of all published runs, fitted or not by their model: planned over measured."""
+    ratios: dict[str, list[float]] = {"runs of models fitted": [], "all others": []}
+    fitted, others = ratios.values()
+    for row in plan.compare():
+        measured, planned = row["tokens/s"]
+        (fitted if row["fitted"] else others).append(planned / measured)
+    for path in sorted(RECORDINGS.glob("train_*.json")):
+        recording = json.loads(path.read_text(encoding="utf-8"))
+        for _, planned, measured, is_fitted in plan.predict_published(recording):
+            (fitted if is_fitted else others).append(planned / measured)
+    return ratios
 
 
 # -- the stored measurement ------------------------------------------------------------

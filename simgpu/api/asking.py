@@ -8,6 +8,7 @@ from simgpu.dispatch.errors import type_name
 from simgpu.dispatch.mode import settle_streams
 from simgpu.dispatch.placement import gpu_of
 from simgpu.dispatch.sanitizing import look_at
+from simgpu.errors import NotSimulated
 
 _raw_device = torch._C.TensorBase.device
 _raw_grad = torch._C.TensorBase.grad
@@ -47,6 +48,10 @@ def get_device(self):
 def represent(self, *, tensor_contents=None):
     """Printing is not part of the program: it leaves no trace in the log."""
     now = runtime.current()
+    if now.without_values and gpu_of(self) is not None:
+        raise NotSimulated(
+            "printing a tensor", "simgpu.estimate knows the shapes of tensors alone."
+        )
     settle_streams(now)
     now.thread.unlogged += 1
     try:

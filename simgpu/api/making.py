@@ -11,7 +11,7 @@ from torch.utils._device import DeviceContext
 
 from simgpu.api.naming import as_device
 from simgpu.dispatch.copies import log_copy
-from simgpu.dispatch.devices import HOST, find_gpu
+from simgpu.dispatch.devices import HOST, find_gpu, kept_on
 from simgpu.dispatch.errors import TYPE_NAMES, type_name
 from simgpu.dispatch.placement import gpu_of, is_plain, place
 
@@ -20,6 +20,7 @@ _raw_as_tensor = torch.as_tensor
 _raw_asarray = torch.asarray
 _raw_range = torch.range
 _raw_new = torch.Tensor.new
+_raw_to = torch.Tensor.to
 _raw_new_object = torch.Tensor.__new__
 _raw_make_wrapper = torch.Tensor._make_wrapper_subclass
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
@@ -54,6 +55,9 @@ def legacy(dtype: torch.dtype, device: torch.device, args: tuple) -> torch.Tenso
 def _made(made, device):
     """A tensor that was just built on the host, where `device` asks for it."""
     gpu = find_gpu(device)
+    if gpu is not None and kept_on() is not HOST:
+        with torch._C._DisableTorchDispatch():  # it crosses the link below
+            made = _raw_to(made, kept_on())
     traced = torch._C._get_dispatch_mode(_PROXY) is not None
     if gpu is not None and (traced or not is_plain(made)):  # by make_fx; a FakeTensor
         empty = torch.empty(made.shape, dtype=made.dtype, device=gpu.device)
@@ -125,8 +129,9 @@ def as_tensor(data, dtype=None, device=None):
 
 def range(*args, device=None, **kwargs):
     """torch.range, which asks no mode what its device means."""
-    made = _raw_range(*args, device="cpu", **kwargs)
-    return place(made, find_gpu(_default(device)))
+    gpu = find_gpu(_default(device))
+    made = _raw_range(*args, device="cpu" if gpu is None else kept_on(), **kwargs)
+    return place(made, gpu)
 
 
 def asarray(obj, *, dtype=None, device=None, copy=None, requires_grad=False):

@@ -3,8 +3,7 @@
 PyTorch's own Python code and its tests call some of them by these names. Models: the
 current GPU and stream, `_cuda_sleep` in cycles of the card's highest clock, and
 warnings or errors where the host waits for a GPU (`set_sync_debug_mode`). Leaves out:
-cuBLAS and cuSOLVER; their handles are numbers that no library would know, and the
-workspace that cuBLAS takes is not counted as memory.
+cuBLAS and cuSOLVER; their handles are numbers that no library would know.
 """
 
 import threading
@@ -19,11 +18,7 @@ from simgpu.dispatch.devices import current_gpu, gpu_named
 
 _FIRST_BLAS_HANDLE = 0x6000_0000_0000
 _FIRST_SOLVER_HANDLE = 0x6100_0000_0000
-# bytes, of cuBLAS: CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8, on Hopper :4096:8
-_WORKSPACE = (2 * 4096 + 8 * 16) * KIB
-_WORKSPACE_OF_HOPPER = 8 * 4096 * KIB
 _CUBLASLT_WORKSPACE = 1024 * KIB
-_HOPPER = (9, 0)
 
 # names of C++'s that have no model: memory pools, kernels from source, tuning
 REFUSED = (
@@ -106,11 +101,7 @@ def _can_access_peer(device: int, peer: int) -> bool:
 
 
 def _workspace_size() -> int:
-    chosen = runtime.current().blas_workspaces.get("cublas")
-    if chosen is not None:
-        return chosen
-    hopper = current_gpu().card.capability == _HOPPER
-    return _WORKSPACE_OF_HOPPER if hopper else _WORKSPACE
+    return runtime.current().workspace_size(current_gpu())
 
 
 def _lt_workspace_size() -> int:
@@ -119,8 +110,9 @@ def _lt_workspace_size() -> int:
 
 def _set_workspace(library: str):
     def set_size(size: int) -> None:
-        """Kept; the workspace is not counted as memory."""
+        """What is larger than a workspace replaces it where that is used next."""
         runtime.current().blas_workspaces[library] = size
+        _look_again()
 
     return set_size
 
@@ -128,8 +120,26 @@ def _set_workspace(library: str):
 def _reset_workspace(library: str):
     def reset() -> None:
         runtime.current().blas_workspaces.pop(library, None)
+        _look_again()
 
     return reset
+
+
+def _look_again() -> None:
+    """The workspaces that there are may be too small."""
+    for workspaces in _workspaces():
+        workspaces.ready.clear()
+
+
+def _clear_workspaces() -> None:
+    for workspaces in _workspaces():
+        workspaces.clear()
+
+
+def _workspaces() -> list:
+    """Those of each GPU, where they are counted."""
+    found = [gpu.workspaces for gpu in runtime.current().gpus]
+    return [workspaces for workspaces in found if workspaces is not None]
 
 
 def _set_sync_debug_mode(mode: int) -> None:
@@ -186,7 +196,7 @@ C_FUNCTIONS = {
     "_cuda_isCurrentStreamCapturing": lambda: False,
     "_cuda_getCurrentBlasHandle": lambda: _handle(_FIRST_BLAS_HANDLE),
     "_cuda_getCurrentSolverHandle": lambda: _handle(_FIRST_SOLVER_HANDLE),
-    "_cuda_clearCublasWorkspaces": lambda: None,  # they are not counted
+    "_cuda_clearCublasWorkspaces": _clear_workspaces,
     "_cuda_getCublasWorkspaceSize": _workspace_size,
     "_cuda_setCublasWorkspaceSize": _set_workspace("cublas"),
     "_cuda_resetCublasWorkspaceSize": _reset_workspace("cublas"),

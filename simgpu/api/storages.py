@@ -4,7 +4,7 @@ import torch
 from torch.storage import UntypedStorage, _StorageBase
 
 from simgpu.api.naming import as_device
-from simgpu.dispatch.devices import find_gpu
+from simgpu.dispatch.devices import find_gpu, kept_on
 from simgpu.dispatch.placement import gpu_of_storage, memory_of_storage, place_storage
 from simgpu.dispatch.shared_memory import check_size
 
@@ -22,7 +22,7 @@ def new(cls, *args, device=None, **kwargs):
     if device is None or device.type != "cuda":
         return _raw_new(cls, *args, device=device, **kwargs)
     gpu = find_gpu(device)
-    made = _raw_new(cls, *args, **kwargs)
+    made = _raw_new(cls, *args, device=kept_on(), **kwargs)
     place_storage(made, gpu)
     return made
 

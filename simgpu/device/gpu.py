@@ -6,6 +6,7 @@ import torch
 
 from simgpu.device.allocator import CachingAllocator
 from simgpu.device.cards import Card
+from simgpu.device.workspaces import Workspaces
 
 PRIORITIES = (0, -1, -2, -3)  # of streams, from the least to the greatest
 
@@ -24,6 +25,7 @@ class Gpu:
     def __init__(self, index: int, card: Card, total: int, ordinal: int, settings=None):
         self.card = card
         self.memory = CachingAllocator(index, total, settings=settings)
+        self.workspaces: Workspaces | None = None  # of cuBLAS, where they are counted
         self.generator = None  # of its random numbers
         # priority -> counts its streams; `next` of a count is one step for all threads
         self.stream_counts = {p: itertools.count() for p in PRIORITIES}

@@ -10,6 +10,7 @@ import torch
 
 from simgpu.device.gpu import Gpu
 from simgpu.dispatch import cpp_tensors, random_numbers, sanitizing
+from simgpu.dispatch.cublas import take_workspace
 from simgpu.dispatch.errors import mismatch
 from simgpu.dispatch.operation import Operation, handles
 from simgpu.dispatch.placement import gpus_of, place, place_all, tensors_in
@@ -95,6 +96,8 @@ class Call:
             out = self.func(*self.args, **self.kwargs)
         outputs = [out] if isinstance(out, _Tensor) else tensors_in(_as_list(out))
         blocks = place_all(outputs, gpu)
+        if self.operation.calls_cublas and gpu.workspaces is not None:
+            take_workspace(self, gpu)
         if logged:
             self.log(gpu, out, outputs, blocks)
         return out

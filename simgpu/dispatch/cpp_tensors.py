@@ -64,6 +64,11 @@ def function_call(number: int):
     return (number, "torch function")
 
 
+def is_called_by_engine(runtime) -> bool:
+    """Whether autograd's engine asked for this operation, and no Python code of it."""
+    return _call_into_cpp(runtime) == "backward"
+
+
 def note(runtime, tensor) -> None:
     """A tensor was made on the CPU that nobody asked for there."""
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from simgpu.dispatch import cublas
 from simgpu.timing.kernel_cost import TRAFFIC
 
 _has_kernel = torch._C._dispatch_has_computed_kernel_for_dispatch_key
@@ -46,8 +47,8 @@ class Operation:
 
     __slots__ = (
         "func", "name", "arguments", "writes", "makes", "has_device", "random",
-        "silent", "is_factory", "gathers", "size_is_read_back", "flop_formula",
-        "traffic", "run",
+        "silent", "is_factory", "gathers", "size_is_read_back", "calls_cublas",
+        "flop_formula", "traffic", "run",
     )  # fmt: skip
 
     def __init__(self, func):
@@ -66,6 +67,7 @@ class Operation:
         # it reads nothing of its tensors but their shapes and the like
         self.is_factory = self.name.startswith("new_") or self.name.endswith("_like")
         self.gathers = self.name in _GATHERS
+        self.calls_cublas = self.name in cublas.CALLERS
         # the host must read how large the result is before it can go on; "index" only
         # if a mask is among its indices
         dynamic = torch.Tag.dynamic_output_shape in func.tags

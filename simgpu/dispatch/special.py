@@ -5,6 +5,7 @@ Factories and copies have files of their own.
 
 import torch
 
+from simgpu.dispatch import in_place
 from simgpu.dispatch.call import Call
 from simgpu.dispatch.copies import log_copy
 from simgpu.dispatch.cpp_tensors import is_of_this_call
@@ -35,17 +36,22 @@ def index(call: Call):
         if its is not None and its is not gpu:
             device = gpu.device if gpu else "cpu"
             raise RuntimeError(_ON_HOST_OR_SAME.format(device))
-    rest = [t for t in call.tensors if not any(t is tensor for tensor in indices)]
     if gpu is not None:
         for tensor in indices:
             if gpu_of(tensor) is None and not is_of_this_call(call.runtime, tensor):
                 log_copy(None, gpu, tensor.numel() * tensor.element_size())
-    call.with_tensors(rest).common_gpu()
+    call.with_tensors(_without(indices, call.tensors)).common_gpu()
     is_mask = [tensor.dtype in (torch.bool, torch.uint8) for tensor in indices]
     if gpu is not None and any(is_mask):  # the host must know how many it selects
         call.read_values()
         log_copy(gpu, None, 8)
+    if call.operation.name == "index_put":
+        return in_place.run(call, gpu)
     return call.run_on(gpu)
+
+
+def _without(some: list, tensors: list) -> list:
+    return [t for t in tensors if not any(t is tensor for tensor in some)]
 
 
 @handles("foreach")

@@ -9,6 +9,8 @@ assumption: `GradScaler` finds no gradient that is infinite or NaN.
 
 import functools
 
+import torch
+
 from simgpu.dispatch.call import Call
 from simgpu.dispatch.placement import gpu_of, storage_of
 from simgpu.errors import NotSimulated
@@ -54,7 +56,9 @@ class CallWithoutValues(Call):
             )
         if operation.size_is_read_back:
             self.read_values()
-        self.func = _ON_META.get(operation.name, self.func)
+        special = _ON_META.get(operation.name)
+        if special is not None:
+            self.func = functools.partial(special, func)
 
     def read_values(self) -> None:
         __tracebackhide__ = True
@@ -65,8 +69,8 @@ class CallWithoutValues(Call):
                 self.func = lambda *_: value
                 return
         raise NotSimulated(
-            f"what {_READERS.get(name, name)} reads",
-            "simgpu.estimate knows the shapes of tensors, and no values.",
+            f"reading values ({_READERS.get(name, name)})",
+            "simgpu.estimate knows the shapes of tensors alone.",
         )
 
     def run_on(self, gpu):
@@ -89,13 +93,43 @@ def _on_meta(gpu, func, *args, **kwargs):
         gpu.alive = True
 
 
-def _find_no_infinity(gradients, found_inf, inverse_scale) -> None:
+# Where PyTorch has no code for "meta", or its results are not those of a GPU tensor:
+# each function takes PyTorch's own and its arguments.
+
+
+def _find_no_infinity(func, gradients, found_inf, inverse_scale) -> None:
     """`GradScaler.unscale_`, where all gradients are finite."""
     storage_of(found_inf)._simgpu_value = 0.0
 
 
-# operations for which PyTorch has no code for "meta", or no code that knows enough
+def _update_scale(func, scale, *args):
+    return scale
+
+
+def _convolve(func, x, weight, *args):
+    """In channels_last if one of the two is."""
+    out = func(x, weight, *args)
+    last = torch.channels_last if out.dim() == 4 else torch.channels_last_3d
+    if out.dim() < 4 or not any(_is_only(last, tensor) for tensor in (x, weight)):
+        return out
+    return out.contiguous(memory_format=last)
+
+
+def _is_only(memory_format, tensor) -> bool:
+    return not tensor.is_contiguous() and tensor.is_contiguous(
+        memory_format=memory_format
+    )
+
+
+def _normalize_batch(func, x, weight, bias, mean, variance, training, *args):
+    """In evaluation it keeps nothing for backward."""
+    out, *kept = func(x, weight, bias, mean, variance, training, *args)
+    return out, *(kept if training else [tensor.new_empty(0) for tensor in kept])
+
+
 _ON_META = {
     "_amp_foreach_non_finite_check_and_unscale_": _find_no_infinity,
-    "_amp_update_scale_": lambda scale, *_: scale,
+    "_amp_update_scale_": _update_scale,
+    "convolution": _convolve,
+    "native_batch_norm": _normalize_batch,
 }

@@ -26,8 +26,10 @@ LAST_WAVE = 0.65  # of the multiprocessors that a product uses at least, on aver
 # Convolutions: the blocks that cuDNN's implicit products compute
 CONVOLUTION_TILE = (128, 32)  # places in the output, channels
 FEWEST = 0.2  # of the multiprocessors that a convolution uses at least
-CONVOLUTION = 0.7  # of the peak that convolutions reach
-TENSOR_CORE_CONVOLUTION = 0.35  # the same in half precision and TF32
+# Of the peak that convolutions reach: float32 without tensor cores; TF32; half precision
+CONVOLUTION = 0.7
+TF32_CONVOLUTION = 0.27
+HALF_CONVOLUTION = 0.42
 FILLS = 16384  # elements of output for which a kernel takes up a multiprocessor
 
 # How many times the bytes of its tensors a kernel moves, where that is not once
@@ -97,8 +99,9 @@ def _rate(card, work: Work) -> float:
     dtype = work.dtype if work.dtype in card.flops else "float32"
     peak = card.flops[dtype]
     if work.product is not None and work.product.convolution:
-        faster = peak > 2 * card.flops["float32"]
-        return peak * (TENSOR_CORE_CONVOLUTION if faster else CONVOLUTION)
+        if peak < 2 * card.flops["float32"]:  # the card has no tensor cores for it
+            return peak * CONVOLUTION
+        return peak * (TF32_CONVOLUTION if dtype == "tf32" else HALF_CONVOLUTION)
     share = card.reached[dtype]
     return peak * share * (card.reached["attention"] if work.attention else 1.0)
 

@@ -57,22 +57,25 @@ def figures_of(comparisons: Iterable[Comparison]) -> Figures:
 
 
 def compare_rows(
-    recording: Recording, predict: Callable[[list], tuple[str, str, str, float, float]]
+    recording: Recording, predict: Callable[[list], Iterable[tuple]]
 ) -> tuple[list[Comparison], list[Omission]]:
     """Every row of a recording that can be predicted, and why the others cannot.
 
     Args:
         recording: whose rows.
-        predict: (kind, card, what, predicted, recorded) of a row.
+        predict: for each figure of a row (kind, card, what, predicted, recorded).
     """
     found, omitted = [], []
     for row in recording.data["rows"]:
         what = " ".join(map(str, row)) if isinstance(row, list) else repr(row)
         try:
-            comparison = Comparison(*predict(row), is_fitted(row))
-            if not comparison.recorded > 0:
+            if not isinstance(row, list):
+                raise ValueError("a row is a list")
+            fitted = is_fitted(row)
+            figures = [Comparison(*figure, fitted) for figure in predict(row)]
+            if not all(figure.recorded > 0 for figure in figures):
                 raise ValueError("nothing was measured")
-            found.append(comparison)
+            found += figures
         except KeyError as error:
             omitted.append(Omission(recording.kind, what, f"unknown: {error}"))
         except (TypeError, ValueError, ArithmeticError) as error:

@@ -29,7 +29,7 @@ def read(folder: Path) -> list[Recording]:
     Raises:
         ValueError: if there is no such folder, or no JSON file in it.
     """
-    paths = sorted(Path(folder).rglob("*.json"))
+    paths = sorted(Path(folder).rglob("*.json"), key=lambda path: path.stem)
     if not paths:
         raise ValueError(f"no recordings (*.json) in {folder}")
     return [_read(path) for path in paths]

@@ -1,29 +1,48 @@
 """Recorded operations: products, convolutions, passes, launches, copies, collectives.
 
-Each operation is run without values (`simgpu.estimate`) as it was recorded: kernels
-alone, or on an idle GPU between two events, with what the host takes inside.
+Each operation is run without values (`simgpu.estimate`) as it was recorded: the kernel
+alone, or on an idle GPU between two events, with what the host takes inside. On a real
+GPU `tests/record_on_gpu.py` runs the same.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 import simgpu
+from simgpu.timing.collective_cost import choose
 from simgpu.timing.cost import copy_seconds
 from simgpu.timing.topology import Topology
-from simgpu.timing.collective_cost import choose
 from tests.recorded.cards import card_named
 from tests.recorded.comparison import Comparison, Omission, compare_rows
 from tests.recorded.files import Recording
 
 US = 1e-6
 LARGE = 2**30  # bytes of a copy whose size was not recorded
+HALF = torch.float16
+
+
+class Program(NamedTuple):
+    """An operation as it was called."""
+
+    what: str
+    run: Callable
+    tensors: tuple[torch.Tensor, ...]  # on "meta"
+
+
+class Kind(NamedTuple):
+    """How the rows of a file were recorded: [card, ..., microseconds]."""
+
+    title: str
+    program: Callable[..., Program]  # from the columns between card and time
+    alone: bool = False  # the kernel alone was timed, not what is between two events
 
 
 def compare(recording: Recording) -> tuple[list[Comparison], list[Omission]]:
-    """The rows of a recording of one of these kinds beside what is predicted."""
-    return compare_rows(recording, PREDICT[recording.kind])
+    """The rows of a recording of one of `PREDICT` beside what is predicted."""
+    return compare_rows(recording, lambda row: [PREDICT[recording.kind](row)])
 
 
 def meta(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -31,124 +50,140 @@ def meta(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(size, dtype=dtype, device="meta")
 
 
-def kernel_time(card, function: Callable, *tensors) -> float:
-    """Seconds of an operation's kernels alone."""
-    return simgpu.estimate(function, *tensors, card=card).kernel_seconds
+# -- programs --------------------------------------------------------------------------
 
 
-def between_events(card, function: Callable, *tensors) -> float:
-    """Seconds from one event to another with an operation between, on an idle GPU."""
-    events = []
-
-    def run(*tensors) -> None:
-        events.extend(torch.cuda.Event(enable_timing=True) for _ in range(2))
-        events[0].record()
-        function(*tensors)
-        events[1].record()
-        torch.cuda.synchronize()
-        events.append(events[0].elapsed_time(events[1]) / 1e3)
-
-    with torch.no_grad():
-        simgpu.estimate(run, *tensors, card=card)
-    return events[-1]
+def product_fp16(m: int, n: int, k: int) -> Program:
+    """(M, K) by (K, N) in half precision."""
+    tensors = meta(m, k, dtype=HALF), meta(k, n, dtype=HALF)
+    return Program(f"{m} x {n} x {k}", torch.mm, tensors)
 
 
-def gemm_fp16(row: list):
-    """[card, M, N, K, us]: (M, K) by (K, N) in half precision, the kernel alone."""
-    name, m, n, k, recorded = row
-    tensors = (meta(*size, dtype=torch.float16) for size in ((m, k), (k, n)))
-    seconds = kernel_time(card_named(name), torch.mm, *tensors)
-    return "product, float16", name, f"{m} x {n} x {k}", seconds, recorded * US
-
-
-def gemm_fp32(row: list):
-    """[card, op, B, M, N, K, us]: (B, M, N) by (B, N, K), or a Linear(N, K)."""
-    name, op, b, m, n, k, recorded = row
+def product_fp32(op: str, b: int, m: int, n: int, k: int) -> Program:
+    """(B, M, N) by (B, N, K), or a Linear(N, K) of (B, M, N)."""
+    what = f"{op} {b} {m} {n} {k}"
     if op == "bmm":
-        tensors, run = (meta(b, m, n), meta(b, n, k)), torch.bmm
-    elif op == "linear":
-        tensors, run = (meta(b, m, n), meta(k, n), meta(k)), F.linear
-    else:
-        raise KeyError(op)
-    seconds = between_events(card_named(name), run, *tensors)
-    return "product, float32", name, f"{op} {b} {m} {n} {k}", seconds, recorded * US
+        return Program(what, torch.bmm, (meta(b, m, n), meta(b, n, k)))
+    if op == "linear":
+        return Program(what, F.linear, (meta(b, m, n), meta(k, n), meta(k)))
+    raise KeyError(op)
 
 
-def bmm_fp16(row: list):
-    """[card, op, B, N, us]: (B, N, N) by (B, N, N)."""
-    name, op, b, n, recorded = row
-    tensors = (meta(b, n, n, dtype=torch.float16) for _ in range(2))
-    seconds = between_events(card_named(name), torch.bmm, *tensors)
-    return "product, float16", name, f"{op} {b} {n}", seconds, recorded * US
+def products_fp16(op: str, b: int, n: int) -> Program:
+    """(B, N, N) by (B, N, N)."""
+    tensors = meta(b, n, n, dtype=HALF), meta(b, n, n, dtype=HALF)
+    return Program(f"{op} {b} {n}", torch.bmm, tensors)
 
 
-def conv_fp32(row: list):
-    """[card, batch, channels in, out, kernel, size, stride, padding, us]."""
-    name, batch, channels, out, kernel, size, stride, padding, recorded = row
+def convolution(
+    batch: int, channels: int, out: int, kernel: int, size: int, stride: int, pad: int
+) -> Program:
+    """The forward pass of a square Conv2d without TF32."""
     tensors = meta(batch, channels, size, size), meta(out, channels, kernel, kernel)
+    what = f"{batch} x {channels} to {out}, {kernel} x {kernel} of {size} x {size}"
 
     def run(x, weight):
         with torch.backends.cudnn.flags(allow_tf32=False):
-            F.conv2d(x, weight, stride=stride, padding=padding)
+            return F.conv2d(x, weight, stride=stride, padding=pad)
 
-    seconds = between_events(card_named(name), run, *tensors)
-    what = f"{batch} x {channels} to {out}, {kernel} x {kernel} of {size} x {size}"
-    return "convolution, float32", name, what, seconds, recorded * US
+    return Program(what, run, tensors)
 
 
-PASSES = {
-    "add": lambda x: torch.add(x, x),
-    "mul": lambda x: torch.mul(x, x),
-    "div": lambda x: torch.div(x, x),
-    "pow": lambda x: torch.pow(x, 2),
+_OF_TWO = {"add": torch.add, "mul": torch.mul, "div": torch.div}
+_OF_ONE = {
     "relu": torch.relu,
     "gelu": F.gelu,
     "tanh": torch.tanh,
+    "pow": torch.square,
     "softmax": lambda x: F.softmax(x, -1),
-    "ln": lambda x, weight, bias: F.layer_norm(x, x.shape[-1:], weight, bias),
 }
-TWO_TENSORS = {"add": torch.add, "mul": torch.mul, "div": torch.div}
 
 
-def _pass(op: str, rows: int, width: int) -> tuple[Callable, tuple]:
-    """What was called, and the tensors it was given."""
-    tensors = (meta(rows, width),)
-    if op in TWO_TENSORS:
-        return TWO_TENSORS[op], (*tensors, meta(rows, width))
+def one_pass(op: str, rows: int, width: int) -> Program:
+    """An element-wise operation, or one over the last dimension of (rows, width)."""
+    what, x = f"{op} {rows} x {width}", meta(rows, width)
+    if op in _OF_TWO:
+        return Program(what, _OF_TWO[op], (x, meta(rows, width)))
     if op == "ln":
-        tensors += (meta(width), meta(width))
-    return PASSES[op], tensors
+        norm = torch.nn.functional.layer_norm
+        tensors = x, meta(width), meta(width)
+        return Program(what, lambda x, w, b: norm(x, (width,), w, b), tensors)
+    return Program(what, _OF_ONE[op], (x,))
 
 
-def vector_fp32(row: list):
-    """[card, op, B, H, us]: over the last dimension of (B, H)."""
-    name, op, rows, width, recorded = row
-    run, tensors = _pass(op, rows, width)
-    seconds = between_events(card_named(name), run, *tensors)
-    return "pass, float32", name, f"{op} {rows} x {width}", seconds, recorded * US
+def pass_fp16(op: str, nbytes: int) -> Program:
+    """Of two tensors; the bytes are those read and written."""
+    x, y = (meta(nbytes // 6, dtype=HALF) for _ in range(2))
+    return Program(f"{op} of {nbytes} bytes", _OF_TWO[op], (x, y))
 
 
-def add_fp16(row: list):
-    """[card, op, bytes read and written, us]: the kernel alone."""
-    name, op, nbytes, recorded = row
-    numbers = nbytes // 6  # two tensors read and one written, 2 bytes each
-    tensors = (meta(numbers, dtype=torch.float16) for _ in range(2))
-    seconds = kernel_time(card_named(name), TWO_TENSORS[op], *tensors)
-    return "pass, float16", name, f"{op} of {nbytes} bytes", seconds, recorded * US
-
-
-def host_floor(row: list):
-    """[card, op, samples, us, least us]: an operation on few numbers."""
-    name, op, _, recorded, _ = row
+def small(op: str, *_) -> Program:
+    """On few numbers."""
     if op == "bmm":
-        run, tensors = torch.bmm, (meta(4, 32, 32), meta(4, 32, 32))
-    else:
-        run, tensors = _pass(op, 64, 128)
-    seconds = between_events(card_named(name), run, *tensors)
-    return "small operation", name, op, seconds, recorded * US
+        return Program(op, torch.bmm, (meta(4, 32, 32), meta(4, 32, 32)))
+    return one_pass(op, 64, 128)._replace(what=op)
 
 
-def nccl_nvlink(row: list):
+KINDS = {
+    "gemm_fp16": Kind("product, float16", product_fp16, alone=True),
+    "gemm_fp32": Kind("product, float32", product_fp32),
+    "bmm_fp16": Kind("product, float16", products_fp16),
+    "conv_fp32": Kind("convolution, float32", convolution),
+    "vector_fp32": Kind("pass, float32", one_pass),
+    "add_fp16": Kind("pass, float16", pass_fp16, alone=True),
+    "host_floor": Kind("small operation", small),
+}
+
+
+# -- predictions -----------------------------------------------------------------------
+
+
+def _operation(name: str) -> Callable[[list], tuple]:
+    kind = KINDS[name]
+
+    def predict(row: list) -> tuple:
+        card, *columns, recorded = row
+        if name == "host_floor":  # [card, operation, samples, median, least]
+            recorded = columns.pop()
+        program = kind.program(*columns)
+        spend = kernel_seconds if kind.alone else seconds_between_events
+        seconds = spend(card_named(card), program)
+        return kind.title, card, program.what, seconds, recorded * US
+
+    return predict
+
+
+def kernel_seconds(card, program: Program) -> float:
+    """Seconds of a program's kernels alone."""
+    with torch.no_grad():
+        cost = simgpu.estimate(program.run, *program.tensors, card=card)
+    return cost.kernel_seconds
+
+
+def seconds_between_events(card, program: Program) -> float:
+    """Seconds from one event to another with a program between, on an idle GPU."""
+    found = []
+
+    def run(*tensors) -> None:
+        found.append(between_events(program.run, *tensors))
+
+    with torch.no_grad():
+        simgpu.estimate(run, *program.tensors, card=card)
+    return found[0]
+
+
+def between_events(function: Callable, *tensors) -> float:
+    """The same on the GPU that is there."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    function(*tensors)
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def nccl_nvlink(row: list) -> tuple:
     """[card, collective, ranks, bytes, us]: in one node."""
     name, collective, ranks, nbytes, recorded = row
     run = "send" if collective == "send_recv" else collective
@@ -157,14 +192,13 @@ def nccl_nvlink(row: list):
     return "collective", name, what, chosen.seconds, recorded * US
 
 
-class _Gpu:
+class _Gpu(NamedTuple):
     """What a copy asks of a GPU."""
 
-    def __init__(self, card):
-        self.card = card
+    card: object
 
 
-def copies(row: list):
+def copies(row: list) -> tuple:
     """[card, way, memory, bytes or null, GB/s]: between the host and a GPU."""
     name, way, memory, nbytes, recorded = row
     gpu = _Gpu(card_named(name))
@@ -175,10 +209,8 @@ def copies(row: list):
     return "copy", name, f"{way}, {memory}", seconds, nbytes / (recorded * 1e9)
 
 
-PREDICT: dict[str, Callable] = {
-    function.__name__: function
-    for function in (
-        add_fp16, bmm_fp16, conv_fp32, copies, gemm_fp16, gemm_fp32, host_floor,
-        nccl_nvlink, vector_fp32,
-    )
-}  # fmt: skip
+PREDICT: dict[str, Callable[[list], tuple]] = {
+    **{name: _operation(name) for name in KINDS},
+    "nccl_nvlink": nccl_nvlink,
+    "copies": copies,
+}

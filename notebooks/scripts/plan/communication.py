@@ -1,11 +1,23 @@
-"""Bytes that each GPU sends in one step of training: by arithmetic.
+"""What GPUs send each other in one step of training: by arithmetic.
 
-Collectives are rings. `traffic` adds up what `traffic_by_phase` has for each part of
-the step, which `step_time.py` needs to know what computing hides.
+`collectives` lists what a strategy calls, and in which part of the step. `traffic` adds
+up the bytes, as rings send them; `step_time.py` asks the simulator for the seconds.
 """
+
+from typing import NamedTuple
 
 from scripts.plan.model import Model
 from scripts.plan.run import MACHINE, Run, make_run
+
+
+class Collective(NamedTuple):
+    """Collectives of one kind in a step."""
+
+    phase: str  # "forward", "backward": while the GPU computes; "waiting": it does not
+    name: str  # as `simgpu.timing.collective_cost` names them
+    nbytes: float  # of each: what is gathered, scattered or reduced
+    times: float  # in a step
+    members: str  # "all" GPUs, those of a "machine", or one "across" each machine
 
 
 def traffic(
@@ -15,6 +27,7 @@ def traffic(
     batch: int = 1,
     tokens: int = 4096,
     checkpointing: float = True,
+    microbatches: int = 1,
 ) -> dict[str, int]:
     """Bytes that each GPU sends in one step, inside its machine and to others.
 
@@ -24,57 +37,92 @@ def traffic(
     sends goes to other machines.
 
     FSDP gathers bfloat16 weights in forward, once more those of the blocks in backward,
-    and scatters float32 gradients: 8 bytes a parameter. DDP's all-reduce of float32
-    gradients, and ZeRO's scatter of gradients and gather of float32 weights, are 8 as
-    well. "tensor 8" gathers and scatters each token twice in each block, forward and
-    backward, inside the machine.
+    and scatters float32 gradients: 8 bytes a parameter, for each micro-batch. DDP's
+    all-reduce of float32 gradients, and ZeRO's scatter of gradients and gather of
+    float32 weights, are 8 as well. "hsdp" does this inside a machine, and reduces each
+    shard of the gradients across machines. "tensor 8" gathers and scatters each token
+    twice in each block, forward and backward, inside the machine.
 
     Returns:
         "inside" and "between": bytes for each GPU and step.
     """
-    run = make_run(model, gpus, strategy, batch, tokens, checkpointing)
-    phases = traffic_by_phase(run).values()
-    return {where: round(sum(p[where] for p in phases)) for where in _PLACES}
+    run = make_run(model, gpus, strategy, batch, tokens, checkpointing, microbatches)
+    inside = between = 0.0
+    for one in collectives(run):
+        ranks = len(members(run, one.members))
+        passes = 2 if one.name == "all_reduce" else 1
+        sent = one.times * passes * one.nbytes * (ranks - 1) / ranks
+        share = {"machine": 0, "across": 1, "all": 1 / MACHINE if _several(run) else 0}
+        between += sent * share[one.members]
+        inside += sent * (1 - share[one.members])
+    return {"inside": round(inside), "between": round(between)}
 
 
-_PLACES = ("inside", "between")
+def collectives(run: Run) -> list[Collective]:
+    """All that a step calls, apart from what is too small to count.
 
-
-def traffic_by_phase(run: Run) -> dict[str, dict[str, float]]:
-    """Bytes that each GPU sends in forward and in backward, and while it waits.
-
-    What is sent in "forward" and "backward" goes on while the GPU computes.
+    What FSDP keeps for itself outside the blocks is gathered before the first block and
+    scattered after the last, when there is nothing left to compute. DDP's and ZeRO's
+    last bucket waits as well, and ZeRO's gather of new weights. DDP and ZeRO-1 keep
+    their gradients until the last micro-batch; the others reduce them each time.
     """
-    blocks, root = run.model.layers * run.block, run.root
-    if run.strategy.startswith("fsdp"):
-        amounts = {
-            "forward": 2 * blocks,
-            "backward": (2 + 4) * blocks,
-            "waiting": (2 + 4) * root,  # before the first block and after the last
-        }
-    else:
-        # the embedding is a bucket that nothing is left to hide
-        late = {"ddp": 8 * root, "zero1": 4 * root, "zero2": 4 * root}[run.strategy]
-        after = 0 if run.strategy == "ddp" else 4 * (blocks + root)
-        rest = {"ddp": 8, "zero1": 4, "zero2": 4}[run.strategy] * blocks
-        amounts = {"forward": 0, "backward": rest, "waiting": late + after}
-    phases = {name: _ring(run, nbytes) for name, nbytes in amounts.items()}
-    phases["waiting"]["inside"] += _tensor_traffic(run)
-    return phases
+    if run.sharded:
+        return _of_fsdp(run) + _of_tensors(run)
+    every = run.microbatches if run.strategy == "zero2" else 1
+    reduce = "all_reduce" if run.strategy == "ddp" else "reduce_scatter"
+    block, root, layers = 4 * run.block, 4 * run.root, run.model.layers
+    found = [
+        Collective("backward", reduce, block, every * layers, "all"),
+        Collective("waiting", reduce, root, every, "all"),
+    ]
+    if run.strategy != "ddp":
+        whole = layers * block + root
+        found.append(Collective("waiting", "all_gather", whole, 1, "all"))
+    return found
 
 
-def _ring(run: Run, nbytes: float) -> dict[str, float]:
-    """What each GPU sends when that much is gathered or scattered over replicas."""
-    sent = nbytes * (run.replicas - 1) / run.replicas
-    if run.tensor > 1:  # the members of a ring are in different machines
-        between = sent
-    else:
-        between = sent / MACHINE if run.gpus > MACHINE else 0.0
-    return {"inside": sent - between, "between": between}
+def members(run: Run, which: str) -> range:
+    """The ranks of a collective, as the first of them see it."""
+    return {
+        "all": range(run.gpus),
+        "machine": range(min(run.gpus, MACHINE)),
+        "across": range(0, run.gpus, MACHINE),
+    }[which]
 
 
-def _tensor_traffic(run: Run) -> float:
-    """What each GPU sends for products that are split over its machine."""
+def _several(run: Run) -> bool:
+    return run.gpus > MACHINE
+
+
+def _of_fsdp(run: Run) -> list[Collective]:
+    """Weights and gradients, for each micro-batch."""
+    sharded = "machine" if run.strategy == "hsdp" else "all"
+    if run.tensor > 1:  # each GPU of a machine has its own part of the matrices
+        sharded = "across"
+    again = 0 if run.strategy == "fsdp gathered once" else 1
+    once, blocks = run.microbatches, run.microbatches * run.model.layers
+    found = [
+        Collective("forward", "all_gather", 2 * run.block, blocks, sharded),
+        Collective("backward", "all_gather", 2 * run.block, again * blocks, sharded),
+        Collective("backward", "reduce_scatter", 4 * run.block, blocks, sharded),
+        Collective("waiting", "all_gather", 2 * run.root, once, sharded),
+        Collective("waiting", "reduce_scatter", 4 * run.root, once, sharded),
+    ]
+    if run.strategy == "hsdp":
+        block, root = 4 * run.block / run.shards, 4 * run.root / run.shards
+        found.append(Collective("backward", "all_reduce", block, blocks, "across"))
+        found.append(Collective("waiting", "all_reduce", root, once, "across"))
+    return found
+
+
+def _of_tensors(run: Run) -> list[Collective]:
+    """Tokens, for products that are split over a machine."""
+    if run.tensor == 1:
+        return []
     passes = 2 + run.checkpointing  # forward, backward, forward again
-    token = 4 * 2 * run.model.dim * (run.tensor - 1) / run.tensor
-    return passes * run.rows * run.model.layers * token
+    times = 2 * passes * run.model.layers * run.microbatches
+    nbytes = 2 * run.model.dim * run.rows
+    return [
+        Collective("waiting", name, nbytes, times, "machine")
+        for name in ("all_gather", "reduce_scatter")
+    ]

@@ -2,10 +2,11 @@
 
 from helpers import draw
 from helpers.explore.explorer import Explorer, choice, slider
+from scripts.plan.kernels import SUSTAINED
 from scripts.plan.memory import bytes_per_gpu
 from scripts.plan.model import MODELS, parameters
 from scripts.plan.run import MACHINE, STRATEGIES
-from scripts.plan.step_time import KERNELS, step_seconds
+from scripts.plan.step_time import step_seconds
 from simgpu.device.cards import find_card
 
 _PLANNED = 4096  # tokens of a sequence
@@ -22,7 +23,7 @@ def plan() -> Explorer:
         machines=slider("machines of 8 GPUs", 8, 1, 128),
         model=choice("model", tuple(MODELS), "8B"),
         strategy=choice("strategy", STRATEGIES, "fsdp"),
-        card=choice("card", tuple(KERNELS), "H100"),
+        card=choice("card", tuple(SUSTAINED), "H100"),
         batch=slider("sequences on each GPU", 1, 1, 16),
         twice=choice("computed twice", tuple(_AGAIN)),
     )

@@ -4,7 +4,7 @@
 step. FSDP's come within 1 % of what PyTorch's own tracker counts (`tracker.py`).
 """
 
-from scripts.plan.model import Model, parameters
+from scripts.plan.model import Model, check_gated, parameters
 from scripts.plan.run import Run, make_run
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "other")
@@ -55,7 +55,8 @@ def bytes_per_gpu(
             share of them this holds.
 
     Raises:
-        ValueError: for what is unknown or does not divide.
+        ValueError: for what is unknown or does not divide, and for blocks without a
+            gate, whose activations are others.
     """
     return largest(moments(model, gpus, strategy, batch, tokens, checkpointing))
 
@@ -90,17 +91,21 @@ def moments(
 
     "ddp", "zero1" and "zero2" hold the weights in bfloat16 once more (autocast keeps
     them). "fsdp offload" leaves weights, gradients and AdamW in the memory of the host.
-    "fsdp + tensor 8" also splits tokens between the matmuls (sequence parallel). The
-    tracker has checked "fsdp" only (`tests/test_plan.py`). Left out: what this package
-    leaves out, padding of shards, cosines and token numbers.
+    "fsdp gathered once" has all blocks gathered until backward is through with them.
+    "hsdp" has the shards of one machine. "fsdp + tensor 8" also splits tokens between
+    the matmuls (sequence parallel). The tracker has checked "fsdp" only
+    (`tests/test_plan.py`). Left out: what this package leaves out, padding of shards,
+    cosines and token numbers, and gradients that are kept from one micro-batch to the
+    next (4 bytes a parameter, over the GPUs if sharded).
     """
     run = make_run(model, gpus, strategy, batch, tokens, checkpointing)
-    if not strategy.startswith("fsdp"):
+    check_gated(run.model)
+    if not run.sharded:
         return _moments_replicated(run)
     last = run.model.layers
     head = _saved_activations(run, last) + _loss_activations(run)
     found = {
-        "head": _fsdp_bytes(run, 0, head, 2 * run.root),
+        "head": _fsdp_bytes(run, 0, head, 2 * run.root + _kept(run, last)),
         "last block": _last_block(run),
         "last block but one": _fsdp_block(run, last - 1),
         "second block": _fsdp_block(run, 2),
@@ -113,7 +118,12 @@ def moments(
 
 def _shard(run: Run, nbytes: int) -> int:
     """A GPU's share of bytes that it holds for good."""
-    return 0 if run.strategy == "fsdp offload" else -(-nbytes // run.gpus)
+    return 0 if run.strategy == "fsdp offload" else -(-nbytes // run.shards)
+
+
+def _kept(run: Run, blocks: int) -> int:
+    """Bytes of so many gathered blocks, if they are gathered once."""
+    return 2 * blocks * run.block if run.strategy == "fsdp gathered once" else 0
 
 
 def _fsdp_bytes(run: Run, done: int, activations: float, other: float) -> Bytes:
@@ -163,20 +173,20 @@ def _backward_activations(run: Run) -> float:
     m, rows = run.model, run.rows
     row, wide = rows * m.dim / run.tensor, rows * m.hidden / run.tensor
     matrix, again = m.dim * m.hidden / run.tensor, _block_activations(run)
-    fsdp = run.strategy.startswith("fsdp")
     most = max(
         again + 4 * wide + 2 * row + 2 * matrix,
-        again - 8 * wide + 18 * row + fsdp * 6 * matrix,
-        26 * row + fsdp * 2 * run.block,
+        again - 8 * wide + 18 * row + run.sharded * 6 * matrix,
+        26 * row + run.sharded * 2 * run.block,
     )
     return most if run.checkpointing else most - again
 
 
 def _fsdp_block(run: Run, i: int) -> Bytes:
-    """In backward of block i, counted from 1, neither the first nor the last."""
+    """In backward of block i, counted from 1, but not the last."""
     head = 2 * run.model.vocab * run.model.dim / run.tensor  # gradient of its matrix
     activations = _saved_activations(run, i) + head + _backward_activations(run)
-    other = 2 * run.root + (2 + 2 + 4) * run.block
+    gathered = _kept(run, i) or 2 * min(i, 2) * run.block
+    other = 2 * run.root + gathered + 4 * run.block
     return _fsdp_bytes(run, run.model.layers - i, activations, other)
 
 
@@ -192,10 +202,9 @@ def _last_block(run: Run) -> Bytes:
 
 
 def _first_block(run: Run) -> Bytes:
-    """No block before it is gathered; then what is outside the blocks is scattered."""
+    """It is gathered alone; then what is outside the blocks is scattered."""
     layers, root = run.model.layers, run.root
     block = _fsdp_block(run, 1)
-    block["other"] -= 2 * run.block
     # a tied matrix has a gradient from either end, and then their sum
     gradients = (3 if run.model.tied else 1) * 2 * root
     added = _fsdp_bytes(run, layers - 1, gradients, 2 * root + 4 * run.block)

@@ -1,7 +1,8 @@
-"""Llama models: their sizes, and the network itself as a PyTorch module.
+"""Language models: their sizes, and a Llama itself as a PyTorch module.
 
 `MODELS` has the sizes of five published models, `parameters` counts exactly, and
 `build` makes the `nn.Module` that `tracker.py` trains with tensors without memory.
+Blocks without a gate are those of GPT, here without biases and learned positions.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass(frozen=True)
 class Model:
-    """The sizes of a Llama."""
+    """The sizes of a Llama, or of a GPT."""
 
     name: str
     layers: int
@@ -24,6 +25,7 @@ class Model:
     hidden: int  # elements of a token inside the feed-forward network
     vocab: int
     tied: bool = False  # the embedding is also the last matrix
+    gated: bool = True  # SwiGLU with three matrices, as in Llama; else two, as in GPT
 
     @property
     def kv_dim(self) -> int:
@@ -34,7 +36,8 @@ class Model:
     def block(self) -> int:
         """Parameters of one block."""
         attention = 2 * self.dim * (self.dim + self.kv_dim)
-        return attention + 3 * self.dim * self.hidden + 2 * self.dim
+        matrices = 3 if self.gated else 2
+        return attention + matrices * self.dim * self.hidden + 2 * self.dim
 
     @property
     def root(self) -> int:
@@ -70,6 +73,12 @@ def parameters(model: "str | Model") -> int:
     """How many parameters the model has: exact."""
     model = find_model(model)
     return model.layers * model.block + model.root
+
+
+def check_gated(model: Model) -> None:
+    """Refuse the blocks of GPT where only those of Llama are known."""
+    if not model.gated:
+        raise ValueError(f"{model.name}: only blocks with a gate are planned here")
 
 
 class Norm(nn.Module):
@@ -187,6 +196,10 @@ def build(
         model: a name in `MODELS`, or a `Model`.
         layers: blocks, if not all.
         checkpointing: whether blocks keep only their input for backward.
+
+    Raises:
+        ValueError: for an unknown name, and for blocks without a gate.
     """
     model = find_model(model)
+    check_gated(model)
     return Llama(model, layers or model.layers, checkpointing)

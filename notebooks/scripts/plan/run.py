@@ -8,8 +8,13 @@ from dataclasses import dataclass
 from scripts.plan.model import Model, find_model
 
 MACHINE = 8  # GPUs in one machine, joined by NVLink
-# How the work is split. "tensor 8" splits each matrix over the GPUs of a machine.
-STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "fsdp offload", "fsdp + tensor 8")
+# How the work is split. "gathered once" keeps gathered weights until backward has used
+# them (PyTorch's SHARD_GRAD_OP); "hsdp" shards over a machine, and every machine has
+# all shards; "tensor 8" splits each matrix over the GPUs of a machine.
+STRATEGIES = (
+    "ddp", "zero1", "zero2", "fsdp", "fsdp gathered once", "hsdp", "fsdp offload",
+    "fsdp + tensor 8",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,7 @@ class Run:
     batch: int = 1  # sequences for each replica of the model at once
     tokens: int = 4096  # of a sequence
     checkpointing: float = 1.0  # share of the blocks that are computed twice
+    microbatches: int = 1  # of `batch` sequences each, before the optimizer's step
 
     def __post_init__(self):
         if self.strategy not in STRATEGIES:
@@ -46,6 +52,8 @@ class Run:
             )
         if self.batch < 1 or self.tokens < 1:
             raise ValueError("batch and tokens must be at least 1")
+        if self.microbatches < 1:
+            raise ValueError("a step has at least one micro-batch")
         if not 0 <= self.checkpointing <= 1:
             raise ValueError("checkpointing is True, False, or a share of the blocks")
 
@@ -60,8 +68,18 @@ class Run:
         return self.gpus // self.tensor
 
     @property
+    def shards(self) -> int:
+        """Parts into which FSDP cuts weights, gradients and the optimizer's state."""
+        return min(self.gpus, MACHINE) if self.strategy == "hsdp" else self.gpus
+
+    @property
+    def sharded(self) -> bool:
+        """Whether this is FSDP, of whichever kind."""
+        return self.strategy == "hsdp" or self.strategy.startswith("fsdp")
+
+    @property
     def rows(self) -> int:
-        """Tokens that a replica computes in one step."""
+        """Tokens that a replica computes at once, in one micro-batch."""
         return self.batch * self.tokens
 
     @property
@@ -82,7 +100,9 @@ def make_run(
     batch: int = 1,
     tokens: int = 4096,
     checkpointing: float = True,
+    microbatches: int = 1,
 ) -> Run:
     """A `Run` of a model that may be given by its name."""
     model = find_model(model)
-    return Run(model, gpus, strategy, batch, tokens, float(checkpointing))
+    share = float(checkpointing)
+    return Run(model, gpus, strategy, batch, tokens, share, microbatches)

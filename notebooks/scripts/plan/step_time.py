@@ -1,28 +1,23 @@
 """Seconds of one step of training: by arithmetic and the assumptions named below.
 
-`flops` counts operations. `step_seconds` divides them by what kernels reach of a card's
-peak, and adds the update and the communication that computing does not hide.
+`flops` counts operations. `step_seconds` adds up the kernels of a step (`kernels.py`),
+the update, and the communication that computing does not hide.
 """
 
 from dataclasses import dataclass
 
-from scripts.plan.communication import traffic_by_phase
+from scripts.plan.communication import collectives, members
+from scripts.plan.kernels import FLASH, SUSTAINED, kernel_seconds
 from scripts.plan.model import Model, find_model, parameters
 from scripts.plan.run import MACHINE, Run, make_run
-from simgpu.device.cards import find_card
+from simgpu.device.cards import Card, find_card
+from simgpu.timing.collective_cost import collective_seconds
+from simgpu.timing.kernel_cost import OF_BANDWIDTH
+from simgpu.timing.topology import Topology
 
-# What kernels reach of the peak while a model trains, with all that slows them: mean
-# "HFU" of the four rows of LLM Foundry's table that both cards have with one or two
-# sequences of 2048 to 8192 tokens at once (FSDP, 13B to 70B, 8 or 32 GPUs),
-# https://github.com/mosaicml/llm-foundry/tree/main/scripts/train/benchmarking
-# None of `PUBLISHED` is in it, but it was chosen with those figures in sight: a first
-# choice, 7B with 16 sequences at once (0.73 and 0.54), had made every speed of
-# `PUBLISHED` too high, by 11 to 48 %. So `compare` is no blind test. H200: as H100.
-KERNELS = {"A100": 0.6133, "H100": 0.4393, "H200": 0.4393}
 # Gbit/s of network for each GPU: what NVIDIA's DGX of that card has (datasheets)
 NETWORK = {"A100": 200, "H100": 400, "H200": 400}
-LINK_EFFICIENCY = 0.8  # of a link's bandwidth that a collective reaches: assumed
-MEMORY_EFFICIENCY = 0.8  # of a memory's bandwidth that the optimizer reaches: assumed
+PCIE_EFFICIENCY = 0.8  # of the bandwidth that copies to the host reach: assumed
 HOST_BANDWIDTH = 614e9  # bytes/s of a machine, 2 x 8 channels DDR5-4800: assumed
 UPDATE_BYTES = 28  # bytes that AdamW reads and writes for each parameter, in float32
 
@@ -77,67 +72,81 @@ def step_seconds(
     tokens: int = 4096,
     checkpointing: float = True,
     network: float | None = None,
+    microbatches: int = 1,
+    flash: int = 2,
 ) -> Step:
-    """How long a step takes: by arithmetic and the assumptions above (`KERNELS`, ...).
+    """How long a step takes: by arithmetic and the assumptions above.
 
-    Computing: `flops` at that share of the card's peak in bfloat16. Communication: the
-    slower of NVLink and network with `traffic`, hidden behind computing as far as
-    there is enough of it, in forward and in backward separately. The update: its bytes
-    over the bandwidth of the memory that holds them.
+    Computing: see `kernels.py`. Communication: the simulator's model of NCCL, hidden
+    behind computing as far as there is enough of it, in forward and in backward
+    separately. The update: its bytes over the bandwidth of the memory that holds them.
 
     Args:
         model, gpus, strategy, batch, tokens, checkpointing: as in `bytes_per_gpu`.
         card: "A100", "H100" or "H200".
         network: Gbit/s for each GPU to other machines; None for `NETWORK`.
+        microbatches: of `batch` sequences each, before the optimizer's step.
+        flash: version of the kernels of attention: 2, or 1 for those of 2023.
 
     Raises:
         ValueError: for what is unknown or does not divide.
     """
-    run = make_run(model, gpus, strategy, batch, tokens, checkpointing)
-    card = str(card).upper()
-    if card not in KERNELS:
-        raise ValueError(f"unknown card {card!r}; choose one of {', '.join(KERNELS)}")
+    run = make_run(model, gpus, strategy, batch, tokens, checkpointing, microbatches)
+    name = str(card).upper()
+    if name not in SUSTAINED:
+        raise ValueError(f"unknown card {name!r}; choose one of {', '.join(SUSTAINED)}")
     if network is not None and network <= 0:
         raise ValueError("the network needs more than 0 Gbit/s")
-    peak = find_card(card).flops["bfloat16"]
-    needed = run.batch * flops(run.model, run.tokens) / run.tensor
-    done = run.batch * flops(run.model, run.tokens, run.checkpointing) / run.tensor
-    compute, forward = done / peak / KERNELS[card], needed / 3 / peak / KERNELS[card]
-    gbits = NETWORK[card] if network is None else network
-    sent = {
-        name: _link_seconds(nbytes, card, gbits)
-        for name, nbytes in traffic_by_phase(run).items()
-    }
-    sent["backward"] += _offload_seconds(run, card)
-    exposed = sent["waiting"] + max(0, sent["forward"] - forward)
-    exposed += max(0, sent["backward"] - (compute - forward))
+    if flash not in FLASH:
+        raise ValueError(f"FlashAttention {flash!r} is not known; choose 1 or 2")
+    card = find_card(name)
+    kernels = kernel_seconds(run, card, flash)
+    whole = run.microbatches / SUSTAINED[name]
+    compute = {phase: whole * seconds for phase, seconds in kernels.items()}
+    sent = _sending(run, card, NETWORK[name] if network is None else network)
+    exposed = sent["waiting"] + sum(max(0, sent[i] - compute[i]) for i in compute)
     update = _update_seconds(run, card)
-    seconds = compute + update + exposed
-    rate = run.rows / run.tensor / seconds
+    seconds = sum(compute.values()) + update + exposed
+    sequences = run.batch * run.microbatches
+    needed = sequences * flops(run.model, run.tokens) / run.tensor
     return Step(
-        compute, update, sum(sent.values()), exposed, rate, needed / seconds / peak
+        compute=sum(compute.values()),
+        update=update,
+        communication=sum(sent.values()),
+        exposed=exposed,
+        tokens_per_second=sequences * run.tokens / run.tensor / seconds,
+        mfu=needed / seconds / card.flops["bfloat16"],
     )
 
 
-def _link_seconds(nbytes: dict[str, float], card: str, gbits: float) -> float:
-    """Of a ring: as slow as its slowest link."""
-    inside = nbytes["inside"] / find_card(card).nvlink_bandwidth
-    return max(inside, nbytes["between"] / (gbits * 1e9 / 8)) / LINK_EFFICIENCY
+def _sending(run: Run, card: Card, gbits: float) -> dict[str, float]:
+    """Seconds of communication in each part of the step."""
+    each = min(run.gpus, MACHINE)
+    network = each * gbits * 1e9 / 8  # of a machine
+    topology = Topology(card, each, run.gpus // each, network)
+    sent = {"forward": 0.0, "backward": _offload_seconds(run, card), "waiting": 0.0}
+    for one in collectives(run):
+        ranks = members(run, one.members)
+        if len(ranks) > 1:
+            nbytes = round(one.nbytes)
+            once = collective_seconds(one.name, nbytes, ranks, topology)
+            sent[one.phase] += one.times * once
+    return sent
 
 
-def _offload_seconds(run: Run, card: str) -> float:
+def _offload_seconds(run: Run, card: Card) -> float:
     """Weights twice to the GPU, gradients back once: over PCIe, in float32."""
     if run.strategy != "fsdp offload":
         return 0.0
-    moved = 3 * 4 * parameters(run.model) / run.gpus
-    return moved / find_card(card).pcie_bandwidth / LINK_EFFICIENCY
+    moved = run.microbatches * 3 * 4 * parameters(run.model) / run.gpus
+    return moved / card.pcie_bandwidth / PCIE_EFFICIENCY
 
 
-def _update_seconds(run: Run, card: str) -> float:
+def _update_seconds(run: Run, card: Card) -> float:
     """AdamW on a GPU's share: limited by memory."""
-    sharded = run.strategy != "ddp"
-    nbytes = UPDATE_BYTES * parameters(run.model) / (run.gpus if sharded else 1)
-    bandwidth = find_card(card).memory_bandwidth
+    parts = run.shards if run.strategy != "ddp" else 1
+    nbytes = UPDATE_BYTES * parameters(run.model) / parts
+    bandwidth = card.memory_bandwidth
     if run.strategy == "fsdp offload":
         bandwidth = HOST_BANDWIDTH / min(run.gpus, MACHINE)
-    return nbytes / bandwidth / MEMORY_EFFICIENCY
+    return nbytes / bandwidth / OF_BANDWIDTH
