@@ -34,7 +34,7 @@ def need_gpus(number: int, card: str = "A100", memory: int | str | None = None) 
 
     Args:
         number: of GPUs.
-        card: which one to simulate: "T4", "A100", "H100" or "H200".
+        card: which one to simulate: "T4", "V100", "A100", "H100" or "H200".
         memory: cap for each GPU, in bytes or as text ("512MB").
 
     Raises:

@@ -186,6 +186,13 @@ def test_a_product_computes_whole_tiles_in_whole_waves(log):
     assert seconds_of_product(1536, 576, 256) == pytest.approx(2 * whole, rel=0.01)
 
 
+def test_one_row_reads_its_matrix_and_that_takes_the_time(log):
+    matrix = 4096 * 4096 * 4 / (0.92 * 2039e9)
+    assert seconds_of_product(1, 4096, 4096) == pytest.approx(matrix, rel=0.05)
+    assert seconds_of_product(8, 4096, 4096) == pytest.approx(matrix, rel=0.1)
+    assert seconds_of_product(64, 4096, 4096) > 2 * matrix
+
+
 def convolution_seconds(channels: int, groups: int = 1, **options) -> float:
     x = torch.zeros(2, channels, 16, 16, device="cuda")
     layer = nn.Conv2d(channels, channels, 3, padding=1, groups=groups, bias=False)

@@ -6,7 +6,7 @@ from helpers.exercises.counted import counted
 from helpers.exercises.exercise import Wrong, call, exercise, solution
 from helpers.exercises.results import equal, sequence, tensor
 
-X, W = 2048 * 1024 * 4, 1024 * 1024 * 4  # bytes of each matrix
+X, W = 2560 * 1024 * 4, 1024 * 1024 * 4  # bytes of each matrix
 
 
 @exercise(
@@ -43,7 +43,7 @@ def solution_1():
     """
     gpus = 2
     bytes_per_element = 4  # float32
-    bytes_of_x = 2048 * 1024 * bytes_per_element
+    bytes_of_x = 2560 * 1024 * bytes_per_element
     bytes_of_w = 1024 * 1024 * bytes_per_element
     bytes_of_result = bytes_of_x
     answer = bytes_of_x + gpus * bytes_of_w + bytes_of_result

@@ -21,7 +21,9 @@ FLOOR = 1.5e-6  # seconds of a kernel besides its work
 PRODUCT_FLOOR = 5e-6  # the same of a matrix product, a convolution, fused attention
 OF_BANDWIDTH = 0.86  # of the memory's bandwidth that a pass reaches
 PRODUCT_OF_BANDWIDTH = 0.92  # the same of a product
-TILE = 64  # rows and columns of a product that one block of threads computes
+# Rows and columns of a product that one block of threads computes. A product that has
+# fewer is computed by smaller blocks, of a power of two: assumed
+TILE = 64
 LAST_WAVE = 0.65  # of the multiprocessors that a product uses at least, on average
 # Convolutions: the blocks that cuDNN's implicit products compute
 CONVOLUTION_TILE = (128, 32)  # places in the output, channels
@@ -111,7 +113,9 @@ def _of_whole_tiles(card, product: Product) -> float:
     batch, rows, columns, _, convolution = product
     if not batch * rows * columns:
         return 1.0
-    high, wide = CONVOLUTION_TILE if convolution else (TILE, TILE)
+    high, wide = CONVOLUTION_TILE
+    if not convolution:
+        high, wide = (min(TILE, _power_of_two(side)) for side in (rows, columns))
     tiles = batch * -(-rows // high) * -(-columns // wide)
     padded = tiles * high * wide / (batch * rows * columns)
     waves = tiles / card.multi_processors
@@ -119,6 +123,11 @@ def _of_whole_tiles(card, product: Product) -> float:
         return padded / max(waves / math.ceil(waves), LAST_WAVE)
     # of a small product, several multiprocessors share the inner dimension of a tile
     return padded / max(waves, FEWEST) if convolution else padded
+
+
+def _power_of_two(number: int) -> int:
+    """The first that is not smaller."""
+    return 1 << (number - 1).bit_length()
 
 
 def kernel_share(card, elements: int) -> float:
