@@ -98,8 +98,8 @@ def test_waiting_for_a_value_takes_until_the_gpu_is_done(log):
 
 # -- how long things take --------------------------------------------------------------
 # Computed by hand from the constants of cost.py and kernel_cost.py, and from the cards'
-# datasheets: a launch takes 10 µs and an idle GPU starts 15 µs later, a copy takes 10 µs
-# to its first byte, and the host copies pageable memory at 10 GB/s.
+# datasheets: a launch takes 10 µs and an idle GPU starts 15 µs later, a copy takes
+# 10 µs to its first byte, and the host copies pageable memory at 10 GB/s.
 
 US = 1e-6
 MIB = 2**20

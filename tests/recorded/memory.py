@@ -62,7 +62,7 @@ def _peaks(recording: Recording):
     peaks, omitted = [], []
     for row in recording.data["rows"]:
         try:
-            tokens, kind, allocations, rise, peak, *_ = row
+            tokens, kind, allocations, rise, peak, reserved, *_ = row
             ours = predict(kind, tokens)
         except (TypeError, ValueError) as error:
             omitted.append(Omission(recording.kind, str(row), str(error)))
@@ -71,6 +71,7 @@ def _peaks(recording: Recording):
         peaks.append(Peak(f"allocations of {what}", ours.allocations, allocations))
         peaks.append(Peak(f"bytes above the start of {what}", ours.rise, rise))
         peaks.append(Peak(f"peak bytes of {what}", ours.peak, peak))
+        peaks.append(Peak(f"segments of {what}, bytes", ours.reserved, reserved))
     return [], peaks, omitted
 
 

@@ -8,16 +8,19 @@ from tests.recorded.cards import card_named
 from tests.recorded.comparison import Comparison, Omission, compare_rows
 from tests.recorded.files import Recording, is_fitted
 
-# operations of a trace in PyTorch's names of 2021 -> those that run today
-RENAMED = {
-    "cudnn_convolution": ("convolution",),
-    "cudnn_convolution_backward_weight": (),  # one operation now: "both gradients"
-    "cudnn_convolution_backward_input": (),
-    "clamp_min": ("relu", "relu_"),
-    "fill_": ("fill_", "zero_", "_foreach_zero_"),
-    "cudnn_batch_norm": ("native_batch_norm",),
-    "cudnn_batch_norm_backward": ("native_batch_norm_backward",),
+# operations of a trace of 2021 -> what does their work today; several make one figure
+SAME_WORK = {
+    ("cudnn_convolution",): ("convolution",),
+    ("cudnn_convolution_backward_weight", "cudnn_convolution_backward_input"): (
+        "convolution_backward",
+    ),
+    ("clamp_min",): ("relu", "relu_"),
+    ("cudnn_batch_norm",): ("native_batch_norm",),
+    ("cudnn_batch_norm_backward",): ("native_batch_norm_backward",),
+    ("add", "add_"): ("add", "add_"),
+    ("fill_",): ("fill_", "zero_"),
 }
+CARD_OF_TRACE = "V100"
 
 
 def compare(recording: Recording) -> tuple[list[Comparison], list[Omission]]:
@@ -57,46 +60,33 @@ def throughput_dle(row: list) -> Iterator[tuple]:
 
 def _compare_trace(recording: Recording) -> tuple[list[Comparison], list[Omission]]:
     """One step, operation by operation: [operation, kernels a step, ms a step]."""
-    data = recording.data
-    card = card_named("V100")
-    found, cost = measured(programs.resnet50_v100(), card)
-    steps = 2  # of the program
+    _, cost = measured(programs.resnet50_v100(), card_named(CARD_OF_TRACE))
+    milliseconds = {row[0]: row[2] for row in recording.data["rows"]}
+    together = {name: names for names in SAME_WORK for name in names}
 
-    def seconds(*names: str) -> float:
-        return sum(
-            cost.by_operation[n].seconds for n in names if n in cost.by_operation
+    def comparison(kind, what, seconds, recorded, fitted):
+        # the program runs two steps
+        return Comparison(kind, CARD_OF_TRACE, f"ResNet-50, 32 images: {what}",
+                          seconds / 2, recorded / 1e3, fitted)  # fmt: skip
+
+    found, omitted = [], []
+    for names in dict.fromkeys(together.get(name, (name,)) for name in milliseconds):
+        ours = SAME_WORK.get(names, names)
+        times = [cost.by_operation[n].seconds for n in ours if n in cost.by_operation]
+        what, rows = " and ".join(names), [milliseconds.get(name) for name in names]
+        if times and None not in rows:
+            fitted = is_fitted([*names, *rows])
+            found.append(
+                comparison("operation of a step", what, sum(times), sum(rows), fitted)
+            )
+        else:
+            omitted.append(Omission(recording.kind, what, f"unknown: {what}"))
+    total = recording.data.get("kernel_ms_a_step")
+    if total:
+        found.append(
+            comparison("whole step", "all kernels", cost.kernel_seconds, total, False)
         )
-
-    def predict(row: list) -> Iterator[tuple]:
-        operation, _, milliseconds = row
-        names = RENAMED.get(operation, (operation,))
-        if names:
-            if not any(name in cost.by_operation for name in names):
-                raise KeyError(operation)
-            what = f"ResNet-50, 32 images: {operation}"
-            kernels = seconds(*names) / steps
-            yield "operation of a step", "V100", what, kernels, milliseconds / 1e3
-
-    comparisons, omitted = compare_rows(recording, predict)
-    rows = {row[0]: row[2] for row in data["rows"]}
-    gradients = [
-        rows.get(f"cudnn_convolution_backward_{w}") for w in ("weight", "input")
-    ]
-    if all(gradients):
-        what = "ResNet-50, 32 images: both gradients of the convolutions"
-        predicted = seconds("convolution_backward") / steps
-        fitted = is_fitted(gradients)
-        comparisons.append(
-            Comparison("operation of a step", "V100", what, predicted,
-                       sum(gradients) / 1e3, fitted)
-        )  # fmt: skip
-    if "kernel_ms_a_step" in data:
-        what = "ResNet-50, 32 images: all kernels of a step"
-        predicted, recorded = cost.kernel_seconds / steps, data["kernel_ms_a_step"]
-        comparisons.append(
-            Comparison("whole step", "V100", what, predicted, recorded / 1e3, False)
-        )
-    return comparisons, omitted
+    return found, omitted
 
 
 PREDICT = {function.__name__: function for function in (steps_fp32, throughput_dle)}
