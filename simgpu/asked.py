@@ -16,7 +16,7 @@ class Request(NamedTuple):
     card: Card
     total_memory: int  # bytes of each
     races: str  # one of RACES
-    overhead: bool = False  # whether CUDA's context and NCCL's buffers take memory
+    overhead: bool = False  # whether CUDA and its libraries take memory, too
     compile: str = "refuse"  # one of COMPILE
 
 

@@ -54,8 +54,9 @@ def start(
             an error; "show": the read returns what the memory held before; "warn":
             each two lines of the program that race are named once on stderr, and the
             values are those of the program's order; "off": nothing.
-        overhead: whether CUDA's context and NCCL's buffers take memory of the card,
-            beside what PyTorch counts; None: if the card has all its memory.
+        overhead: whether libraries take memory, too: CUDA's context and NCCL's buffers
+            of the card, cuBLAS's workspaces and what kernels take while they run as
+            PyTorch counts it; None: if the card has all its memory.
         compile: what `torch.compile` does: "refuse" with `NotSimulated`; or "eager":
             give back the function or module as it is, which computes the same.
 

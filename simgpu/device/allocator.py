@@ -4,9 +4,9 @@ Models: sizes rounded to 512 bytes, a small and a large pool for each stream, se
 of 2 MiB, 20 MiB or more, best fit, splitting and merging, blocks that wait for
 another stream (`record_stream`), the retry after freeing the cache, fractions, and
 PyTorch's statistics and out-of-memory message. Leaves out: expandable segments, the
-private pools of CUDA graphs, freeing by age (`garbage_collection_threshold`), what an
-operation takes and gives back while it runs, and what CUDA and its libraries take for
-themselves (some hundred MiB for the context, 8 to 32 MiB for cuBLAS at first use).
+private pools of CUDA graphs, and freeing by age (`garbage_collection_threshold`). What
+libraries take is asked for elsewhere: `workspaces.py`, `overhead.py`,
+`dispatch/working_memory.py`.
 
 Source of the rules and names: c10/cuda/CUDACachingAllocator.cpp of PyTorch.
 

@@ -1,7 +1,8 @@
 """Memory of a card that PyTorch does not count: CUDA's context and NCCL's buffers.
 
-It is taken where a whole card is simulated, and not from a card that was given less
-memory than it has. The constants are assumed unless a source is given.
+PyTorch counts cuBLAS's: `workspaces.py`. All of it is taken where a whole card is
+simulated, and not from a card that was given less memory than it has. The constants are
+assumed unless a source is given.
 """
 
 from simgpu.device.cards import KIB, MIB
