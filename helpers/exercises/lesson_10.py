@@ -187,12 +187,19 @@ class _Sized(nn.DataParallel):
         return tuple(zip(*parts, strict=True)), tuple({} for _ in device_ids)
 
 
+def _warm_up() -> None:
+    """A thread takes memory for cuBLAS at its first product on a GPU, and keeps it."""
+    layer = nn.DataParallel(nn.Linear(1, 1).to(0), GPUS)
+    layer(torch.ones(4, 1, device=0)).sum().backward()
+
+
 def _peaks(sizes, words: int = 8192) -> list[int]:
     """The most bytes that tensors asked for on each GPU in the second step.
 
     The allocator rounds up by what it happens to have: allocated bytes would depend
     on what ran before, and hardly on the sizes.
     """
+    _warm_up()
     asked = "requested_bytes.all."
     before = [torch.cuda.memory_stats(gpu)[asked + "current"] for gpu in GPUS]
     rows = sum(sizes)

@@ -118,7 +118,7 @@ CLAIMS = {
     ),
     13: Claim(
         "mixed precision is 20 to 30 % faster",
-        "true when layers are 488 x 488",
+        "true when layers are 640 x 640",
         "slower where launches take the time, many times faster where products do",
         "06",
     ),
