@@ -34,7 +34,7 @@ class Digits(NamedTuple):
 def digits() -> Digits:
     """The digits in an order that is the same everywhere, a fifth kept for testing.
 
-    Taught in 09-share-tensors-between-processes.
+    Taught in 14-share-tensors-between-processes.
     """
     table = np.loadtxt(Path(__file__).parent / "digits.csv.gz", delimiter=",")
     order = torch.randperm(len(table), generator=torch.Generator().manual_seed(0))
@@ -59,7 +59,7 @@ class Text(NamedTuple):
 def text() -> Text:
     """A part of Python's language reference, the last twentieth kept for testing.
 
-    Taught in 18-train-it-all.
+    Taught in 27-train-it-all.
     """
     packed = (Path(__file__).parent / "language_reference.txt.gz").read_bytes()
     characters = gzip.decompress(packed)

@@ -4,9 +4,9 @@ A `Job` starts agents (`torchrun` processes), one for each pretended machine, on
 one. Agents and workers are real; what happens to them is real. `Job.log` is what the
 ranks have noted; `Job.reach` waits for a step. Nothing outlives a job: not when it is
 closed, and not when the notebook is killed (a process of its own watches for that).
-Leaves out: more than one real machine (17-leave-one-machine has network namespaces).
+Leaves out: more than one real machine (25-leave-one-machine has network namespaces).
 
-Taught in 16-survive-failures.
+Taught in 24-survive-failures.
 """
 
 import contextlib

@@ -191,7 +191,7 @@ def host_seconds() -> float:
     Simulated GPUs: the simulated host's, which launching and waiting move on. Real
     GPUs: `time.perf_counter()`.
 
-    Taught in 05-time-it-right.
+    Taught in 07-time-it-right.
     """
     return simgpu.timeline().host if simgpu.is_running() else time.perf_counter()
 
@@ -205,7 +205,7 @@ def host_busy(seconds: float, what: str = "busy") -> None:
     Raises:
         ValueError: for negative seconds.
 
-    Taught in 08-feed-the-gpu.
+    Taught in 11-feed-the-gpu.
     """
     if simgpu.is_running():
         simgpu.host_busy(seconds, what)
@@ -233,7 +233,7 @@ def timeline() -> simgpu.Timeline | str:
     """
     if simgpu.is_running():
         return simgpu.timeline()
-    return "The timeline shows simulated GPUs; lesson 05 shows how to record real ones."
+    return "The timeline shows simulated GPUs; lesson 07 shows how to record real ones."
 
 
 def show_machine() -> None:

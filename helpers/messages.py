@@ -27,7 +27,7 @@ class Messages(TorchDispatchMode):
         when: a note for the messages to come; set it as you like.
         log: the messages so far, in order.
 
-    Taught in 13-average-gradients.
+    Taught in 16-average-gradients.
     """
 
     def __init__(self):

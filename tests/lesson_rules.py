@@ -288,7 +288,7 @@ def links_resolve(nb: NotebookNode, path: Path) -> Found:
 
 def name_sorts(nb: NotebookNode, path: Path) -> Found:
     if not re.fullmatch(r"\d\d(-[a-z0-9]+){2,}\.ipynb", path.name):
-        yield None, "the name is not like 04-overlap-with-streams.ipynb"
+        yield None, "the name is not like 05-overlap-with-streams.ipynb"
 
 
 def opens_well(nb: NotebookNode, path: Path) -> Found:

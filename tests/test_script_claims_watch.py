@@ -1,4 +1,4 @@
-"""What 19-test-the-claims runs: `claims_watch.py`."""
+"""What 29-test-the-claims runs: `claims_watch.py`."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What lesson 16 shows of a job: what was computed, said and lost; its command."""
+"""What lesson 24 shows of a job: what was computed, said and lost; its command."""
 
 import datetime
 import os
@@ -17,7 +17,7 @@ sys.path.insert(0, str(NOTEBOOKS))
 from scripts import elastic_watch as watch  # noqa: E402
 from scripts import train_elastic as script  # noqa: E402
 
-LESSON = "16-survive-failures.ipynb"
+LESSON = "24-survive-failures.ipynb"
 LINE = "I1121 {} 64 torch/distributed/elastic/agent.py:254] {}"
 
 

@@ -39,4 +39,4 @@ def test_shard_refuses_wrong_arguments(monkeypatch):
 )
 def test_lesson_15_shows_the_functions_as_they_are(first, behind):
     function = first + text_of(SHARD).partition(first)[2].partition(behind)[0]
-    assert shown(prose_of("15-shard-everything.ipynb"), function)
+    assert shown(prose_of("18-shard-everything.ipynb"), function)

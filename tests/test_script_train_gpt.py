@@ -233,4 +233,4 @@ def test_the_text():
 def test_lesson_18_shows_the_functions_as_they_are(first, behind):
     script = text_of(GPT)
     function = script[script.index(first) :].partition(behind)[0]
-    assert f"```python\n{function}\n```" in prose_of("18-train-it-all.ipynb")
+    assert f"```python\n{function}\n```" in prose_of("27-train-it-all.ipynb")

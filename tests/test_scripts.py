@@ -112,7 +112,7 @@ def test_the_end_of_a_script_leaves_at_once(name):
 def test_the_lesson_shows_the_loop_as_it_is():
     text = text_of(SCRIPT)
     loop = text[text.index("def train(") : text.index("@torch.no_grad()")]
-    assert shown(prose_of("13-average-gradients.ipynb"), loop)
+    assert shown(prose_of("16-average-gradients.ipynb"), loop)
 
 
 def test_failures_end_with_a_status():

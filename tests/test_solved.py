@@ -28,9 +28,9 @@ def exercise(source: str = "", *said: str):
 
 
 def test_progress_is_what_the_notebooks_say(tmp_path: Path):
-    right, wrong = "exercise 03.1: right", "exercise 03.2: wrong: 7 is too much"
-    failed = "exercise 03.3: not checked: the check itself failed (KeyError: 'x')"
-    printed = new_output("stream", name="stdout", text="a line\nexercise 07.1: right\n")
+    right, wrong = "exercise 04.1: right", "exercise 04.2: wrong: 7 is too much"
+    failed = "exercise 04.3: not checked: the check itself failed (KeyError: 'x')"
+    printed = new_output("stream", name="stdout", text="a line\nexercise 10.1: right\n")
     cell = exercise()
     cell.outputs = [printed]
     cells = exercise("", right), exercise("", "7", wrong), exercise("", failed)
@@ -56,19 +56,19 @@ def test_the_stored_lessons_are_unsolved():
 
 def test_a_lesson_is_run_and_its_exercises_are_heard(tmp_path: Path, capsys):
     path = tmp_path / "03-one.ipynb"
-    say = "from helpers.exercises.exercise import Verdict; Verdict('03.1', '{}')"
+    say = "from helpers.exercises.exercise import Verdict; Verdict('04.1', '{}')"
     fails = new_code_cell("1 / 0", metadata={"tags": ["raises-exception"]})
     cells = exercise(say.format("right")), fails, exercise("[].pop()"), exercise("7")
     write(path, *cells)
     before = path.read_bytes()
     assert not solved.run(path)
     assert capsys.readouterr().out.splitlines() == [
-        "exercise 03.1: right",
-        "exercise 03.2: wrong: IndexError: pop from empty list",
-        "exercise 03.3: wrong: it says nothing",
+        "exercise 04.1: right",
+        "exercise 04.2: wrong: IndexError: pop from empty list",
+        "exercise 04.3: wrong: it says nothing",
     ]
     assert path.read_bytes() == before
-    write(path, exercise(say.format("right"), "exercise 03.1: wrong: of old"))
+    write(path, exercise(say.format("right"), "exercise 04.1: wrong: of old"))
     assert solved.run(path)
 
 
@@ -81,4 +81,4 @@ def test_a_lesson_that_is_not_there(number: str):
 
 
 def test_one_digit_will_do():
-    assert solved.find("3").name == "03-count-memory.ipynb"
+    assert solved.find("3").name == "04-count-memory.ipynb"

@@ -11,7 +11,7 @@ def collective(before: list, after: list, title: str) -> Picture:
         after: the same, afterwards.
         title: what happened, such as "all-reduce (sum)".
 
-    Taught in 12-talk-between-ranks.
+    Taught in 15-talk-between-ranks.
     """
 
     def cells(value) -> list:

@@ -58,7 +58,7 @@ def segments(device: int = 0) -> Picture:
     Blocks in use have the GPU's colour; grey ones wait for another stream, white ones
     are free. Works on real GPUs as well: the figures are `torch.cuda`'s own snapshot.
 
-    Taught in 03-count-memory.
+    Taught in 04-count-memory.
     """
     import torch
 
@@ -109,7 +109,7 @@ def parts(title: str = "", **sizes: float) -> Picture:
         title: what the bar is.
         sizes: name=bytes.
 
-    Taught in 03-count-memory.
+    Taught in 04-count-memory.
     """
     total = sum(sizes.values())
     words = f"{title}: {size_text(total)}" if title else size_text(total)
@@ -135,7 +135,7 @@ def history(device: int = 0) -> Picture:
     Raises:
         ValueError: if nothing was recorded.
 
-    Taught in 03-count-memory.
+    Taught in 04-count-memory.
     """
     import torch
 

@@ -10,7 +10,7 @@ def timeline(log, width: int = WIDEST) -> Picture:
     host's lane is dark where it launches and light where it waits. A copy between two
     GPUs is drawn on both.
 
-    Taught in 00-start-here and 04-overlap-with-streams.
+    Taught in 00-start-here and 05-overlap-with-streams.
     """
     from simgpu.timing.cost import LAUNCH
 
@@ -66,7 +66,7 @@ def schedule(stages: list[list[tuple[str, int, float, float]]], title: str) -> P
         stages: for each, (kind, micro-batch, start, end); kind is "F" or "B".
         title: above the picture.
 
-    Taught in 11-split-the-model.
+    Taught in 13-split-the-model.
     """
     end = max((task[3] for row in stages for task in row), default=0) or 1
     left, row_height = 76, 34

@@ -1,12 +1,12 @@
-"""The exercises, one file for each lesson: `lesson_03.py` has those of lesson 03.
+"""The exercises, one file for each lesson: `lesson_04.py` has those of lesson 04.
 
 A lesson's file has, from top to bottom, for each of its exercises
 
-    @exercise("03.1", hints=("where to begin", "the step that most people miss"))
+    @exercise("04.1", hints=("where to begin", "the step that most people miss"))
     def mib_after_forward(answer) -> None:
         "What is asked. Raises `Wrong` with a reason, `NotYet`, or returns: right."
 
-    @solution("03.1")
+    @solution("04.1")
     def solution_1():
         "Why this is the answer, as prose that a learner reads before the code."
         weights, hidden = 8, 16
@@ -19,7 +19,7 @@ and ask for two hints and a solution in each exercise.
 Hints. The first says where to look and asks a question; the second names the step that
 is usually missed, and leaves the last one to the learner. Neither gives the answer.
 
-Solutions. `check.solution("03.1")` shows the docstring and, below it, the body as a
+Solutions. `check.solution("04.1")` shows the docstring and, below it, the body as a
 cell that can be run: `return a, b` is shown as `check.mib_after_forward(a, b)`. What
 the learner writes is a function or a class inside the body, under the name that the
 notebook gives it. The body may use what the notebook's own cells import, and nothing
@@ -27,7 +27,7 @@ else from this file; a test runs the text that is shown, in a namespace that has
 imports and no more. What else the notebook has made by then is a parameter, with a
 function that makes one for the test:
 
-    @solution("06.3", results=lambda: {"float32": trained()})
+    @solution("09.3", results=lambda: {"float32": trained()})
     def solution_3(results):
 
 Answers. The solution is a right answer already; `RIGHT` has others that differ in kind,

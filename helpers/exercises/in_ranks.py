@@ -1,4 +1,4 @@
-"""Runs a learner's function in ranks on the CPU, for exercises of lessons 12 to 16."""
+"""Runs a learner's function in ranks on the CPU, for exercises of lessons 15 to 24."""
 
 import contextlib
 import io

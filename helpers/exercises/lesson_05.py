@@ -1,454 +1,621 @@
-"""The exercises of lesson 05: stopwatches, and what binds a program."""
-
-import time
+"""The exercises of lesson 05: copies that run beside the work, and races."""
 
 import torch
+from torch.cuda._sanitizer import AccessType, CUDASanitizerErrors
 
 import simgpu
-from helpers import host_seconds
-from helpers.exercises.counted import is_near, listed, name_mistake, number, word
-from helpers.exercises.exercise import Later, Wrong, call, exercise, solution
-from helpers.exercises.results import a
+from helpers.exercises.counted import counted, number
+from helpers.exercises.exercise import Wrong, call, exercise, solution
+from helpers.exercises.results import a, tensor
 from simgpu.device.cards import CARDS
-from simgpu.timing.cost import COPY_LATENCY, HOST_COPY, LAUNCH, START
-from simgpu.timing.kernel_cost import OF_BANDWIDTH, PRODUCT_FLOOR
-
-FLOPS = CARDS["A100"].reached["float32"] * CARDS["A100"].flops["float32"]
-BYTES = OF_BANDWIDTH * CARDS["A100"].memory_bandwidth
+from simgpu.timing.cost import COPY_LATENCY, OF_PEAK_BYTES
 
 
-def _steps(sizes, run: list):
-    """A step that makes a product of another size each time it is called."""
-    matrices = [torch.ones(size, size, device="cuda") for size in sizes]
+def _race(errors: CUDASanitizerErrors) -> Wrong:
+    """What two streams did to the same memory, as a reason."""
+    now, before = errors.errors[0].current_access, errors.errors[0].previous_access
+    new, old = (
+        access.operator.partition("(")[0].removeprefix("aten::").partition(".")[0]
+        for access in (now, before)
+    )
+    if now.type is AccessType.WRITE:
+        return Wrong(
+            f"a race: `{new}` writes into memory that `{old}` on another stream still "
+            "uses; it was given back or filled again too early"
+        )
+    return Wrong(
+        f"a race: `{new}` reads what `{old}` on another stream writes, and nothing "
+        "makes it wait"
+    )
 
-    def step():
-        run.append(len(run))
-        matrix = matrices[(len(run) - 1) % len(matrices)]
-        matrix @ matrix
 
-    return step
+def _called(function, *args):
+    """What the learner's function returns; a race in it is a reason of its own."""
+    try:
+        return call(function, *args)
+    except Wrong as wrong:
+        if isinstance(wrong.__cause__, CUDASanitizerErrors):
+            raise _race(wrong.__cause__) from wrong
+        raise
+
+
+def _check_waits() -> None:
+    """The host may wait only for values that it asked for."""
+    for wait in simgpu.timeline().waits:
+        if not wait.name.endswith(" to cpu"):
+            raise Wrong(f"the host is held up ({wait.name}); let streams wait instead")
+
+
+def _clear() -> None:
+    if simgpu.is_running():
+        torch.cuda.synchronize()
+        simgpu.timeline().clear()
+
+
+def _loop(function, batches: list[torch.Tensor], reads_loss: bool) -> None:
+    """A loop over `function(batches)`; its values, and how far it reads ahead."""
+    taken, sums = 0, []
+
+    def source():
+        nonlocal taken
+        for batch in batches:
+            taken += 1
+            yield batch
+
+    here = torch.cuda.current_stream()
+    loaded = _called(function, source())
+    try:
+        loaded = iter(loaded)
+    except TypeError:
+        what = a(type(loaded).__name__)
+        raise Wrong(f"it returns {what}; yield each batch") from None
+    try:
+        for number, x in enumerate(loaded, 1):
+            if torch.cuda.current_stream() != here:
+                torch.cuda.set_stream(here)
+                raise Wrong(
+                    "the caller's current stream has changed: close "
+                    "`with torch.cuda.stream(...)` before you `yield`"
+                )
+            if x is None:
+                raise Wrong("it yields None; yield nothing where there is no batch")
+            if not isinstance(x, torch.Tensor) or x.device.type != "cuda":
+                raise Wrong("it yields something that is not a tensor on the GPU")
+            if taken > number + 2:
+                raise Wrong(
+                    f"{taken} batches were taken when batch {number} was yielded; "
+                    "take at most two ahead"
+                )
+            tensor(x, "it yields", batches[0].shape)
+            y = (x @ x).sum()
+            sums.append(y.item() if reads_loss else y)
+    except CUDASanitizerErrors as errors:
+        raise _race(errors) from errors
+    except RuntimeError as error:
+        if "StopIteration" not in str(error):
+            raise
+        raise Wrong(f"`next` found no batch left; there were {len(batches)}") from error
+    if len(sums) != len(batches):
+        raise Wrong(f"{len(batches)} batches went in, {len(sums)} came out")
+    for number, (y, batch) in enumerate(zip(sums, batches, strict=True), 1):
+        if float(y) != float((batch @ batch).sum()):
+            raise Wrong(f"batch {number} of {len(batches)} has wrong values")
+
+
+def _check_overlap() -> None:
+    """At least half of what could overlap does."""
+    log = simgpu.timeline()
+    copies = [event for event in log.copies if event.source == "cpu"]
+    work = [event for event in log.events if event.kind == "kernel"]
+    if {event.stream for event in copies} <= {event.stream for event in work}:
+        raise Wrong("the copies are on the stream of the work, so they take turns")
+    possible = min(
+        sum(event.end - event.start for event in es) for es in (copies, work)
+    )
+    overlap = log.totals()[copies[0].device].overlap
+    if overlap < possible / 2:
+        raise Wrong(
+            f"copies and work overlap for {1e6 * overlap:.0f} of {1e6 * possible:.0f} "
+            "µs; hand the next copy out before you yield this batch, and let the work "
+            "wait for its own batch only"
+        )
 
 
 @exercise(
     "05.1",
     hints=(
-        "A clock of the host tells when the host is done, and the GPU is still at "
-        "work by then. What notes a time in the stream itself, without making the "
-        "host wait?",
-        "Each time begins at its own step, not at the first one, and `elapsed_time` "
-        "gives milliseconds already. How many events do `n` steps need, and for "
-        "which of them must the host wait before it asks for a time?",
+        "In a generator, the lines before `yield` run before the work with this "
+        "batch, and the lines behind it run after that work. Where must the copy of "
+        "the next batch be launched, if it is to travel during the work?",
+        "`here.wait_stream(copier)` waits for everything that has been launched on "
+        "`copier` by then, and that may include the copy of the next batch. Before "
+        "which line must the wait be, so that the work waits for its own batch only? "
+        "What else does a tensor need that was made on one stream and is used on "
+        "another?",
     ),
 )
-def step_times(function) -> None:
-    """A function (step, n) -> the milliseconds of each step, with one wait."""
-    sizes = (1600, 1280, 1472, 1344)
-    for n in (4, 1):
-        run: list[int] = []
-        torch.cuda.synchronize()
-        right = one_mark_a_step(_steps(sizes, []), n)
-        step = _steps(sizes, run)
-        torch.cuda.synchronize()
-        log = simgpu.timeline() if simgpu.is_running() else None
-        waits = len(log.waits) if log else 0
-        times = call(function, step, n, when=f"with n = {n}")
-        waits = len(log.waits) - waits if log else 0
-        torch.cuda.synchronize()
-        _check_times(times, right, run, n, exact=log is not None)
-        if waits > 1:
-            raise Wrong(
-                f"right times, but the host waits {waits} times for {n} steps, and "
-                "the GPU is idle after each; record events, and wait once at the end"
-            )
+def prefetch(function) -> None:
+    """A generator that copies the next batch while this one is worked on."""
+    generator = torch.Generator().manual_seed(4)
+    batches = [
+        torch.randint(0, 3, (512, 512), generator=generator).float().pin_memory()
+        for _ in range(6)
+    ]
+    for count in (6, 1, 0):
+        _clear()
+        _loop(function, batches[:count], reads_loss=False)
+        if simgpu.is_running():
+            _check_waits()
+    _clear()
+    _loop(function, batches, reads_loss=True)
+    if simgpu.is_running():
+        _check_waits()
+        _check_overlap()
 
 
 @solution("05.1")
 def solution_1():
-    """Let the GPU note the times, and read them at the end.
+    """Launch the next copy before you yield this batch.
 
-    The host launches a step and goes on, so its clock times the launch. An event is
-    recorded in the stream instead, and the GPU notes the time when it gets there.
+    Whoever loops over the generator comes back only when the work with this batch has
+    been launched, and perhaps waited for. By then the next copy must be under way
+    already, so it is launched before the `yield`.
 
-    One event before the first step and one after each step are enough, because the end
-    of a step is the beginning of the next. The GPU passes them in order, so the host
-    waits for the last event only, and all others are then complete as well. No step is
-    slowed, since the host does not wait between two steps.
+    The order of the lines before it matters. `wait_stream` makes `here` wait for all
+    that is on `copier` at that moment, so it comes before the next copy. If it came
+    after, this batch would wait for the next one, and nothing would overlap.
+
+    Each batch is made on `copier` and used on `here`. `record_stream` tells the
+    allocator of the second use. Otherwise a later copy could get the memory while the
+    work still reads it.
+
+    The `with` block is closed before the `yield`. Otherwise the caller would run inside
+    of it, on your stream.
     """
 
-    def step_times(step, n):
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(n + 1)]
-        events[0].record()
-        for event in events[1:]:
-            step()
-            event.record()
-        events[-1].synchronize()
-        times = []
-        for index in range(n):
-            times.append(events[index].elapsed_time(events[index + 1]))
-        return times
+    def prefetch(batches):
+        here = torch.cuda.current_stream()
+        copier = torch.cuda.Stream()
+        batches = iter(batches)
 
-    return step_times
+        def load():
+            batch = next(batches, None)
+            if batch is None:
+                return None
+            with torch.cuda.stream(copier):
+                return batch.to("cuda", non_blocking=True)
 
+        following = load()
+        while following is not None:
+            current = following
+            here.wait_stream(copier)
+            following = load()
+            current.record_stream(here)
+            yield current
 
-def _check_times(times, right, run: list, n: int, exact: bool) -> None:
-    """The times are a list of `n` milliseconds, near the right ones."""
-    if not isinstance(times, (list, tuple)):
-        raise Wrong(f"return a list of times, not {a(type(times).__name__)}")
-    if len(run) != n:
-        raise Wrong(f"it runs {len(run)} steps, not {n}; a warm-up is the caller's")
-    if len(times) != n:
-        raise Wrong(f"{n} steps gave {len(times)} times")
-    times = [number(time, "each time") for time in times]
-    near = 0.15 if exact else 3.0  # real GPUs vary
-    low, high = 1 / (1 + near), 1 + near
-
-    def all_near(ratios) -> bool:
-        return all(low < ratio < high for ratio in ratios)
-
-    ratios = [time / good for time, good in zip(times, right, strict=True)]
-    if all_near(ratios):
-        return
-    if all_near([1e3 * ratio for ratio in ratios]):
-        raise Wrong("these are seconds; elapsed_time gives milliseconds already")
-    if all_near([ratio / 1e3 for ratio in ratios]):
-        raise Wrong(
-            f"you say {times[-1]:.1f} ms for step {n - 1}, a thousand times too much; "
-            "elapsed_time gives milliseconds already"
-        )
-    totals = [sum(right[: i + 1]) for i in range(n)]
-    if all_near([time / total for time, total in zip(times, totals, strict=True)]):
-        raise Wrong("every time begins at the first step; begin each at its own step")
-    if exact and all(time < 2e3 * LAUNCH for time in times):
-        raise Wrong(
-            f"{1e3 * max(times):.0f} µs for a step is the launch; the GPU needs "
-            f"{1e3 * max(right):.0f}"
-        )
-    raise Wrong(
-        f"step {n - 1} took {right[-1]:.3f} ms on the GPU, you say {times[-1]:.3f}; "
-        "record an event before and after each step"
-        + (" (time.perf_counter() times your own CPU)" if exact else "")
-    )
-
-
-_LIMITS = ("launches", "memory", "arithmetic")
-
-
-def _limit(answer) -> str | None:
-    name = word(answer)
-    name = "launches" if name == "launch" else name
-    return name if name in _LIMITS else None
+    return prefetch
 
 
 @exercise(
     "05.2",
     hints=(
-        "`bound` compares three times, those of the launches, the bytes and the "
-        "FLOPs. What are the three numbers for each of these programs, if every "
-        "input and every result is moved once?",
-        "The name of an operation does not decide. How many FLOPs does a product do "
-        "for each byte of the matrix if the other factor has one row, or 8 rows, and "
-        "how long does the host take to launch a thousand operations?",
+        "For each tensor in the function, write down which stream writes it and "
+        "which streams read it. Which tensor is read on another stream than the one "
+        "that writes it, without a wait between the two?",
+        "The last line runs on `here` and reads both means. A wait stops only what "
+        "is launched on that stream after it, so where must the wait be if both "
+        "means are to run at the same time?",
     ),
 )
-def five_bounds(*answers) -> None:
-    """What binds five programs on an A100 in float32, as `bound` computes it."""
-    n = 4096
-    programs = (  # launches, bytes, FLOPs
-        (1, 3 * 4 * n * n, 2 * n**3),
-        (1, 3 * 4 * n * n, n * n),
-        (1, 4 * (n * n + 2 * n), 2 * n * n),
-        (1000, 1000 * 2 * 4 * 10_000, 1000 * 10_000),
-        (1, 4 * (n * n + 2 * 8 * n), 2 * 8 * n * n),
-    )
-    expected = []
-    for launches, nbytes, flops in programs:
-        seconds = (launches * LAUNCH, nbytes / BYTES, flops / FLOPS)
-        limits = dict(zip(_LIMITS, seconds, strict=True))
-        right = max(limits, key=lambda limit: limits[limit])
-        expected.append(
-            (
-                right,
-                lambda said, limits=limits: (
-                    f"that would take {1e6 * limits[said]:,.1f} µs, and something else "
-                    "takes longer"
-                ),
+def variance(function) -> None:
+    """The variance of a pinned tensor, from two means on two streams."""
+    for seed in range(2):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randint(0, 5, (2048, 1024), generator=generator).float().pin_memory()
+        _clear()
+        result = _called(function, x)
+        if not isinstance(result, float):
+            raise Wrong(f"it returns {a(type(result).__name__)}, not a number")
+        expected = x.double().var(unbiased=False).item()
+        if not abs(result - expected) <= 1e-3:
+            raise Wrong(f"it returns {result:.3f}, the variance is {expected:.3f}")
+        if not simgpu.is_running():
+            continue
+        _check_waits()
+        work = [event for event in simgpu.timeline().events if event.kind == "kernel"]
+        means = [event for event in work if event.name == "mean"]
+        if len({event.stream for event in means}) < 2:
+            raise Wrong("the two means are on one stream")
+        one, two = sorted(means, key=lambda event: event.start)[:2]
+        if two.start >= one.end:
+            raise Wrong(
+                "right numbers, but the second mean waits for the first; put the wait "
+                "behind both"
             )
-        )
-    say = "say launches, memory or arithmetic"
-    listed(answers, expected, what="answers", read=_limit, say=say)
 
 
 @solution("05.2")
 def solution_2():
-    """Compute all three times; the longest one is the bound.
+    """Each tensor that crosses from one stream to another needs a wait.
 
-    A product of two large matrices reads each element once and uses it 4096 times, so
-    arithmetic takes longest. A sum does one FLOP for 12 bytes and is bound by memory.
+    `x` crosses from `here` to `side`, and `side.wait_stream(here)` is there.
+    `mean_of_squares` crosses back: `side` writes it, and the last line reads it on
+    `here`. Without a second wait the difference may be computed before the mean is
+    there.
 
-    A product with one row or with 8 rows has to read the whole matrix, too, and does
-    only 2 FLOPs for each element and row. For 8 rows that is 4 FLOPs a byte, which is
-    below the A100's ridge point, so memory binds both.
-
-    A thousand operations are a thousand launches of 10 µs each. The ten thousand
-    numbers of one operation take far less than that, so the host is the bound.
+    The wait belongs behind `mean = x.mean()`. In front of that line it would make the
+    second mean wait for the first, and the two could not run at the same time.
     """
-    n = 4096
-    programs = [  # launches, bytes, FLOPs
-        (1, 4 * 3 * n * n, 2 * n**3),  # a @ b: two matrices in, one out
-        (1, 4 * 3 * n * n, n * n),  # a + b
-        (1, 4 * (n * n + 2 * n), 2 * n * n),  # v @ a: a matrix, a row in, a row out
-        (1000, 1000 * 4 * 2 * 10_000, 1000 * 10_000),  # s * 2, a thousand times
-        (1, 4 * (n * n + 2 * 8 * n), 2 * 8 * n * n),  # u @ a: 8 rows in, 8 rows out
-    ]
-    answers = []
-    for launches, nbytes, flops in programs:
-        seconds = {
-            "launches": launches * 10e-6,
-            "memory": nbytes / (0.86 * 2039e9),
-            "arithmetic": flops / (0.89 * 19.5e12),
-        }
-        answers.append(max(seconds, key=seconds.get))
-    return (*answers,)
 
+    def variance(x):
+        here, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        x = x.to("cuda", non_blocking=True)
+        side.wait_stream(here)
+        with torch.cuda.stream(side):
+            mean_of_squares = (x**2).mean()
+        mean = x.mean()
+        here.wait_stream(side)
+        return (mean_of_squares - mean**2).item()
 
-def _first_win(fixed: float, each_byte: float) -> int:
-    """The first n for which a GPU with these costs beats a CPU of 50 GFLOP/s."""
-    n = 1
-    while 2 * n**3 / 50e9 < fixed + 4 * n * n * each_byte + 2 * n**3 / FLOPS:
-        n += 1
-    return n
+    return variance
 
 
 @exercise(
     "05.3",
     hints=(
-        "Write down what the CPU takes for `n`, and what `there_and_back` takes. "
-        "Which parts of the second are the same for every `n`, which grow with n², "
-        "and which with n³?",
-        "The fixed costs decide at this size. What do a copy and the product pay "
-        "besides their bytes and FLOPs, which launch happens while the GPU is busy, "
-        "and how many matrices travel if `a` is both factors and the result comes "
-        "back?",
+        "`overlap_time` under *Cost* is the formula for 8 MiB and for other work. "
+        "With the numbers of this exercise, which takes longer for one part, the "
+        "copy or the work, and does the answer depend on the number of parts?",
+        "If the copies are the slower side, the GPU works behind them, and only the "
+        "work of the last part comes after the last copy. Each further part costs "
+        "another 10 µs for its copy, so what does it make shorter, and by how much?",
     ),
 )
-def break_even(answer) -> None:
-    """The n from which copying, multiplying and copying back beats the CPU."""
-    answer, link = number(answer), 1 / HOST_COPY
-    product = LAUNCH + START + PRODUCT_FLOOR
-    there = LAUNCH + COPY_LATENCY  # the way back is launched while the product runs
-    right = _first_win(there + product + COPY_LATENCY, 2 * link)
-    if is_near(answer, right, 0.05):
-        return
+def best_parts(parts, microseconds) -> None:
+    """16 MiB over PCIe, overlapped with 1000 µs of work, both in equal parts."""
+    latency = 1e6 * COPY_LATENCY  # µs
+    copied = 2**24 / (OF_PEAK_BYTES * CARDS["T4"].pcie_bandwidth) * 1e6
+
+    def time(n: int) -> float:
+        copy, work = latency + copied / n, 1000 / n
+        return copy + (n - 1) * max(copy, work) + work
+
+    best = min(range(1, 100), key=time)
+    parts = number(parts, "parts")
+    if parts == 1:
+        raise Wrong("in one part nothing overlaps")
+    if parts != int(parts) or not 1 < parts < 100:
+        raise Wrong("a whole number, and less than 100: their latency is 1000 µs alone")
+    if parts != best:
+        why = (
+            "more parts shorten the last part's work by more than the 10 µs of a copy"
+            if parts < best
+            else "each further copy costs 10 µs more"
+        )
+        raise Wrong(f"{parts} parts take {time(parts):.0f} µs; {why}")
     mistakes = {
-        _first_win(product, 0): "count the copies too",
-        _first_win(there + product, link): "the result travels back as well, and the "
-        "product starts 15 µs after its launch",
-        _first_win(product, 2 * link): "each copy also has its fixed 10 µs",
-        _first_win(2 * COPY_LATENCY + product - LAUNCH, 2 * link): "the copy and the "
-        "product are launched",
-        _first_win(2 * there + product + COPY_LATENCY, 3 * link): "`a` travels once; "
-        "it is both factors",
+        copied + latency * best + 1000: "that is one after the other",
+        copied + latency * best: "each copy has its 10 µs, and the last part has its "
+        "work",
+        latency + copied / best + 1000: "the copies are the slower side, not the work",
     }
-    nearest = min(mistakes, key=lambda mistake: abs(answer - mistake))
-    name_mistake(answer, {nearest: mistakes[nearest]}, 0.04)
-    way = "smaller" if answer > right else "larger"
-    raise Wrong(
-        f"it is {way}; write down what each side takes for n, with all its copies and "
-        "launches, and set the two equal"
-    )
+    why = "the parts are right; the time is all copies and one part's work"
+    counted(microseconds, time(best), mistakes, why, what="microseconds", near=0.005)
 
 
 @solution("05.3")
 def solution_3():
-    """Write both times as functions of n, and go up until the GPU wins.
+    """The copies are the slower side, so the time is all copies and one part's work.
 
-    The CPU has only the product, 2 n³ FLOPs. The GPU has a copy there, a product and a
-    copy back. `a` travels once, although it is both factors. The copy there and the
-    product each wait for their launch of 10 µs. The copy back is launched while the
-    product starts and runs, so its launch costs nothing. (With a third launch the
-    answer is 128, which the check accepts.)
+    16 MiB take 1311 µs to copy, and each copy has 10 µs more. The work takes 1000 µs.
+    In any number of parts a copy is longer than the work of a part, so the work of
+    every part but the last one is hidden. For n parts that makes
 
-        copy there:  10 µs + 10 µs + 4 n² / 10e9
-        product:     10 µs + 15 µs + 5 µs + 2 n³ / 17.36e12
-        copy back:   10 µs + 4 n² / 10e9
-        CPU:         2 n³ / 50e9
+        time(n) = 1311 + 10 n + 1000 / n
 
-    where 4 n² are the bytes of a matrix, and 17.36e12 FLOP/s are 89 % of the A100's
-    peak. For small n the fixed 60 µs are more than all that the CPU needs. The CPU's
-    time grows with n³, so from some n on the GPU is faster.
+    where 1311 are the bytes, 10 n the fixed costs of n copies, and 1000 / n the work of
+    the last part. One more part adds 10 µs and shortens the last term. The two are in
+    balance where 10 n = 1000 / n, and that is at n = 10.
     """
-    launch = 10e-6
-    before_each_copy = 10e-6
-    until_the_start = 15e-6
-    of_each_product = 5e-6
-    link = 10e9  # bytes a second
-    cpu_rate = 50e9  # FLOPs a second
-    gpu_rate = 0.89 * 19.5e12
+    nbytes = 16 * 2**20
+    bytes_per_microsecond = 12_800  # pinned memory
+    fixed_for_each_copy = 10  # µs
+    work_in_all = 1000  # µs
 
-    def seconds_on_cpu(n):
-        return 2 * n**3 / cpu_rate
+    def total_time(n):
+        copy = fixed_for_each_copy + nbytes / n / bytes_per_microsecond
+        work = work_in_all / n
+        return copy + (n - 1) * max(copy, work) + work
 
-    def seconds_on_gpu(n):
-        copy = before_each_copy + 4 * n**2 / link
-        product = until_the_start + of_each_product + 2 * n**3 / gpu_rate
-        return launch + copy + launch + product + copy
-
-    answer = 1
-    while seconds_on_cpu(answer) < seconds_on_gpu(answer):
-        answer += 1
-    return answer
+    number_of_parts = round((work_in_all / fixed_for_each_copy) ** 0.5)
+    microseconds = total_time(number_of_parts)
+    return number_of_parts, microseconds
 
 
 # -- answers ---------------------------------------------------------------------------
 
 
-def _event():
-    return torch.cuda.Event(enable_timing=True)
+def _load(copier, batch):
+    with torch.cuda.stream(copier):
+        return batch.to("cuda", non_blocking=True)
 
 
-def one_mark_a_step(step, n):
-    marks = [_event() for _ in range(n + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        step()
-        mark.record()
-    marks[-1].synchronize()
-    return [a.elapsed_time(b) for a, b in zip(marks[:-1], marks[1:], strict=True)]
+def ahead(batches):
+    copier, here = torch.cuda.Stream(), torch.cuda.current_stream()
+    following = None
+    for batch in batches:
+        current = following
+        here.wait_stream(copier)
+        following = _load(copier, batch)
+        if current is not None:
+            yield current
+            current.record_stream(here)
+    if following is not None:
+        here.wait_stream(copier)
+        yield following
 
 
-def two_marks_a_step(step, n):
-    begins, ends = [_event() for _ in range(n)], [_event() for _ in range(n)]
-    for begin, end in zip(begins, ends, strict=True):
-        begin.record()
-        step()
-        end.record()
-    torch.cuda.synchronize()
-    return [a.elapsed_time(b) for a, b in zip(begins, ends, strict=True)]
+def with_next(batches):
+    copier, here, batches = (
+        torch.cuda.Stream(),
+        torch.cuda.current_stream(),
+        iter(batches),
+    )
+
+    def load():
+        batch = next(batches, None)
+        return None if batch is None else _load(copier, batch)
+
+    following = load()
+    while following is not None:
+        here.wait_stream(copier)
+        current, following = following, load()
+        current.record_stream(here)
+        yield current
 
 
-def as_given(step, n):
-    times = []
-    for _ in range(n):
-        start = time.perf_counter()
-        step()
-        times.append(1e3 * (time.perf_counter() - start))
-    return times
+def two_buffers(batches):
+    copier, here = torch.cuda.Stream(), torch.cuda.current_stream()
+    buffers, used = [None, None], [here.record_event() for _ in range(2)]
+    ready = []
+    for i, batch in enumerate(batches):
+        b = i % 2
+        if buffers[b] is None:
+            buffers[b] = torch.empty_like(batch, device="cuda")
+            copier.wait_stream(here)
+        with torch.cuda.stream(copier):
+            copier.wait_event(used[b])
+            buffers[b].copy_(batch, non_blocking=True)
+            ready.append((b, copier.record_event()))
+        if i:
+            a, arrived = ready.pop(0)
+            here.wait_event(arrived)
+            yield buffers[a]
+            used[a].record(here)
+    for a, arrived in ready:
+        here.wait_event(arrived)
+        yield buffers[a]
 
 
-def host_clock(step, n):
-    times = []
-    for _ in range(n):
-        start = host_seconds()
-        step()
-        times.append(1e3 * (host_seconds() - start))
-    return times
+def plain(batches):
+    for batch in batches:
+        yield batch.to("cuda")
 
 
-def waits_each_time(step, n):
-    times = []
-    torch.cuda.synchronize()
-    for _ in range(n):
-        start = host_seconds()
-        step()
+def not_blocking(batches):
+    for batch in batches:
+        yield batch.to("cuda", non_blocking=True)
+
+
+def as_in_the_lesson(batches):
+    copier, here = torch.cuda.Stream(), torch.cuda.current_stream()
+    for batch in batches:
+        x = _load(copier, batch)
+        here.wait_stream(copier)
+        x.record_stream(here)
+        yield x
+
+
+def waits_for_the_next(batches):
+    copier, here = torch.cuda.Stream(), torch.cuda.current_stream()
+    following = None
+    for batch in batches:
+        current, following = following, _load(copier, batch)
+        here.wait_stream(copier)
+        if current is not None:
+            current.record_stream(here)
+            yield current
+    if following is not None:
+        yield following
+
+
+def waits_for_nothing(batches):
+    copier, following = torch.cuda.Stream(), None
+    for batch in batches:
+        current, following = following, _load(copier, batch)
+        if current is not None:
+            current.record_stream(torch.cuda.current_stream())
+            yield current
+    if following is not None:
+        yield following
+
+
+def records_nothing(batches):
+    copier, here, following = torch.cuda.Stream(), torch.cuda.current_stream(), None
+    for batch in batches:
+        current = following
+        here.wait_stream(copier)
+        following = _load(copier, batch)
+        if current is not None:
+            yield current
+    if following is not None:
+        here.wait_stream(copier)
+        yield following
+
+
+def one_buffer(batches):
+    copier, here, buffer = torch.cuda.Stream(), torch.cuda.current_stream(), None
+    for batch in batches:
+        if buffer is None:
+            buffer = torch.empty_like(batch, device="cuda")
+            copier.wait_stream(here)
+        with torch.cuda.stream(copier):
+            buffer.copy_(batch, non_blocking=True)
+        here.wait_stream(copier)
+        yield buffer
+
+
+def holds_the_host(batches):
+    for x in ahead(batches):
         torch.cuda.synchronize()
-        times.append(1e3 * (host_seconds() - start))
-    return times
+        yield x
 
 
-def event_waits_each_time(step, n):
-    times = []
-    for _ in range(n):
-        begin, end = _event(), _event()
-        begin.record()
-        step()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return times
+def all_at_once(batches):
+    copier = torch.cuda.Stream()
+    loaded = [_load(copier, batch) for batch in batches]
+    torch.cuda.current_stream().wait_stream(copier)
+    yield from loaded
 
 
-def never_waits(step, n):
-    marks = [_event() for _ in range(n + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        step()
-        mark.record()
-    return [a.elapsed_time(b) for a, b in zip(marks[:-1], marks[1:], strict=True)]
+def loses_the_last(batches):
+    copier, here, following = torch.cuda.Stream(), torch.cuda.current_stream(), None
+    for batch in batches:
+        current = following
+        here.wait_stream(copier)
+        following = _load(copier, batch)
+        if current is not None:
+            current.record_stream(here)
+            yield current
 
 
-def no_timing(step, n):
-    begin, end = torch.cuda.Event(), torch.cuda.Event()
-    begin.record()
-    step()
-    end.record()
-    end.synchronize()
-    return [begin.elapsed_time(end)]
+def never_ends(batches):
+    copier, here, batches = (
+        torch.cuda.Stream(),
+        torch.cuda.current_stream(),
+        iter(batches),
+    )
+    following = _load(copier, next(batches))
+    while following is not None:
+        here.wait_stream(copier)
+        batch = next(batches, None)
+        current, following = following, batch if batch is None else _load(copier, batch)
+        current.record_stream(here)
+        yield current
 
 
-def from_the_first(step, n):
-    marks = [_event() for _ in range(n + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        step()
-        mark.record()
-    marks[-1].synchronize()
-    return [marks[0].elapsed_time(mark) for mark in marks[1:]]
+def yields_inside(batches):
+    side, here = torch.cuda.Stream(), torch.cuda.current_stream()
+    for batch in batches:
+        with torch.cuda.stream(side):
+            x = batch.to("cuda", non_blocking=True)
+            here.wait_stream(side)
+            yield x
 
 
-def mean(step, n):
-    total = sum(one_mark_a_step(step, n))
-    return [total / n] * n
+def ends_with_none(batches):
+    yield from ahead(batches)
+    yield None
 
 
-def warm_up(step, n):
-    step()
-    return one_mark_a_step(step, n)
+def in_turn(x):
+    here, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    x = x.to("cuda", non_blocking=True)
+    side.wait_stream(here)
+    with torch.cuda.stream(side):
+        mean_of_squares = (x**2).mean()
+    here.wait_stream(side)
+    mean = x.mean()
+    return (mean_of_squares - mean**2).item()
+
+
+def doubles(batches):
+    for x in ahead(batches):
+        yield 2 * x
+
+
+def _means(x, before=None, after=None, sides=True):
+    here = torch.cuda.current_stream()
+    side = torch.cuda.Stream() if sides else here
+    x = x.to("cuda", non_blocking=True)
+    if before:
+        before(here, side)
+    with torch.cuda.stream(side):
+        mean_of_squares = (x**2).mean()
+    mean = x.mean()
+    if after:
+        after(here, side)
+    return (mean_of_squares - mean**2).item()
+
+
+def _side_waits(here, side):
+    side.wait_stream(here)
+
+
+def _here_waits(here, side):
+    here.wait_stream(side)
+
+
+def _by_event(here, side):
+    here.wait_event(side.record_event())
+
+
+def _host_waits(here, side):
+    torch.cuda.synchronize()
+
+
+def both_waits(x):
+    return _means(x, _side_waits, _here_waits)
+
+
+def by_event(x):
+    return _means(x, _side_waits, _by_event)
 
 
 RIGHT = {
-    "step_times": [one_mark_a_step, two_marks_a_step],
-    "five_bounds": [
-        ("arithmetic", "memory", "memory", "launches", "memory"),
-        ("Arithmetic", "memory", "memory", "launch", "memory"),
-    ],
-    "break_even": [122, 117, 128],
+    "prefetch": [ahead, with_next, two_buffers],
+    "variance": [both_waits, by_event],
+    "best_parts": [(10, 1510.72), (10, 1511)],
 }
 WRONG = {
-    "step_times": [
-        (as_given, "you say"),
-        (host_clock, "is the launch"),
-        (waits_each_time, "the host waits 4 times"),
-        (event_waits_each_time, "the host waits 4 times"),
-        (never_waits, "must be completed"),
-        (no_timing, "enable_timing=True"),
-        (from_the_first, "begins at the first step"),
-        (mean, "you say"),
-        (warm_up, "it runs 5 steps"),
-        (lambda s, n: [t / 1e3 for t in one_mark_a_step(s, n)], "seconds"),
-        (lambda s, n: [1e3 * t for t in one_mark_a_step(s, n)], "too much"),
-        (lambda s, n: sum(one_mark_a_step(s, n)), "not a float"),
-        (lambda s, n: one_mark_a_step(s, n)[1:], "4 steps gave 3 times"),
+    "prefetch": [
+        (plain, "the host is held up"),
+        (yields_inside, "before you `yield`"),
+        (ends_with_none, "it yields None"),
+        (not_blocking, "on the stream of the work"),
+        (as_in_the_lesson, "before you yield"),
+        (waits_for_the_next, "its own batch only"),
+        (waits_for_nothing, "nothing makes it wait"),
+        (records_nothing, "given back or filled again too early"),
+        (one_buffer, "given back or filled again too early"),
+        (holds_the_host, "the host is held up (wait for cuda:0)"),
+        (all_at_once, "at most two ahead"),
+        (loses_the_last, "6 batches went in, 5 came out"),
+        (never_ends, "no batch left; there were 0"),
+        (doubles, "wrong values"),
+        (lambda batches: batches, "not a tensor on the GPU"),
     ],
-    "five_bounds": [
-        (("memory", "memory", "memory", "launches", "memory"), "number 1"),
-        (Later(lambda: ("arithmetic",) * 5), "number 2"),
-        (("arithmetic", "memory", "arithmetic", "memory", "memory"), "mber 3"),
-        (("arithmetic", "memory", "memory", "memory", "memory"), "number 4"),
+    "variance": [
+        (lambda x: _means(x, _side_waits), "nothing makes it wait"),
+        (lambda x: _means(x, _here_waits), "nothing makes it wait"),
         (
-            ("arithmetic", "memory", "memory", "launches", "arithmetic"),
-            "number 5",
+            lambda x: _means(x, _side_waits, _side_waits),
+            "nothing makes it wait",
         ),
-        (("compute", "memory", "memory", "launches", "memory"), "say launches"),
-        (("arithmetic", "memory"), "5 answers are asked for, not 2"),
+        (lambda x: _means(x, _side_waits, _host_waits), "held up"),
+        (lambda x: _means(x, sides=False), "on one stream"),
+        (in_turn, "the second mean waits for the first"),
+        (lambda x: x.var().item() + 1, "the variance is"),
+        (lambda x: x.var(), "not a number"),
     ],
-    "break_even": [
-        (91, "count the copies"),
-        (112, "travels back"),
-        (99, "fixed 10"),
-        (108, "are launched"),
-        (139, "travels once"),
-        (500, "it is smaller"),
-        (10, "it is larger"),
-        ("a hundred", "give a number"),
+    "best_parts": [
+        ((1, 2320.72), "nothing overlaps"),
+        ((1000, 11000), "a whole number"),
+        ((8, 1515.72), "more than the 10 µs of a copy"),
+        ((16, 1533.2), "10 µs more"),
+        ((10, 2410.72), "one after the other"),
+        ((10, 1410.72), "has its work"),
+        ((10, 1141.07), "slower side"),
+        ((10, 9), "the parts are right"),
     ],
 }

@@ -1,643 +1,454 @@
-"""The exercises of lesson 07: segments, a step in parts, and a step in 256 MiB."""
+"""The exercises of lesson 07: stopwatches, and what binds a program."""
 
-import functools
-import math
-import warnings
+import time
 
 import torch
-from torch import nn
-from torch.nn.functional import cross_entropy, gelu
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
 
-from helpers import digits, gpu_seconds, need_gpus, simgpu
-from helpers.exercises.counted import MIB, name_mistake, number
-from helpers.exercises.exercise import NotYet, Wrong, call, exercise, run, solution
-from helpers.exercises.learning import flat, gradients, must_equal, off, weights
-from helpers.exercises.results import near
+import simgpu
+from helpers import host_seconds
+from helpers.exercises.counted import is_near, listed, name_mistake, number, word
+from helpers.exercises.exercise import Later, Wrong, call, exercise, solution
+from helpers.exercises.results import a
+from simgpu.device.cards import CARDS
+from simgpu.timing.cost import COPY_LATENCY, HOST_COPY, LAUNCH, START
+from simgpu.timing.kernel_cost import OF_BANDWIDTH, PRODUCT_FLOOR
+
+FLOPS = CARDS["A100"].reached["float32"] * CARDS["A100"].flops["float32"]
+BYTES = OF_BANDWIDTH * CARDS["A100"].memory_bandwidth
+
+
+def _steps(sizes, run: list):
+    """A step that makes a product of another size each time it is called."""
+    matrices = [torch.ones(size, size, device="cuda") for size in sizes]
+
+    def step():
+        run.append(len(run))
+        matrix = matrices[(len(run) - 1) % len(matrices)]
+        matrix @ matrix
+
+    return step
 
 
 @exercise(
     "07.1",
     hints=(
-        "Under *Cost: the square root*, 64 layers that keep one tensor each needed "
-        "`k + 64 / k` tensors. Which of the two terms becomes another one for these "
-        "blocks?",
-        "The segment whose turn it is has `40 / k` blocks, and each of them keeps "
-        "ten tensors, not one. A sum of this kind is lowest where its two terms are "
-        "equal, so for which `k` is that?",
+        "A clock of the host tells when the host is done, and the GPU is still at "
+        "work by then. What notes a time in the stream itself, without making the "
+        "host wait?",
+        "Each time begins at its own step, not at the first one, and `elapsed_time` "
+        "gives milliseconds already. How many events do `n` steps need, and for "
+        "which of them must the host wait before it asks for a time?",
     ),
 )
-def best_segments(segments) -> None:
-    """Segments of 40 blocks that keep ten tensors each, an input being one of them.
-
-    Kept at most: k + 10 * ceil(40 / k), lowest at k = sqrt(400) = 20.
-    """
-    k = number(segments, "segments")
-    if k == 20:
-        return
-    mistakes = {
-        6: "the square root of 40 is right where a block keeps one tensor; here it "
-        "keeps ten, so a long segment costs more than an input",
-        7: "the square root of 40 is right where a block keeps one tensor",
-        6.3: "the square root of 40 is right where a block keeps one tensor",
-        40: "with 40 segments 40 inputs are kept, and 10 tensors of one block: 50. "
-        "Fewer segments need less",
-        2: "that is the other side: with 2 segments 200 tensors are there at once",
-        4: "with 4 segments 100 tensors of one segment are there at once",
-    }
-    name_mistake(k, mistakes, 0.008)
-    if not 1 <= k <= 40:
-        raise Wrong("there are between 1 and 40 segments")
-    if k != int(k):
-        raise Wrong("a number of segments is whole")
-    kept = int(k) + 10 * math.ceil(40 / k)
-    raise Wrong(f"that makes {kept} tensors; look for the lowest point")
+def step_times(function) -> None:
+    """A function (step, n) -> the milliseconds of each step, with one wait."""
+    sizes = (1600, 1280, 1472, 1344)
+    for n in (4, 1):
+        run: list[int] = []
+        torch.cuda.synchronize()
+        right = one_mark_a_step(_steps(sizes, []), n)
+        step = _steps(sizes, run)
+        torch.cuda.synchronize()
+        log = simgpu.timeline() if simgpu.is_running() else None
+        waits = len(log.waits) if log else 0
+        times = call(function, step, n, when=f"with n = {n}")
+        waits = len(log.waits) - waits if log else 0
+        torch.cuda.synchronize()
+        _check_times(times, right, run, n, exact=log is not None)
+        if waits > 1:
+            raise Wrong(
+                f"right times, but the host waits {waits} times for {n} steps, and "
+                "the GPU is idle after each; record events, and wait once at the end"
+            )
 
 
 @solution("07.1")
 def solution_1():
-    """The inputs of all segments are kept, and all tensors of one segment.
+    """Let the GPU note the times, and read them at the end.
 
-    With k segments, k inputs are kept. The segment whose turn it is has 40 / k blocks,
-    and each of them keeps ten tensors:
+    The host launches a step and goes on, so its clock times the launch. An event is
+    recorded in the stream instead, and the GPU notes the time when it gets there.
 
-        tensors(k) = k + 10 * 40 / k
-
-    where k counts the inputs, and 10 * 40 / k counts the tensors of one segment. More
-    segments need more inputs and have fewer blocks each. The sum is lowest where both
-    terms are equal, so k² = 400. The square root of 40 would be right only for blocks
-    that keep one tensor.
+    One event before the first step and one after each step are enough, because the end
+    of a step is the beginning of the next. The GPU passes them in order, so the host
+    waits for the last event only, and all others are then complete as well. No step is
+    slowed, since the host does not wait between two steps.
     """
-    number_of_blocks = 40
-    tensors_of_a_block = 10
-    best = round((number_of_blocks * tensors_of_a_block) ** 0.5)
-    return best
+
+    def step_times(step, n):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(n + 1)]
+        events[0].record()
+        for event in events[1:]:
+            step()
+            event.record()
+        events[-1].synchronize()
+        times = []
+        for index in range(n):
+            times.append(events[index].elapsed_time(events[index + 1]))
+        return times
+
+    return step_times
 
 
-# -- a step in unequal parts -----------------------------------------------------------
+def _check_times(times, right, run: list, n: int, exact: bool) -> None:
+    """The times are a list of `n` milliseconds, near the right ones."""
+    if not isinstance(times, (list, tuple)):
+        raise Wrong(f"return a list of times, not {a(type(times).__name__)}")
+    if len(run) != n:
+        raise Wrong(f"it runs {len(run)} steps, not {n}; a warm-up is the caller's")
+    if len(times) != n:
+        raise Wrong(f"{n} steps gave {len(times)} times")
+    times = [number(time, "each time") for time in times]
+    near = 0.15 if exact else 3.0  # real GPUs vary
+    low, high = 1 / (1 + near), 1 + near
+
+    def all_near(ratios) -> bool:
+        return all(low < ratio < high for ratio in ratios)
+
+    ratios = [time / good for time, good in zip(times, right, strict=True)]
+    if all_near(ratios):
+        return
+    if all_near([1e3 * ratio for ratio in ratios]):
+        raise Wrong("these are seconds; elapsed_time gives milliseconds already")
+    if all_near([ratio / 1e3 for ratio in ratios]):
+        raise Wrong(
+            f"you say {times[-1]:.1f} ms for step {n - 1}, a thousand times too much; "
+            "elapsed_time gives milliseconds already"
+        )
+    totals = [sum(right[: i + 1]) for i in range(n)]
+    if all_near([time / total for time, total in zip(times, totals, strict=True)]):
+        raise Wrong("every time begins at the first step; begin each at its own step")
+    if exact and all(time < 2e3 * LAUNCH for time in times):
+        raise Wrong(
+            f"{1e3 * max(times):.0f} µs for a step is the launch; the GPU needs "
+            f"{1e3 * max(right):.0f}"
+        )
+    raise Wrong(
+        f"step {n - 1} took {right[-1]:.3f} ms on the GPU, you say {times[-1]:.3f}; "
+        "record an event before and after each step"
+        + (" (time.perf_counter() times your own CPU)" if exact else "")
+    )
 
 
-def _small() -> nn.Sequential:
-    torch.manual_seed(0)
-    layers = nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10)
-    return nn.Sequential(*layers).double().to("cuda")
+_LIMITS = ("launches", "memory", "arithmetic")
 
 
-def _tools(model) -> tuple:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    return optimizer, schedule
+def _limit(answer) -> str | None:
+    name = word(answer)
+    name = "launches" if name == "launch" else name
+    return name if name in _LIMITS else None
 
 
 @exercise(
     "07.2",
     hints=(
-        "`train` under *three ways to get it wrong* does the same for its parts. By "
-        "what must the mean loss of a part be multiplied, so that the sum over the "
-        "parts is the mean over all rows?",
-        "The gradients of all parts add up before the optimizer steps. Which calls "
-        "belong inside the loop over the parts, which come once after it, and what "
-        "must be gone before the next batch?",
+        "`bound` compares three times, those of the launches, the bytes and the "
+        "FLOPs. What are the three numbers for each of these programs, if every "
+        "input and every result is moved once?",
+        "The name of an operation does not decide. How many FLOPs does a product do "
+        "for each byte of the matrix if the other factor has one row, or 8 rows, and "
+        "how long does the host take to launch a thousand operations?",
     ),
 )
-def one_step(function) -> None:
-    """A function (model, optimizer, schedule, parts): one step of the whole batch."""
-    data, sizes = digits(), (100, 7, 60)
-    x = data.x[: sum(sizes)].double().to("cuda")
-    y = data.y[: sum(sizes)].to("cuda")
-    parts = list(zip(x.split(sizes), y.split(sizes), strict=True))
-    model, right, rows, waiting, most = _small(), _small(), [], [], [0]
-
-    def forward_ran(net, inputs, out):
-        rows.append(len(inputs[0]))
-        if out.requires_grad:  # its activations wait for a gradient
-            waiting.append(out.shape)
-            most[0] = max(most[0], len(waiting))
-            out.register_hook(lambda gradient: waiting.clear())
-
-    model.register_forward_hook(forward_ran)
-    tools, right_tools = _tools(model), _tools(right)
-    before = 0.0
-    for step in range(2):
-        wanted, mistakes = _gradients(right, x, y), _typical(right, parts, before)
-        before = wanted
-        right_tools[0].zero_grad()
-        cross_entropy(right(x), y).backward()
-        right_tools[0].step()
-        right_tools[1].step()
-        seen, steps = [], []
-
-        def note(optimizer, args, kwargs, seen=seen, steps=steps):
-            steps.append(1)
-            seen[:] = [
-                torch.zeros_like(p) if p.grad is None else p.grad.clone()
-                for p in model.parameters()
-            ]
-
-        handle = register_optimizer_step_post_hook(note)  # a closure has run by then
-        try:
-            result = run(function, model, *tools, parts)
-        finally:
-            handle.remove()
-        if result is None and not rows:
-            raise NotYet("your function does nothing so far")
-        if not rows:
-            raise Wrong("the model has not seen any part")
-        if max(rows) > max(sizes):
-            raise Wrong("one forward pass got more rows than a part has")
-        if most[0] > 1:
-            raise Wrong(
-                f"the activations of {most[0]} parts were there at once: call "
-                "backward() before the next part"
+def five_bounds(*answers) -> None:
+    """What binds five programs on an A100 in float32, as `bound` computes it."""
+    n = 4096
+    programs = (  # launches, bytes, FLOPs
+        (1, 3 * 4 * n * n, 2 * n**3),
+        (1, 3 * 4 * n * n, n * n),
+        (1, 4 * (n * n + 2 * n), 2 * n * n),
+        (1000, 1000 * 2 * 4 * 10_000, 1000 * 10_000),
+        (1, 4 * (n * n + 2 * 8 * n), 2 * 8 * n * n),
+    )
+    expected = []
+    for launches, nbytes, flops in programs:
+        seconds = (launches * LAUNCH, nbytes / BYTES, flops / FLOPS)
+        limits = dict(zip(_LIMITS, seconds, strict=True))
+        right = max(limits, key=lambda limit: limits[limit])
+        expected.append(
+            (
+                right,
+                lambda said, limits=limits: (
+                    f"that would take {1e6 * limits[said]:,.1f} µs, and something else "
+                    "takes longer"
+                ),
             )
-        if len(steps) != 1:
-            raise Wrong(f"the optimizer has stepped {len(steps)} times, not once")
-        must_equal(flat(seen), wanted, 1e-9, mistakes)
-        if tools[1].last_epoch != step + 1:
-            raise Wrong(
-                f"after {step + 1} steps the schedule has counted "
-                f"{tools[1].last_epoch}: it counts steps, not parts"
-            )
-        if not near(weights(model), weights(right), atol=1e-10):
-            raise Wrong(
-                f"the gradients are right, and the weights after step {step + 1} "
-                "are not: is schedule.step() after optimizer.step()?"
-            )
+        )
+    say = "say launches, memory or arithmetic"
+    listed(answers, expected, what="answers", read=_limit, say=say)
 
 
 @solution("07.2")
 def solution_2():
-    """Each part counts as much as it has rows.
+    """Compute all three times; the longest one is the bound.
 
-    `cross_entropy` returns the mean over the rows of a part. The mean over all rows is
-    the sum of these means, each times its share of the rows. With equal shares, a part
-    of 7 rows would weigh as much as a part of 100.
+    A product of two large matrices reads each element once and uses it 4096 times, so
+    arithmetic takes longest. A sum does one FLOP for 12 bytes and is bound by memory.
 
-    `backward()` is inside the loop. It adds the gradient of the part to `.grad`, and
-    frees the activations of the part before the next one comes.
+    A product with one row or with 8 rows has to read the whole matrix, too, and does
+    only 2 FLOPs for each element and row. For 8 rows that is 4 FLOPs a byte, which is
+    below the A100's ridge point, so memory binds both.
 
-    The optimizer and the schedule count steps, not parts, so each is called once after
-    the loop, the optimizer first. `zero_grad()` drops the gradients, or the next batch
-    would add to them.
+    A thousand operations are a thousand launches of 10 µs each. The ten thousand
+    numbers of one operation take far less than that, so the host is the bound.
     """
-
-    def one_step(model, optimizer, schedule, parts):
-        all_rows = sum(len(x) for x, y in parts)
-        for x, y in parts:
-            share = len(x) / all_rows
-            loss = share * cross_entropy(model(x), y)
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-
-    return one_step
-
-
-def _gradients(model, x, y) -> torch.Tensor:
-    """Of the mean loss of these rows, as one vector."""
-    loss = cross_entropy(model(x), y)
-    return flat(torch.autograd.grad(loss, [*model.parameters()]))
-
-
-def _typical(model, parts, before) -> dict[str, torch.Tensor]:
-    """What typical mistakes make of the gradient, by their reasons."""
-    means = [_gradients(model, x, y) for x, y in parts]
-    sizes = [len(x) for x, _ in parts]
-    whole = sum(n * g for n, g in zip(sizes, means, strict=True)) / sum(sizes)
-    return {
-        "parts of 100, 7 and 60 rows must not weigh the same": sum(means),
-        "only the last part's gradient is left": means[-1],
-        "the second step begins with the first one's gradients": whole + before,
-    }
+    n = 4096
+    programs = [  # launches, bytes, FLOPs
+        (1, 4 * 3 * n * n, 2 * n**3),  # a @ b: two matrices in, one out
+        (1, 4 * 3 * n * n, n * n),  # a + b
+        (1, 4 * (n * n + 2 * n), 2 * n * n),  # v @ a: a matrix, a row in, a row out
+        (1000, 1000 * 4 * 2 * 10_000, 1000 * 10_000),  # s * 2, a thousand times
+        (1, 4 * (n * n + 2 * 8 * n), 2 * 8 * n * n),  # u @ a: 8 rows in, 8 rows out
+    ]
+    answers = []
+    for launches, nbytes, flops in programs:
+        seconds = {
+            "launches": launches * 10e-6,
+            "memory": nbytes / (0.86 * 2039e9),
+            "arithmetic": flops / (0.89 * 19.5e12),
+        }
+        answers.append(max(seconds, key=seconds.get))
+    return (*answers,)
 
 
-# -- within 256 MiB --------------------------------------------------------------------
-
-MOST_MIB, MOST_MS = 256, 16.2
-LR = 1e-3
-
-
-class Block(nn.Module):
-    """As in the lesson."""
-
-    def __init__(self, d: int):
-        super().__init__()
-        self.up, self.down = nn.Linear(d, 4 * d), nn.Linear(4 * d, d)
-        self.norm = nn.LayerNorm(d)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(x + self.down(gelu(self.up(x))))
-
-
-def deep() -> nn.Sequential:
-    """The model of the exercise, on the CPU: 80 blocks, BatchNorm, ten scores."""
-    torch.manual_seed(0)
-    blocks = [Block(64) for _ in range(80)]
-    return nn.Sequential(*blocks, nn.BatchNorm1d(64), nn.Linear(64, 10))
-
-
-@functools.cache
-def _reference() -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of a plain step with all rows, and the weights after it."""
-    model, data = deep(), digits()
-    optimizer = torch.optim.Adam(model.parameters(), lr=LR)
-    cross_entropy(model(data.x), data.y).backward()
-    optimizer.step()
-    return gradients(model), weights(model)
+def _first_win(fixed: float, each_byte: float) -> int:
+    """The first n for which a GPU with these costs beats a CPU of 50 GFLOP/s."""
+    n = 1
+    while 2 * n**3 / 50e9 < fixed + 4 * n * n * each_byte + 2 * n**3 / FLOPS:
+        n += 1
+    return n
 
 
 @exercise(
     "07.3",
     hints=(
-        "A checkpointed block keeps its input and gives up its other nine tensors. "
-        "How many MiB are these for 1437 rows of 64 numbers, and how many blocks "
-        "must be computed again to come from 317 MiB to 256?",
-        "BatchNorm has to see all rows together, and only once, so it belongs "
-        "neither into parts nor into a checkpoint. Then look at the time of the "
-        "optimizer. How many kernels does Adam launch for 80 blocks, and which of "
-        "its options changes that?",
+        "Write down what the CPU takes for `n`, and what `there_and_back` takes. "
+        "Which parts of the second are the same for every `n`, which grow with n², "
+        "and which with n³?",
+        "The fixed costs decide at this size. What do a copy and the product pay "
+        "besides their bytes and FLOPs, which launch happens while the GPU is busy, "
+        "and how many matrices travel if `a` is both factors and the result comes "
+        "back?",
     ),
 )
-def within_256(frugal) -> None:
-    """A function of the model that returns a step: a function of x and y."""
-    if simgpu.is_running() and torch.cuda.get_device_name(0) != "Tesla T4":
-        simgpu.stop()  # the milliseconds are those of a T4
-        simgpu.start(1, "T4", "512MB")
-    data = digits()
-    x, y = data.x.to("cuda"), data.y.to("cuda")
-    before = torch.cuda.memory_allocated()
-    model = deep().to("cuda")
-    step = call(frugal, model)
-    if not callable(step):
-        raise Wrong("frugal(model) should return a function of x and y")
-    try:
-        _check_step(model, step, x, y)
-        torch.cuda.reset_peak_memory_stats()
-        milliseconds = 1e3 * run(gpu_seconds, step, x, y)
-    except Wrong as wrong:
-        if isinstance(wrong.__cause__, torch.OutOfMemoryError):
-            raise Wrong("it needs more than the 512 MiB of the card") from None
-        raise
-    peak = (torch.cuda.max_memory_allocated() - before) / MIB
-    score = f"{peak:.1f} MiB, {milliseconds:.2f} ms"
-    if peak > MOST_MIB:
-        raise Wrong(f"{score}: more than {MOST_MIB} MiB")
-    limit = MOST_MS if simgpu.is_running() else _slow_ms(x, y)
-    if milliseconds > limit:
-        raise Wrong(
-            f"{score}: it fits, and {limit:.1f} ms are enough. How many blocks must "
-            "be computed again? And how many kernels does Adam launch?"
-        )
-    print(score)
+def break_even(answer) -> None:
+    """The n from which copying, multiplying and copying back beats the CPU."""
+    answer, link = number(answer), 1 / HOST_COPY
+    product = LAUNCH + START + PRODUCT_FLOOR
+    there = LAUNCH + COPY_LATENCY  # the way back is launched while the product runs
+    right = _first_win(there + product + COPY_LATENCY, 2 * link)
+    if is_near(answer, right, 0.05):
+        return
+    mistakes = {
+        _first_win(product, 0): "count the copies too",
+        _first_win(there + product, link): "the result travels back as well, and the "
+        "product starts 15 µs after its launch",
+        _first_win(product, 2 * link): "each copy also has its fixed 10 µs",
+        _first_win(2 * COPY_LATENCY + product - LAUNCH, 2 * link): "the copy and the "
+        "product are launched",
+        _first_win(2 * there + product + COPY_LATENCY, 3 * link): "`a` travels once; "
+        "it is both factors",
+    }
+    nearest = min(mistakes, key=lambda mistake: abs(answer - mistake))
+    name_mistake(answer, {nearest: mistakes[nearest]}, 0.04)
+    way = "smaller" if answer > right else "larger"
+    raise Wrong(
+        f"it is {way}; write down what each side takes for n, with all its copies and "
+        "launches, and set the two equal"
+    )
 
 
 @solution("07.3")
 def solution_3():
-    """Compute again as few blocks as needed, and let the optimizer make up for it.
+    """Write both times as functions of n, and go up until the GPU wins.
 
-    Parts of the batch are no way here, because BatchNorm has to see all rows together.
-    Checkpointing leaves the batch whole. A checkpointed block gives up nine tensors as
-    large as its input, about 3.2 MiB, and the plain step is 61.2 MiB too large. So 20
-    of the 80 blocks are enough, and each block more would only cost time. BatchNorm is
-    not computed again, so it counts the batch once.
+    The CPU has only the product, 2 n³ FLOPs. The GPU has a copy there, a product and a
+    copy back. `a` travels once, although it is both factors. The copy there and the
+    product each wait for their launch of 10 µs. The copy back is launched while the
+    product starts and runs, so its launch costs nothing. (With a third launch the
+    answer is 128, which the check accepts.)
 
-    The time for 20 forward passes is more than the limit leaves. `fused=True` wins
-    enough of it back, because Adam then updates all weights in one kernel. The weights
-    after the step are those of plain Adam.
+        copy there:  10 µs + 10 µs + 4 n² / 10e9
+        product:     10 µs + 15 µs + 5 µs + 2 n³ / 17.36e12
+        copy back:   10 µs + 4 n² / 10e9
+        CPU:         2 n³ / 50e9
 
-    The lesson's own score comes from computing 22 blocks again with
-    `selective(keep_down)`, which keeps the result of `down`.
+    where 4 n² are the bytes of a matrix, and 17.36e12 FLOP/s are 89 % of the A100's
+    peak. For small n the fixed 60 µs are more than all that the CPU needs. The CPU's
+    time grows with n³, so from some n on the GPU is faster.
     """
-    need_gpus(1, card="T4", memory="512MB")
-    mib_of_a_tensor = 1437 * 64 * 4 / 2**20
-    mib_of_a_block = 9 * mib_of_a_tensor  # what a checkpoint does not keep
-    too_much = 317.2 - 256
-    number_again = int(too_much // mib_of_a_block) + 1
+    launch = 10e-6
+    before_each_copy = 10e-6
+    until_the_start = 15e-6
+    of_each_product = 5e-6
+    link = 10e9  # bytes a second
+    cpu_rate = 50e9  # FLOPs a second
+    gpu_rate = 0.89 * 19.5e12
 
-    def frugal(model):
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
+    def seconds_on_cpu(n):
+        return 2 * n**3 / cpu_rate
 
-        def step(x, y):
-            h = x
-            for index, block in enumerate(model[:80]):
-                if index < number_again:
-                    h = checkpoint(block, h, use_reentrant=False)
-                else:
-                    h = block(h)
-            loss = cross_entropy(model[80:](h), y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    def seconds_on_gpu(n):
+        copy = before_each_copy + 4 * n**2 / link
+        product = until_the_start + of_each_product + 2 * n**3 / gpu_rate
+        return launch + copy + launch + product + copy
 
-        return step
-
-    return frugal
-
-
-def _check_step(model, step, x, y) -> None:
-    """What BatchNorm has seen, the gradients and the weights of the first step."""
-    seen, rows = {}, []
-
-    def note(optimizer, args, kwargs):
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    seen[id(p)] = p.grad.detach().cpu()
-
-    norm = model[80]
-    handles = [
-        register_optimizer_step_pre_hook(note),
-        norm.register_forward_pre_hook(lambda norm, xs: rows.append(len(xs[0]))),
-    ]
-    try:
-        run(step, x, y)
-    finally:
-        for handle in handles:
-            handle.remove()
-    if rows and min(rows) < len(x):
-        raise Wrong(
-            f"BatchNorm has seen {min(rows)} rows, not all {len(x)} together: parts of "
-            "a batch are another model to it"
-        )
-    batches = int(norm.num_batches_tracked)
-    if batches > 1:
-        raise Wrong(
-            f"BatchNorm has counted one batch {batches} times: it must not be computed "
-            "again"
-        )
-    own = [seen.get(id(p)) for p in model.parameters()]
-    missing = sum(g is None for g in own)
-    if missing:
-        raise Wrong(f"{missing} of {len(own)} weights had no gradient for an optimizer")
-    wanted, after = _reference()
-    error = off(flat(own), wanted)
-    if not error < 1e-4:
-        raise Wrong(
-            f"the gradients are off by {error:.1%}: do all rows count, and is anything "
-            "of lower precision?"
-        )
-    if batches == 0:
-        raise Wrong("BatchNorm has not counted the batch; its running mean is old")
-    if not (weights(model) - after).abs().mean() <= 0.1 * LR:
-        raise Wrong(f"the weights after it are not those of Adam with lr={LR}")
-
-
-def _slow_ms(x, y) -> float:
-    """What a step takes on this GPU if every block is computed again, less 7 %."""
-    step = trainer(first(80))(deep().to("cuda"))
-    return 0.93 * 1e3 * gpu_seconds(step, x, y)
+    answer = 1
+    while seconds_on_cpu(answer) < seconds_on_gpu(answer):
+        answer += 1
+    return answer
 
 
 # -- answers ---------------------------------------------------------------------------
 
-again = functools.partial(checkpoint, use_reentrant=False)
-kept = functools.partial(
-    create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default]
-)
 
-# -- a step in unequal parts -----------------------------------------------------------
+def _event():
+    return torch.cuda.Event(enable_timing=True)
 
 
-def in_parts(
-    *end,
-    begin=(),
-    each=("backward",),
-    share=lambda rows, all_rows, parts: rows / all_rows,
-    most=None,
-):
-    """A step: what comes first, what for each of `most` parts, and what at the end.
-
-    `share` is the factor of a part's mean loss.
-    """
-
-    def step(model, optimizer, schedule, parts):
-        all_rows = sum(len(x) for x, y in parts)
-        actions = {
-            "step": optimizer.step,
-            "zero": optimizer.zero_grad,
-            "schedule": schedule.step,
-        }
-        for action in begin:
-            actions[action]()
-        for x, y in parts[:most]:
-            for action in each:
-                if action == "backward":
-                    times = share(len(x), all_rows, len(parts))
-                    (times * cross_entropy(model(x), y)).backward()
-                else:
-                    actions[action]()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PyTorch warns of a schedule too early
-            for action in end:
-                actions[action]()
-
-    return step
+def one_mark_a_step(step, n):
+    marks = [_event() for _ in range(n + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        step()
+        mark.record()
+    marks[-1].synchronize()
+    return [a.elapsed_time(b) for a, b in zip(marks[:-1], marks[1:], strict=True)]
 
 
-END = ("step", "zero", "schedule")
-by_rows = in_parts(*END)
+def two_marks_a_step(step, n):
+    begins, ends = [_event() for _ in range(n)], [_event() for _ in range(n)]
+    for begin, end in zip(begins, ends, strict=True):
+        begin.record()
+        step()
+        end.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) for a, b in zip(begins, ends, strict=True)]
 
 
-def with_a_closure(model, optimizer, schedule, parts):
-    def losses():
-        optimizer.zero_grad()
-        rows = sum(len(x) for x, y in parts)
-        for x, y in parts:
-            (len(x) / rows * cross_entropy(model(x), y)).backward()
-
-    optimizer.step(losses)
-    schedule.step()
+def as_given(step, n):
+    times = []
+    for _ in range(n):
+        start = time.perf_counter()
+        step()
+        times.append(1e3 * (time.perf_counter() - start))
+    return times
 
 
-def joined(model, optimizer, schedule, parts):
-    x, y = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-    by_rows(model, optimizer, schedule, [(x, y)])
+def host_clock(step, n):
+    times = []
+    for _ in range(n):
+        start = host_seconds()
+        step()
+        times.append(1e3 * (host_seconds() - start))
+    return times
 
 
-def one_backward(model, optimizer, schedule, parts):
-    rows = sum(len(x) for x, y in parts)
-    losses = [cross_entropy(model(x), y, reduction="sum") for x, y in parts]
-    (sum(losses) / rows).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    schedule.step()
+def waits_each_time(step, n):
+    times = []
+    torch.cuda.synchronize()
+    for _ in range(n):
+        start = host_seconds()
+        step()
+        torch.cuda.synchronize()
+        times.append(1e3 * (host_seconds() - start))
+    return times
 
 
-def generator(model, optimizer, schedule, parts):
-    yield by_rows(model, optimizer, schedule, parts)
+def event_waits_each_time(step, n):
+    times = []
+    for _ in range(n):
+        begin, end = _event(), _event()
+        begin.record()
+        step()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return times
 
 
-# -- within 256 MiB --------------------------------------------------------------------
+def never_waits(step, n):
+    marks = [_event() for _ in range(n + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        step()
+        mark.record()
+    return [a.elapsed_time(b) for a, b in zip(marks[:-1], marks[1:], strict=True)]
 
 
-def trainer(run, adam=None, parts=1):
-    """A function of the model: `run(index, block, h)` runs a block."""
-
-    def frugal(model):
-        how = {"lr": 1e-3, **(adam or {"fused": True})}
-        optimizer = torch.optim.Adam(model.parameters(), **how)
-
-        def step(x, y):
-            for px, py in zip(x.chunk(parts), y.chunk(parts), strict=True):
-                h = px
-                for index, block in enumerate(model[:80]):
-                    h = run(index, block, h)
-                loss = cross_entropy(model[80:](h), py) / parts
-                del h
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return step
-
-    return frugal
+def no_timing(step, n):
+    begin, end = torch.cuda.Event(), torch.cuda.Event()
+    begin.record()
+    step()
+    end.record()
+    end.synchronize()
+    return [begin.elapsed_time(end)]
 
 
-def first(count, how=again):
-    """The first blocks are computed again, and the others are not."""
-    return lambda index, block, h: how(block, h) if index < count else block(h)
+def from_the_first(step, n):
+    marks = [_event() for _ in range(n + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        step()
+        mark.record()
+    marks[-1].synchronize()
+    return [marks[0].elapsed_time(mark) for mark in marks[1:]]
 
 
-def keep_down(ctx, op, *args, **kwargs):
-    """What `down` returns is kept: a product that is smaller than what it reads."""
-    keep = op is torch.ops.aten.addmm.default and args[2].shape[0] > args[2].shape[1]
-    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+def mean(step, n):
+    total = sum(one_mark_a_step(step, n))
+    return [total / n] * n
 
 
-down_kept = functools.partial(
-    again,
-    context_fn=functools.partial(create_selective_checkpoint_contexts, keep_down),
-)
-
-
-def part_of_the_rows(model):
-    """Trains on 256 of the digits."""
-    step = trainer(first(0))(model)
-    return lambda x, y: step(x[:256], y[:256])
-
-
-def autocast(model):
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
-
-    def step(x, y):
-        with torch.autocast("cuda", dtype=torch.float16):
-            loss = cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def all_again(model):
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
-
-    def step(x, y):
-        x = x.clone().requires_grad_()
-        cross_entropy(again(model, x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def with_sgd(model):
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-
-    def step(x, y):
-        h = x
-        for index, block in enumerate(model[:80]):
-            h = first(20)(index, block, h)
-        cross_entropy(model[80:](h), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+def warm_up(step, n):
+    step()
+    return one_mark_a_step(step, n)
 
 
 RIGHT = {
-    "best_segments": [
-        20,
-        20.0,
-        torch.tensor(20),
+    "step_times": [one_mark_a_step, two_marks_a_step],
+    "five_bounds": [
+        ("arithmetic", "memory", "memory", "launches", "memory"),
+        ("Arithmetic", "memory", "memory", "launch", "memory"),
     ],
-    "one_step": [
-        by_rows,
-        in_parts("step", "schedule", begin=["zero"]),
-        with_a_closure,
-    ],
-    "within_256": [
-        trainer(first(20)),
-        trainer(first(22, down_kept)),  # the lesson's own
-        trainer(first(45, functools.partial(again, context_fn=kept))),
-    ],
+    "break_even": [122, 117, 128],
 }
 WRONG = {
-    "best_segments": [
-        (6, "where a block keeps one tensor"),
-        (40, "Fewer segments need less"),
-        (2, "the other side"),
-        (10, "that makes 50 tensors"),
-        (19, "that makes 49 tensors"),
-        (21, "that makes 41 tensors"),
-        (17.5, "a number of segments is whole"),
-        (True, "segments: give a number, not a bool"),
-        (400, "between 1 and 40"),
-        ("few", "segments: give a number, not 'few'"),
+    "step_times": [
+        (as_given, "you say"),
+        (host_clock, "is the launch"),
+        (waits_each_time, "the host waits 4 times"),
+        (event_waits_each_time, "the host waits 4 times"),
+        (never_waits, "must be completed"),
+        (no_timing, "enable_timing=True"),
+        (from_the_first, "begins at the first step"),
+        (mean, "you say"),
+        (warm_up, "it runs 5 steps"),
+        (lambda s, n: [t / 1e3 for t in one_mark_a_step(s, n)], "seconds"),
+        (lambda s, n: [1e3 * t for t in one_mark_a_step(s, n)], "too much"),
+        (lambda s, n: sum(one_mark_a_step(s, n)), "not a float"),
+        (lambda s, n: one_mark_a_step(s, n)[1:], "4 steps gave 3 times"),
     ],
-    "one_step": [
+    "five_bounds": [
+        (("memory", "memory", "memory", "launches", "memory"), "number 1"),
+        (Later(lambda: ("arithmetic",) * 5), "number 2"),
+        (("arithmetic", "memory", "arithmetic", "memory", "memory"), "mber 3"),
+        (("arithmetic", "memory", "memory", "memory", "memory"), "number 4"),
         (
-            in_parts(*END, share=lambda n, every, parts: 1 / parts),
-            "must not weigh the same",
+            ("arithmetic", "memory", "memory", "launches", "arithmetic"),
+            "number 5",
         ),
-        (
-            in_parts(*END, share=lambda n, every, parts: n),
-            "times as long as it should be",
-        ),
-        (
-            in_parts("step", "zero", each=["backward", "schedule"]),
-            "it counts steps, not parts",
-        ),
-        (
-            in_parts("schedule", each=["backward", "step", "zero"]),
-            "stepped 3 times, not once",
-        ),
-        (in_parts("step", "schedule"), "begins with the first one's gradients"),
-        (joined, "more rows than a part has"),
-        (in_parts("step", "zero"), "the schedule has counted 0"),
-        (one_backward, "activations of 3 parts were there at once"),
-        (
-            in_parts("schedule", "step", "zero"),
-            "is schedule.step() after optimizer.step()?",
-        ),
-        (
-            in_parts("step", "schedule", each=["zero", "backward"]),
-            "only the last part's gradient is left",
-        ),
-        (in_parts(*END, most=2), "the gradient is off by "),
-        (generator, "the model has not seen any part"),
+        (("compute", "memory", "memory", "launches", "memory"), "say launches"),
+        (("arithmetic", "memory"), "5 answers are asked for, not 2"),
     ],
-    "within_256": [
-        (trainer(first(0)), "more than 256 MiB"),
-        (trainer(first(80)), "it fits, and 16.2 ms are enough"),
-        (
-            trainer(first(20), {"foreach": True}),
-            "how many kernels does Adam",
-        ),
-        (trainer(first(0), parts=2), "BatchNorm has seen 718 rows"),
-        (part_of_the_rows, "has seen 256 rows, not all 1437 together"),
-        (autocast, "is anything of lower precision?"),
-        (all_again, "BatchNorm has counted one batch 2 times"),
-        (with_sgd, "not those of Adam"),
-        (lambda model: 3, "should return a function"),
+    "break_even": [
+        (91, "count the copies"),
+        (112, "travels back"),
+        (99, "fixed 10"),
+        (108, "are launched"),
+        (139, "travels once"),
+        (500, "it is smaller"),
+        (10, "it is larger"),
+        ("a hundred", "give a number"),
     ],
 }

@@ -1,678 +1,546 @@
-"""The exercises of lesson 09: memory that processes share, and memory they do not."""
+"""The exercises of lesson 09: what is held, a clipped step, a scale that rescues."""
 
-import contextlib
 import copy
-import os
-import pickle
-import queue as queues
-import signal
-import tempfile
-import threading
-import time
-from pathlib import Path
 
-import psutil
 import torch
-import torch.multiprocessing as mp
 from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grad_norm_
 
-from helpers.exercises.counted import counted, listed, number, word
-from helpers.exercises.exercise import Later, NotYet, Wrong, call, exercise, solution
-from helpers.exercises.results import tensor
-
-ASKS = 10  # seconds in which a producer must have done something with `received`
-STAYS = 2  # seconds for which it must then stay, though all was fetched
-ENDS = 6  # seconds that it may go on after `received` is set
-
-
-def _yes_or_no(answer) -> str | None:
-    if isinstance(answer, bool):
-        return "yes" if answer else "no"
-    return word(answer) if word(answer) in ("yes", "no") else None
+from helpers import digits
+from helpers.exercises.counted import GB, counted, is_near, number
+from helpers.exercises.exercise import Later, Wrong, call, exercise, solution
+from helpers.exercises.learning import flat, weights
+from helpers.exercises.results import a, equal
 
 
 @exercise(
     "09.1",
     hints=(
-        "Ask two questions about each program. Into which memory does the child "
-        "write its ones, and is that the memory that the notebook calls `x`?",
-        "A fork copies its arguments with everything else, while the arguments of a "
-        "spawned process and the contents of queues and pipes are sent. Sending "
-        "shares the storage of the very tensor that is sent. Look twice where a new "
-        "tensor is made, and where `x` is a global.",
+        "The table under *Cost: half the memory?* has a row for each thing that "
+        "fills a GPU. Which rows count at this moment, and which of them become "
+        "smaller in mixed precision?",
+        "The masters stay in float32, and so do Adam's two numbers for each weight. "
+        "What does mixed precision hold in addition, and how many bytes is that for "
+        "each weight?",
     ),
 )
-def who_sees(*answers) -> None:
-    """Whether the notebook sees the writes of seven programs."""
-    programs = (
-        ("no", "the fork moves its own copy into shared memory, after the fork"),
-        ("no", "an argument of a forked process is not sent but copied with the rest"),
-        (
-            "yes",
-            "an argument of a spawned process is sent, and sending a tensor shares",
-        ),
-        ("yes", "sending shares the storage, and a slice has no storage of its own"),
-        ("no", "the clone is sent and shared; `x` has other memory"),
-        ("no", "`x + 1` is a new tensor, and the child gives it the name `x`"),
-        ("no", "a global travels with the function's code, as a copy; pass it instead"),
+def held_after_forward(float32, mixed) -> None:
+    """GB of weights, Adam's state and what the forward pass keeps, in both ways."""
+    parameters, state, kept = 0.4, 0.8, 6.0
+    casts = parameters / 2
+    whole = parameters + state + kept
+    right = parameters + casts + state + kept / 2
+    why = (
+        "add up 100 million weights, two numbers of Adam for each, and what the "
+        "forward pass keeps"
     )
-    say = 'answer "yes" or "no"'
-    listed(answers, programs, what="answers", read=_yes_or_no, say=say)
+    mistakes = {
+        parameters + kept: "Adam's state is missing: two numbers for each weight",
+        parameters + state / 2 + kept: "Adam has two numbers for each weight",
+        2 * parameters + state + kept: "at this moment there are no gradients",
+    }
+    counted(float32, whole, mistakes, why, what="float32", near=0.005, unit=GB)
+    mistakes = {
+        whole / 2: "that is half of everything, which is what the belief says; the "
+        "masters and Adam's state stay in float32",
+        right - casts: "the casts of the weights are missing",
+        right - parameters: "the masters stay in float32, and so does Adam's state; "
+        "casts come on top",
+        right + kept / 2: "what the forward pass keeps between products is float16: "
+        "half",
+        right + parameters: "at this moment there are no gradients",
+        right + casts: "a cast is 2 bytes a weight",
+    }
+    counted(mixed, right, mistakes, why, what="mixed", near=0.005, unit=GB)
 
 
 @solution("09.1")
 def solution_1():
-    """The notebook sees a write if the child writes into memory that the notebook has.
+    """Only what the forward pass keeps becomes smaller.
 
-    A fork copies the whole process. What the child does with its copy of `x` stays in
-    the child, even if it moves the copy into shared memory (1) or has got `x` as an
-    argument (2).
+    After the first step, Adam has two numbers for each weight. Right after the second
+    forward pass there are no gradients yet. In float32 that leaves the weights, Adam's
+    state and what the forward pass keeps.
 
-    Sending a tensor moves its storage into shared memory. The arguments of a spawned
-    process are sent (3). What goes through a queue is sent too, and a slice takes along
-    the whole storage that it belongs to (4). In 5 the clone is sent and shared, and `x`
-    has other memory.
-
-    In 6 and 7 `x` is shared before the process starts. However, `x + 1` is a new
-    tensor, which only the child calls `x`. A global travels with the function's code,
-    as a copy; an argument would have been shared.
+    Mixed precision changes one of the three. Everything that is kept lies between
+    products, so it is float16, and half as large. The weights stay in float32 as
+    masters, and Adam's state stays too. One thing is new: the forward pass keeps a
+    cast of all weights in float16.
     """
-    answers = [
-        "no",  # 1: shared too late, after the fork
-        "no",  # 2: a fork sends no argument
-        "yes",  # 3: a spawned process is sent its arguments
-        "yes",  # 4: a slice shares the storage
-        "no",  # 5: a clone has its own storage
-        "no",  # 6: x + 1 is a new tensor
-        "no",  # 7: a global is copied with the code
-    ]
-    return (*answers,)
+    number_of_weights = 100e6
+    masters = number_of_weights * 4 / 1e9  # GB
+    adam_state = 2 * number_of_weights * 4 / 1e9
+    kept = 6
+    float32 = masters + adam_state + kept
+
+    casts = number_of_weights * 2 / 1e9
+    kept_in_float16 = kept / 2
+    mixed = masters + adam_state + casts + kept_in_float16
+    return float32, mixed
 
 
-class _Noted:
-    """An event; `asked` is set once anybody does anything with it."""
+class _Watch(torch.amp.GradScaler):
+    """A scaler that notes what is asked of it, and the norms that it meets."""
 
-    def __init__(self, event, asked):
-        self._event, self._asked = event, asked
+    def __init__(self, model: nn.Module, scale: float):
+        super().__init__("cuda", init_scale=scale)
+        self.model = model
+        self.calls: list[str] = []
+        self.norms: dict[str, float] = {}
 
-    def __getattr__(self, name: str):
-        self._asked.set()
-        return getattr(self._event, name)
+    def _norm(self) -> float:
+        """Of all gradients; 0 where there are none yet."""
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        return sum(g.float().norm().item() ** 2 for g in grads) ** 0.5
+
+    def scale(self, outputs):
+        self.calls.append("scale")
+        return super().scale(outputs)
+
+    def unscale_(self, optimizer):
+        self.calls.append("unscale_")
+        self.norms["unscale_"] = self._norm()
+        if not self.norms["unscale_"]:
+            raise RuntimeError("unscale_ finds no gradients: it comes after backward()")
+        return super().unscale_(optimizer)
+
+    def step(self, optimizer, *args, **kwargs):
+        self.calls.append("step")
+        self.norms["step"] = self._norm()
+        return super().step(optimizer, *args, **kwargs)
+
+    def update(self, new_scale=None):
+        self.calls.append("update")
+        return super().update(new_scale)
 
 
-MUST_WAIT = "with the default sharing strategy it must wait for `received`"
+def _job(overflow: bool):
+    """A model with its optimizer, a scaler that watches, and a batch."""
+    torch.manual_seed(0)
+    layers = nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)
+    model = nn.Sequential(*layers).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler = _Watch(model, 2.0**40 if overflow else 2.0**12)
+    data = digits()
+    return model, optimizer, scaler, 8 * data.x[:64].cuda(), data.y[:64].cuda()
+
+
+def _leaves_gradients(model: nn.Module) -> bool:
+    return any(p.grad is not None and p.grad.any() for p in model.parameters())
 
 
 @exercise(
     "09.2",
     hints=(
-        "Two things go wrong, one inside of the loop and one after it. What does "
-        "`put` send of a tensor, and what must still be there when the consumer "
-        "fetches the tensor?",
-        "All four handles lead to the storage of `tensor`, and the loop writes into "
-        "it again. With the default strategy a producer must live until the "
-        "consumer has everything. How can the producer learn when to end, without "
-        "guessing a number of seconds?",
+        "Begin with `step` from the section on `autocast` and `GradScaler`. At which "
+        "place in it are the gradients complete, but not yet used by the optimizer?",
+        "At that place the gradients are still multiplied by the scale, and "
+        "`clip_grad_norm_` cannot know that. Which call divides them first, and do "
+        "your last lines also run if the scaler skips the step?",
     ),
 )
-def delivers_all(produce) -> None:
-    """A producer (queue, received) of four tensors that stays until they are there."""
-    if not callable(produce):
-        raise Wrong(f"give a function, not {produce!r}")
-    fork = mp.get_context("fork")
-    queue, errors = fork.Queue(), fork.SimpleQueue()
-    received, asked = fork.Event(), fork.Event()
-
-    def work():
-        torch.set_num_threads(1)
-        try:
-            produce(queue, _Noted(received, asked))
-        except BaseException as error:
-            errors.put(f"{type(error).__name__}: {error}")
-
-    producer = fork.Process(target=work)
-    producer.start()
-    try:
-        # On a busy machine the clock does not tell how far the producer has come.
-        limit = time.monotonic() + ASKS
-        while not asked.is_set() and producer.is_alive() and time.monotonic() < limit:
-            producer.join(0.05)
-        producer.join(0.5)  # the slow consumer
-        ended = not producer.is_alive()
-        if not errors.empty():
-            raise Wrong(f"your code raised {errors.get()}")
-        if producer.exitcode:
-            raise Wrong(f"the producer was ended by signal {-producer.exitcode}")
-        if ended and queue.empty():
-            raise NotYet("your function puts nothing so far")
-        tensors = [_take(queue, number, ended) for number in range(4)]
-        time.sleep(0.3)  # what the producer writes now must not change them
-        values = [tensor[0].item() for tensor in tensors]
-        if len(set(values)) == 1:
-            raise Wrong(
-                f"all four tensors are full of {values[0]:g}: `put` sends a handle "
-                "to one memory, and you write into it again; put a clone"
-            )
-        if values != [0.0, 1.0, 2.0, 3.0]:
-            raise Wrong(
-                f"the tensors are full of {', '.join(f'{v:g}' for v in values)}"
-            )
-        producer.join(STAYS)
-        with contextlib.suppress(queues.Empty, OSError, EOFError):
-            queue.get(timeout=0.2)
-            raise Wrong("more than four tensors arrive")
-        if not producer.is_alive():
-            raise Wrong(f"the producer ended before `received` was set; {MUST_WAIT}")
-        if not asked.is_set():
-            raise Wrong("the producer never asks `received`; a sleep only guesses")
-        received.set()
-        producer.join(ENDS)
-        if producer.is_alive():
-            raise Wrong("the producer goes on after `received` is set; let it end")
-    finally:
-        received.set()
-        _empty(queue)
-        producer.kill()
-        producer.join()
+def clipped_step(function) -> None:
+    """A function (model, optimizer, scaler, x, y) -> loss: one clipped step."""
+    model, optimizer, scaler, x, y = _job(overflow=False)
+    types = []
+    hook = model[0].register_forward_hook(lambda *a: types.append(a[2].dtype))
+    before = copy.deepcopy(model)
+    loss = call(function, model, optimizer, scaler, x, y)
+    hook.remove()
+    _check_loss(loss, before, x, y, types)
+    _check_calls(scaler)
+    if _leaves_gradients(model):
+        raise Wrong("it leaves gradients behind, to which the next step would add")
+    cross_entropy(before(x), y).backward()
+    clip_grad_norm_(before.parameters(), 1.0)
+    for p, q in zip(model.parameters(), before.parameters(), strict=True):
+        if not torch.allclose(p, q - 0.1 * q.grad, atol=1e-3):
+            raise Wrong("the weights are not those after one step with these gradients")
+    model, optimizer, scaler, x, y = _job(overflow=True)
+    before = weights(model)
+    call(function, model, optimizer, scaler, x, y, when="with an infinite gradient")
+    if not equal(weights(model), before):
+        raise Wrong("an infinite gradient has reached the weights")
+    if scaler.get_scale() >= 2.0**40:
+        raise Wrong(
+            "after an infinite gradient the scale is as large as before: call "
+            "scaler.update() after each step, also after a skipped one"
+        )
+    if _leaves_gradients(model):
+        raise Wrong("it leaves gradients behind when one of them is infinite")
 
 
 @solution("09.2")
 def solution_2():
-    """Each tensor needs memory of its own, and the producer must live long enough.
+    """Clip gradients only after they have been divided by the scale.
 
-    `put` sends a handle to the storage and no numbers. With one storage for four
-    handles, the consumer finds the threes that were written last. `clone()` makes a new
-    storage each time.
+    Forward pass and loss are inside of `autocast`, and `backward()` is outside. The
+    loss is scaled, so after `backward()` all gradients are too large by the scale.
+    `unscale_` divides them, and only then does a norm of 1 mean what it should.
 
-    With the default strategy, the consumer fetches the memory behind a handle from the
-    process that has sent the handle. The producer therefore waits until the consumer
-    sets `received`. A sleep would only guess how slow the consumer is.
+    `scaler.step` knows that the gradients have been divided, and does not divide them
+    again. If one of them is infinite it skips the step, so nothing infinite reaches the
+    weights. `scaler.update` then makes the scale smaller. Both `update` and
+    `zero_grad` must run in a skipped step as well, so neither depends on a condition.
     """
 
-    def produce(queue, received):
-        tensor = torch.zeros(3)
-        for i in range(4):
-            tensor.fill_(i)
-            queue.put(tensor.clone())
-        received.wait()
+    def clipped_step(model, optimizer, scaler, x, y):
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return loss.detach()
 
-    return produce
-
-
-def _empty(queue) -> None:
-    """Take what is left: memory that is sent by name stays until it is fetched."""
-    for _ in range(100):  # a producer may go on and on
-        if queue.empty():
-            return
-        with contextlib.suppress(Exception):  # of whatever the learner has sent
-            queue.get(timeout=1)
+    return clipped_step
 
 
-def _take(queue, number: int, ended: bool) -> torch.Tensor:
-    """The next tensor."""
-    try:
-        item = queue.get(timeout=3)
-    except queues.Empty:
-        raise Wrong(f"{number} tensors arrive, not four") from None
-    except (OSError, EOFError) as error:
+def _check_loss(loss, before, x, y, types) -> None:
+    if not types:
+        raise Wrong("it does not call model(x)")
+    if types[0] != torch.float16:
+        raise Wrong(f"model(x) ran in {types[0]}: use torch.autocast with float16")
+    with torch.no_grad():
+        right = cross_entropy(before(x), y).item()
+    value = number(loss, "the loss")
+    if not is_near(value, right, 0.05):
+        raise Wrong(f"it returns {value}, and the loss is {right:.2f}")
+
+
+def _check_calls(scaler: _Watch) -> None:
+    """The scaler was used for all it is for, in order."""
+    calls = scaler.calls
+    if "scale" not in calls:
         raise Wrong(
-            f"fetching a tensor raised {type(error).__name__}: the producer has ended, "
-            f"and its memory cannot be asked for; {MUST_WAIT}"
-        ) from None
-    tensor(item, "what arrives is")
-    if item.shape != (3,) or len(set(item.tolist())) != 1:
-        raise Wrong(f"a tensor arrives that holds {item.tolist()}")
-    if ended:
-        raise Wrong(f"the producer ends before its tensors are fetched; {MUST_WAIT}")
-    return item
-
-
-COPY_OF_WEIGHTS = 100_000 * 100 * 4  # bytes
-
-
-class _Scores(nn.Module):
-    """Ten scores for a row of words; notes who computed, and with what memory."""
-
-    def __init__(self, notes: str):
-        super().__init__()
-        self.notes = notes
-        self.words = nn.EmbeddingBag(100_000, 100)
-        self.scores = nn.Linear(100, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        own = _own_bytes(self.words.weight)
-        with open(self.notes, "a") as file:
-            file.write(f"{os.getpid()} {own} {len(x)}\n")
-        time.sleep(0.3)  # so that one worker does not do all
-        return self.scores(self.words(x))
-
-
-def _own_bytes(tensor: torch.Tensor) -> int:
-    """Bytes around a tensor that only this process has; 0 where nobody can tell."""
-    if not hasattr(psutil.Process, "memory_maps"):
-        return 0
-    address = tensor.data_ptr()
-    for mapping in psutil.Process().memory_maps(grouped=False):
-        first, _, last = mapping.addr.partition("-")
-        if int(first, 16) <= address < int(last, 16):
-            return mapping.private_clean + mapping.private_dirty
-    return 0
-
-
-@contextlib.contextmanager
-def _within(seconds: int, why: str):
-    """Raise Wrong when the block takes longer, where Python has alarms."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def ring(*_):
-        raise Wrong(why)
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+            "the loss is not scaled by the scaler that it is given: "
+            "scaler.scale(loss).backward()"
+        )
+    if "step" not in calls:
+        raise Wrong(
+            "call scaler.step(optimizer), which can skip a step; optimizer.step() "
+            "cannot"
+        )
+    if "unscale_" not in calls[: calls.index("step")]:
+        raise Wrong(
+            "scaler.unscale_(optimizer) is missing before the step: whoever clips "
+            "sees gradients that are still multiplied by the scale; unscale_ first"
+        )
+    if "update" not in calls:
+        raise Wrong("scaler.update() is missing: without it the scale never changes")
+    if calls.index("update") < calls.index("step"):
+        raise Wrong("scaler.update() comes after scaler.step(optimizer)")
+    if scaler.norms["unscale_"] < 1.01:
+        raise Wrong("they were clipped before unscale_ divided them: clip after it")
+    norm = scaler.norms["step"]
+    if norm > 1.01:
+        raise Wrong(f"the norm was {norm:.2f} when scaler.step came: clip to 1 first")
+    if norm < 0.9:
+        raise Wrong(
+            f"clip to a norm of 1, not {norm:.2g}; or the loss that goes backward is "
+            "not the scaled one"
+        )
 
 
 @exercise(
     "09.3",
     hints=(
-        "*Concise: a pool* computes the rows of a product in several processes. "
-        "What can a forked worker read without getting it sent, and where must it "
-        "write so that the notebook sees the result?",
-        "Write down what a worker reports if its part has two rows and another "
-        "worker's part has three. Why is the mean of their accuracies not the "
-        "accuracy of all five rows?",
+        "A loop under *gradients that vanish* computes the lost share for a fresh "
+        "model and several scales. What must change in it for the trained model, and "
+        "for every power from 0 on?",
+        "Count only gradients that are not 0 in float32, and among these the ones "
+        "that are 0 in float16. The smallest power is asked for, so what must be "
+        "true of the power just below it?",
     ),
 )
-def parallel_accuracy(function) -> None:
-    """A function (model, x, y) -> accuracy, by several processes, one model."""
-    with tempfile.TemporaryDirectory() as folder:
-        notes = Path(folder) / "notes"
-        torch.manual_seed(0)
-        model = _Scores(str(notes))
-        x = torch.randint(0, 100_000, (10, 8))
-        with torch.no_grad():
-            best = model(x).argmax(1)
-        right_rows = torch.tensor([0, 3, 9])
-        y = (best + 1) % 10
-        y[right_rows] = best[right_rows]
-        notes.write_text("")
-        with _within(60, "no answer within 60 s; do your processes wait?"):
-            result = _accuracy(function, model, x, y)
-        _check_accuracy(result, notes.read_text())
-
-
-@solution("09.3")
-def solution_3():
-    """Each worker counts the right rows of its part, and the division comes at the end.
-
-    `share_memory()` moves the weights into shared memory before the workers start, so
-    no worker has a copy. The workers are forks, so they find `model`, `x` and `y`
-    without being sent anything. A forked worker computes with one thread, because
-    PyTorch's other threads were not copied.
-
-    Only the worker itself sees what it writes into ordinary memory. `right_rows` is in
-    shared memory, too. Each worker writes into an element of its own, so no update can
-    be lost, and no lock is needed.
-
-    The parts may differ in size. A mean of accuracies would give a row in a small part
-    more weight, and a sum of counts does not.
-    """
-
-    def parallel_accuracy(model, x, y):
-        fork = mp.get_context("fork")
-        count = 4
-        model.share_memory()
-        right_rows = torch.zeros(count, dtype=torch.int64).share_memory_()
-
-        def work(i):
-            torch.set_num_threads(1)
-            with torch.no_grad():
-                scores = model(x[i::count])
-            right_rows[i] = (scores.argmax(1) == y[i::count]).sum()
-
-        workers = [fork.Process(target=work, args=(i,)) for i in range(count)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        return right_rows.sum().item() / len(x)
-
-    return parallel_accuracy
-
-
-def _accuracy(function, *args) -> float:
-    """What the learner's function returns."""
-    try:
-        result = call(function, *args)
-    except Wrong as wrong:
-        gone = EOFError, FileNotFoundError, ConnectionError
-        if isinstance(wrong.__cause__, gone):
-            raise Wrong(
-                f"{wrong}; perhaps a worker had ended before its tensor was fetched: "
-                "send a number (.item())"
-            ) from None
-        raise
-    return number(result, "it returns no share")
-
-
-def _check_accuracy(result: float, notes: str) -> None:
-    calls = [tuple(map(int, line.split())) for line in notes.splitlines()]
-    workers = {pid for pid, _, _ in calls}
-    rows = sum(count for _, _, count in calls)
-    if os.getpid() in workers:
-        raise Wrong("the notebook's own process computes; leave that to workers")
-    if len(workers) < 2:
-        raise Wrong(f"processes that compute: {len(workers)}; start several")
-    if rows != 10:
-        raise Wrong(f"the workers compute {rows} rows of 10")
-    own = sum({pid: nbytes for pid, nbytes, _ in calls}.values())
-    # A mapping may hold more than the weights: about 1 MB in each forked worker.
-    if own > COPY_OF_WEIGHTS / 2:
+def rescuing_scale(power, model) -> None:
+    """The exponent of the smallest scale that loses less than 3 % of the gradients."""
+    power = number(power, "power")
+    if power != int(power):
+        raise Wrong("the answer is an exponent, a whole number")
+    if not isinstance(model, nn.Sequential):
+        raise Wrong(f"give the trained model, not {a(type(model).__name__)}")
+    if any(p.dtype != torch.float32 for p in model.parameters()):
         raise Wrong(
-            f"the workers hold {own / 1e6:.0f} MB of weights of their own; share the "
-            "model before they start, and send no copy of it"
+            "the model is no longer float32: .half() changes the model itself. Run the "
+            "cell of the oracle again, and use copy.deepcopy(model).half()"
         )
-    mistakes = {
-        0: "0: the workers wrote into memory of their own; share what they write "
-        "into, or send it back",
-        3: "that is the number of right rows; divide by all rows",
-    }
-    why = (
-        f"{result:.3f} is not the share of right rows, 0.300; parts differ in size, so "
-        "add up right rows and divide once"
-    )
-    counted(result, 0.3, mistakes, why, near=3e-4)
+    shares = lost_shares(model)
+    right = next(i for i, share in enumerate(shares) if share < 0.03)
+    if power == right:
+        return
+    if power == 2**right:
+        raise Wrong("this is the scale; answer with its exponent")
+    if not 0 <= power < len(shares):
+        raise Wrong(f"look between 0 and {len(shares) - 1}")
+    if power < right:
+        raise Wrong(f"2**{power} still loses {shares[int(power)]:.1%}")
+    raise Wrong(f"2**{power} is enough, but 2**{power - 1} is, too")
+
+
+@solution("09.3", results=lambda: {"float32": trained()}, gradients=lambda: gradients)
+def solution_3(results, gradients):
+    """Try one power after the other, and stop at the first that is enough.
+
+    The gradients of the float32 model say which ones are there at all. A float16 copy
+    computes the same gradients for a scale, and the lost ones are those that have
+    become 0. A larger scale loses fewer of them, so the first power that loses less
+    than 3 % is the smallest one.
+
+    The copy is made once, before `.half()`, because `.half()` would change the trained
+    model itself, and its float32 weights would be gone.
+    """
+    right = gradients(results["float32"])
+    half = copy.deepcopy(results["float32"]).half()
+
+    def share_lost(power):
+        found = gradients(half, 2.0**power)
+        lost = found[right != 0] == 0
+        return lost.float().mean().item()
+
+    power = 0
+    while share_lost(power) >= 0.03:
+        power += 1
+    return power, results["float32"]
+
+
+def lost_shares(model: nn.Module, powers: int = 33) -> list[float]:
+    """For the scales 2**0, 2**1, ...: which share of the gradients becomes 0."""
+    data = digits()
+    x, y = data.x[:256].cuda(), data.y[:256].cuda()
+
+    def gradients_of(net, scale=1.0):
+        scores = net(x.to(net[0].weight.dtype)).float()
+        loss = cross_entropy(scores, y) / 2**14 * scale
+        return flat(torch.autograd.grad(loss, [*net.parameters()]))
+
+    there = gradients_of(model) != 0
+    half = copy.deepcopy(model).half()
+    return [
+        (gradients_of(half, 2.0**power)[there] == 0).float().mean().item()
+        for power in range(powers)
+    ]
 
 
 # -- answers ---------------------------------------------------------------------------
 
 
-def sends_clones(queue, received):
-    tensor = torch.zeros(3)
-    for i in range(4):
-        tensor.fill_(i)
-        queue.put(tensor.clone())
-    received.wait()
-
-
-def makes_new_ones(queue, received):
-    for i in range(4):
-        queue.put(torch.full((3,), float(i)))
-    received.wait(30)
-
-
-def sends_one_memory(queue, received):
-    tensor = torch.zeros(3)
-    for i in range(4):
-        tensor.fill_(i)
-        queue.put(tensor)
-    received.wait()
-
-
-def ends_early(queue, received):
-    for i in range(4):
-        queue.put(torch.full((3,), float(i)))
-
-
-def sends_arrays(queue, received):
-    for i in range(4):
-        queue.put(torch.full((3,), float(i)).numpy())
-    received.wait()
-
-
-def sends_three(queue, received):
-    for i in range(3):
-        queue.put(torch.full((3,), float(i)))
-    received.wait()
-
-
-def sends_five(queue, received):
-    for i in range(5):
-        queue.put(torch.full((3,), float(i)))
-    received.wait()
-
-
-def waits_between(queue, received):
-    for i in range(4):
-        queue.put(torch.full((3,), float(i)))
-        received.wait(0.1)
-    received.wait()
-
-
-def one_memory_slowly(queue, received):
-    tensor = torch.zeros(3)
-    for i in range(4):
-        tensor.fill_(i)
-        queue.put(tensor)
-        received.wait(0.8)
-    received.wait()
-
-
-def sleeps(queue, received):
-    makes_new_ones_for(queue)
-    time.sleep(2)
-
-
-def sleeps_on(queue, received):
-    makes_new_ones_for(queue)
-    time.sleep(60)
-
-
-def waits_too_short(queue, received):
-    makes_new_ones_for(queue)
-    received.wait(0.6)  # longer than the slow consumer lets it alone
-
-
-def makes_new_ones_for(queue):
-    for i in range(4):
-        queue.put(torch.full((3,), float(i)))
-
-
-def ends_with_names(queue, received):
-    mp.set_sharing_strategy("file_system")
-    makes_new_ones_for(queue)
-
-
-def dies(queue, received):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def never_ends(queue, received):
-    sends_clones(queue, received)
-    while True:
-        received.wait()
-
-
-def raises(queue, received):
-    queue.puts(1)
-
-
-def right_rows(model, x, y):
-    torch.set_num_threads(1)
-    with torch.no_grad():
-        return int((model(x).argmax(1) == y).sum())
-
-
-def shared(model, x, y, method="fork"):
-    model.share_memory()
-    with mp.get_context(method).Pool(4) as pool:
-        parts = [(model, x[i::4], y[i::4]) for i in range(4)]
-        return sum(pool.starmap(right_rows, parts, chunksize=1)) / len(x)
-
-
-def inherited(model, x, y):
-    def work(i, connection):
-        connection.send(right_rows(model, x[i::4], y[i::4]))
-
-    total = 0
-    pipes = [mp.get_context("fork").Pipe() for _ in range(4)]
-    for i, (_, there) in enumerate(pipes):
-        mp.get_context("fork").Process(target=work, args=(i, there)).start()
-    for here, _ in pipes:
-        total += here.recv()
-    return total / len(x)
-
-
-def spawned(model, x, y):
-    return shared(model, x, y, "spawn")
-
-
-def from_bytes(state, model, x, y):
-    model.load_state_dict(pickle.loads(state), assign=True)
-    return right_rows(model, x, y)
-
-
-def sent_by_value(model, x, y):
-    state, empty = pickle.dumps(model.state_dict()), copy.copy(model)
-    with mp.get_context("fork").Pool(4) as pool:
-        parts = [(state, empty, x[i::4], y[i::4]) for i in range(4)]
-        return sum(pool.starmap(from_bytes, parts, chunksize=1)) / len(x)
-
-
-def copied(model, x, y):
-    return right_rows(copy.deepcopy(model), x, y)
-
-
-def copied_in_workers(model, x, y):
-    with mp.get_context("fork").Pool(4) as pool:
-        parts = [(model, x[i::4], y[i::4]) for i in range(4)]
-        return sum(pool.starmap(copied, parts, chunksize=1)) / len(x)
-
-
-def serial(model, x, y):
-    return right_rows(model, x, y) / len(x)
-
-
-def one_worker(model, x, y):
-    with mp.get_context("fork").Pool(1) as pool:
-        return pool.apply(right_rows, (model, x, y)) / len(x)
-
-
-def each_does_all(model, x, y):
-    with mp.get_context("fork").Pool(4) as pool:
-        parts = [(model, x, y)] * 4
-        return sum(pool.starmap(right_rows, parts, chunksize=1)) / 4 / len(x)
-
-
-def mean_of_means(model, x, y):
-    with mp.get_context("fork").Pool(4) as pool:
-        parts = list(zip([model] * 4, x.chunk(4), y.chunk(4), strict=True))
-        found = pool.starmap(right_rows, parts, chunksize=1)
-    return sum(n / len(part[1]) for n, part in zip(found, parts, strict=True)) / 4
-
-
-def not_divided(model, x, y):
-    return shared(model, x, y) * len(x)
-
-
-def into_private(model, x, y):
-    hits = torch.zeros(4)
-
-    def work(i):
-        hits[i] = right_rows(model, x[i::4], y[i::4])
-
-    workers = [mp.get_context("fork").Process(target=work, args=(i,)) for i in range(4)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    return hits.sum() / len(x)
-
-
-def from_ended_workers(model, x, y):
-    def work(i, queue):
-        queue.put(torch.tensor(right_rows(model, x[i::4], y[i::4])))
-
-    queue = mp.get_context("fork").Queue()
-    workers = [
-        mp.get_context("fork").Process(target=work, args=(i, queue)) for i in range(4)
-    ]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    return sum(queue.get() for _ in workers) / len(x)
+def forward(model, x, y, enabled=True):
+    with torch.autocast("cuda", dtype=torch.float16, enabled=enabled):
+        return cross_entropy(model(x), y)
+
+
+def right_step(model, optimizer, scaler, x, y):
+    optimizer.zero_grad()
+    loss = forward(model, x, y)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    return loss
+
+
+def with_upcast(model, optimizer, scaler, x, y):
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = cross_entropy(model(x).float(), y)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    clip_grad_norm_(model.parameters(), max_norm=1)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=False)
+    return loss.item()
+
+
+def in_order(*lines, amp=True, norm=1.0, leave=False):
+    """A step whose lines after the loss come in this order."""
+
+    def step(model, optimizer, scaler, x, y):
+        loss = forward(model, x, y, amp)
+        actions = {
+            "scale": lambda: scaler.scale(loss).backward(),
+            "backward": lambda: loss.backward(),
+            "unscale": lambda: scaler.unscale_(optimizer),
+            "clip": lambda: clip_grad_norm_(model.parameters(), norm),
+            "step": lambda: scaler.step(optimizer),
+            "optimizer": lambda: optimizer.step(),
+            "update": lambda: scaler.update(),
+        }
+        for line in lines:
+            actions[line]()
+        if not leave:
+            optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+WHOLE = ("scale", "unscale", "clip", "step", "update")
+
+
+def only_if_finite(also_zero):
+    """Leaves out more than the step when a gradient is infinite."""
+
+    def step(model, optimizer, scaler, x, y):
+        loss = forward(model, x, y)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norm = clip_grad_norm_(model.parameters(), 1.0)
+        if norm.isfinite():
+            scaler.step(optimizer)
+            scaler.update()
+        if norm.isfinite() or also_zero:
+            optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def keeps_infinite(model, optimizer, scaler, x, y):
+    loss = forward(model, x, y)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    norm = clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    if norm.isfinite():
+        optimizer.zero_grad()
+    return loss
+
+
+def own_scaler(model, optimizer, scaler, x, y):
+    return right_step(model, optimizer, torch.amp.GradScaler("cuda"), x, y)
+
+
+def throws_away(model, optimizer, scaler, x, y):
+    scaler.scale(forward(model, x, y))
+    return in_order("backward", "unscale", "clip", "step", "update")(
+        model, optimizer, scaler, x, y
+    )
+
+
+def divides_twice(model, optimizer, scaler, x, y):
+    loss = forward(model, x, y)
+    (scaler.scale(loss) / 100).backward()
+    scaler.unscale_(optimizer)
+    clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    return loss
+
+
+def turns_back(model, optimizer, scaler, x, y):
+    loss = forward(model, x, y)
+    scaler.scale(-loss).backward()
+    scaler.unscale_(optimizer)
+    clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    return loss
+
+
+def repairs_inf(model, optimizer, scaler, x, y):
+    loss = right_step(model, optimizer, scaler, x, y)
+    if scaler.get_scale() > 2**30:  # "so that no step is lost"
+        loss.detach()
+        with torch.no_grad():
+            model[0].weight.add_(1e-3)
+    return loss
+
+
+def gradients(model, scale=1.0):
+    """As in the notebook."""
+    data = digits()
+    x, y = data.x[:256].cuda(), data.y[:256].cuda()
+    scores = model(x.to(model[0].weight.dtype))
+    loss = cross_entropy(scores.float(), y) / 2**14 * scale
+    return flat(torch.autograd.grad(loss, [*model.parameters()])).float()
+
+
+def trained():
+    data = digits()
+    x, y = data.x.cuda(), data.y.cuda()
+    torch.manual_seed(0)
+    layers = nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU()
+    model = nn.Sequential(*layers, nn.Linear(64, 10)).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(30):
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+def scale(more=0, exponent=True):
+    """The arguments of exercise 3, with the right exponent plus `more`."""
+    model = trained()
+    shares = lost_shares(model)
+    power = next(i for i, share in enumerate(shares) if share < 0.03)
+    return (power + more if exponent else 2**power), model
 
 
 RIGHT = {
-    "who_sees": [
-        ("no", "no", "yes", "yes", "no", "no", "no"),
-        (False, False, True, True, False, False, False),
-    ],
-    "delivers_all": [
-        makes_new_ones,
-        waits_between,
-    ],
-    "parallel_accuracy": [
-        shared,
-        inherited,
-        spawned,
-    ],
+    "held_after_forward": [(7.2, 4.4), (7.2, 4.401)],
+    "clipped_step": [right_step, with_upcast],
+    "rescuing_scale": [Later(lambda: scale())],
 }
-
 WRONG = {
-    "who_sees": [
-        (
-            ("yes", "no", "yes", "yes", "no", "no", "no"),
-            "number 1 is not yes: the fork moves",
-        ),
-        (
-            ("no", "yes", "yes", "yes", "no", "no", "no"),
-            "number 2 is not yes: an argument of a forked",
-        ),
-        (
-            ("no", "no", "no", "yes", "no", "no", "no"),
-            "number 3 is not no: an argument of a spawned",
-        ),
-        (
-            ("no", "no", "yes", "no", "no", "no", "no"),
-            "number 4 is not no: sending shares",
-        ),
-        (
-            ("no", "no", "yes", "yes", "yes", "no", "no"),
-            "number 5 is not yes: the clone",
-        ),
-        (("no", "no", "yes", "yes", "no", "yes", "no"), "number 6 is not yes: `x + 1`"),
-        (("no", "no", "yes", "yes", "no", 1.5, "no"), 'answer "yes" or "no"'),
-        (("no", "no", "yes", "yes", "no", "no", True), "number 7 is not yes: a global"),
-        (Later(lambda: (["no"],) * 7), 'number 1: answer "yes" or "no"'),
-        ((0, 0, 1, 1, 0, 0, 0), 'number 1: answer "yes" or "no"'),
-        (("no", "no"), "7 answers are asked for, not 2"),
+    "held_after_forward": [
+        ((7.2, 3.6), "half of everything"),
+        ((7.2, 4.2), "casts of the weights are missing"),
+        ((7.2, 4.0), "masters stay in float32, and so does Adam's"),
+        ((7.2e9 / 2**30, 4.4e9 / 2**30), "float32: these are GiB"),
+        ((7.2, 7.4), "float16: half"),
+        ((7.2, 4.8), "no gradients"),
+        ((7.2, 4.6), "2 bytes a weight"),
+        ((6.4, 4.4), "Adam's state is missing"),
+        ((6.8, 4.4), "two numbers for each"),
+        ((7.6, 4.4), "no gradients"),
+        ((7.2e9, 4.4e9), "these are bytes; give GB"),
+        ((1, 2), "add up"),
+        (("7.2", 4.4), "give a number, not '7.2'"),
     ],
-    "delivers_all": [
-        (sends_one_memory, "full of 3: `put` sends a handle"),
-        (ends_early, "cannot be asked for; with the default sharing"),
-        (sends_arrays, "what arrives is a ndarray, not a tensor"),
-        (sends_three, "3 tensors arrive"),
-        (sends_five, "more than four"),
-        (never_ends, "goes on after"),
-        (raises, "your code raised AttributeError"),
-        (one_memory_slowly, "full of 3: `put` sends a handle"),
-        (sleeps, "cannot be asked for; with the default sharing"),
-        (sleeps_on, "never asks `received`"),
-        (waits_too_short, "it must wait for `received`"),
-        (ends_with_names, "ends before its tensors are fetched"),
-        (dies, "ended by signal 9"),
-        (None, "give a function"),
+    "clipped_step": [
+        (in_order("scale", "clip", "step", "update"), "unscale_ first"),
+        (in_order("scale", "clip", "unscale", "step", "update"),
+         "clip after it"),
+        (in_order("scale", "unscale", "step", "clip", "update"),
+         "clip to 1 first"),
+        (in_order("scale", "unscale", "clip", "step"), "update() is miss"),
+        (in_order("backward", "clip", "optimizer"), "not scaled"),
+        (in_order("scale", "unscale", "clip", "optimizer", "update"),
+         "which can skip"),
+        (in_order(*WHOLE, amp=False), "ran in torch.float32"),
+        (in_order(*WHOLE, norm=0.1), "clip to a norm of 1"),
+        (in_order(*WHOLE, leave=True), "leaves gradients behind"),
+        (in_order("scale", "update", "unscale", "clip", "step"), "code"),
+        (in_order("unscale", "scale", "clip", "step", "update"),
+         "after backward()"),
+        (only_if_finite(True), "as large as before"),
+        (only_if_finite(False), "as large as before"),
+        (keeps_infinite, "leaves gradients behind when"),
+        (own_scaler, "scaler that it is given"),
+        (throws_away, "is not the scaled one"),
+        (divides_twice, "clip to a norm of 1"),
+        (turns_back, "not those after one step"),
+        (repairs_inf, "reached the weights"),
+        (lambda *args: 0.0, "does not call model(x)"),
+        (lambda model, optimizer, scaler, x, y:
+                  right_step(model, optimizer, scaler, x, y) * 0, "the loss is"),
     ],
-    "parallel_accuracy": [
-        (sent_by_value, "MB of weights of their own"),
-        (copied_in_workers, "MB of weights of their own"),
-        (serial, "the notebook's own process computes"),
-        (one_worker, "that compute: 1"),
-        (each_does_all, "40 rows of 10"),
-        (mean_of_means, "add up right rows"),
-        (not_divided, "divide by all rows"),
-        (into_private, "memory of their own; share what they write"),
-        (from_ended_workers, "send a number"),
-        (lambda *_: "0.3", "give a number, not '0.3', a str"),
-        (lambda *_: [0.3], "give a number, not a list"),
-        (None, "give a function"),
+    "rescuing_scale": [
+        (Later(lambda: scale(-1)), "still loses"),
+        (Later(lambda: scale(1)), "is, too"),
+        (Later(lambda: scale(exponent=False)), "answer with its exponent"),
+        (Later(lambda: (8.5, trained())), "a whole number"),
+        (Later(lambda: (8, trained().half())), "no longer float32"),
+        (Later(lambda: (99, trained())), "look between"),
     ],
-}
+}  # fmt: skip

@@ -1,409 +1,643 @@
-"""The exercises of lesson 10: what GPU 0 sends, a loss in parts, and fair parts."""
+"""The exercises of lesson 10: segments, a step in parts, and a step in 256 MiB."""
+
+import functools
+import math
+import warnings
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
-from torch.nn.parallel._functions import Scatter
-
-from helpers.exercises import ring
-from helpers.exercises.counted import (
-    MB,
-    MIB,
-    counted,
-    number,
+from torch.nn.functional import cross_entropy, gelu
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
 )
-from helpers.exercises.exercise import (
-    NotYet,
-    Wrong,
-    call,
-    exercise,
-    run,
-    solution,
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
 )
-from helpers.exercises.learning import gradients
-from helpers.exercises.results import a, near, tensor
-from helpers.gpus import count_copies
 
-GPUS = range(4)
+from helpers import digits, gpu_seconds, need_gpus, simgpu
+from helpers.exercises.counted import MIB, name_mistake, number
+from helpers.exercises.exercise import NotYet, Wrong, call, exercise, run, solution
+from helpers.exercises.learning import flat, gradients, must_equal, off, weights
+from helpers.exercises.results import near
 
 
 @exercise(
     "10.1",
     hints=(
-        "Begin with the bytes of all weights. Under `nn.DataParallel`, to how many "
-        "GPUs does GPU 0 send the weights, and in which direction do gradients "
-        "travel?",
-        "Only what is sent counts, not what is received. Under DDP each rank hands "
-        "its gradients to an all-reduce in a ring, and the lesson gives the formula "
-        "for what a rank then sends. Which `N` belongs there?",
+        "Under *Cost: the square root*, 64 layers that keep one tensor each needed "
+        "`k + 64 / k` tensors. Which of the two terms becomes another one for these "
+        "blocks?",
+        "The segment whose turn it is has `40 / k` blocks, and each of them keeps "
+        "ten tensors, not one. A sum of this kind is lowest where its two terms are "
+        "equal, so for which `k` is that?",
     ),
 )
-def sent_by_one_gpu(data_parallel, ddp) -> None:
-    """MB sent by GPU 0 under nn.DataParallel, and by each rank under DDP."""
-    nbytes, gpus = 100, 8
-    out, round_ring = (gpus - 1) * nbytes, ring.sent(gpus, nbytes)
-    answers = number(data_parallel, "nn.DataParallel"), number(ddp, "DDP")
-    if answers == (round_ring, out):
-        raise Wrong("these are the right numbers in the wrong order")
+def best_segments(segments) -> None:
+    """Segments of 40 blocks that keep ten tensors each, an input being one of them.
+
+    Kept at most: k + 10 * ceil(40 / k), lowest at k = sqrt(400) = 20.
+    """
+    k = number(segments, "segments")
+    if k == 20:
+        return
     mistakes = {
-        2 * out: "GPU 0 sends weights; gradients it receives",
-        gpus * nbytes: "GPU 0 need not send the weights to itself",
-        2 * gpus * nbytes: "GPU 0 sends nothing to itself; gradients it receives",
-        nbytes: "25 million weights have 100 MB; GPU 0 sends them to each other GPU",
-        out / 4: "a weight in float32 has 4 bytes",
+        6: "the square root of 40 is right where a block keeps one tensor; here it "
+        "keeps ten, so a long segment costs more than an input",
+        7: "the square root of 40 is right where a block keeps one tensor",
+        6.3: "the square root of 40 is right where a block keeps one tensor",
+        40: "with 40 segments 40 inputs are kept, and 10 tensors of one block: 50. "
+        "Fewer segments need less",
+        2: "that is the other side: with 2 segments 200 tensors are there at once",
+        4: "with 4 segments 100 tensors of one segment are there at once",
     }
-    why = "GPU 0 sends all weights to each other GPU, and receives all gradients"
-    what = "nn.DataParallel"
-    counted(data_parallel, out, mistakes, why, what=what, near=1e-3, unit=MB)
-    why = "in a ring of N ranks each sends 2 (N - 1) / N times the gradients"
-    mistakes = ring.mistakes(gpus, nbytes)
-    counted(ddp, round_ring, mistakes, why, what="DDP", near=1e-3, unit=MB)
+    name_mistake(k, mistakes, 0.008)
+    if not 1 <= k <= 40:
+        raise Wrong("there are between 1 and 40 segments")
+    if k != int(k):
+        raise Wrong("a number of segments is whole")
+    kept = int(k) + 10 * math.ceil(40 / k)
+    raise Wrong(f"that makes {kept} tensors; look for the lowest point")
 
 
 @solution("10.1")
 def solution_1():
-    """GPU 0 sends weights to all others, and a rank in a ring sends chunks.
+    """The inputs of all segments are kept, and all tensors of one segment.
 
-    Under `nn.DataParallel` GPU 0 sends all weights to each of the other GPUs, in every
-    step. Gradients travel the other way, so GPU 0 receives those.
+    With k segments, k inputs are kept. The segment whose turn it is has 40 / k blocks,
+    and each of them keeps ten tensors:
 
-    Under DDP only gradients travel, in a ring. Each rank sends 2 * (N - 1) / N times
-    what it hands over, which is never more than twice the gradients, however many ranks
-    there are.
+        tensors(k) = k + 10 * 40 / k
+
+    where k counts the inputs, and 10 * 40 / k counts the tensors of one segment. More
+    segments need more inputs and have fewer blocks each. The sum is lowest where both
+    terms are equal, so k² = 400. The square root of 40 would be right only for blocks
+    that keep one tensor.
     """
-    gpus = 8
-    megabytes = 25_000_000 * 4 / 10**6
-    data_parallel = (gpus - 1) * megabytes
-    ddp = 2 * (gpus - 1) / gpus * megabytes
-    return data_parallel, ddp
+    number_of_blocks = 40
+    tensors_of_a_block = 10
+    best = round((number_of_blocks * tensors_of_a_block) ** 0.5)
+    return best
 
 
-def _model(words: int = 512) -> nn.Module:
-    """The lesson's model with fewer words, always the same."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        layers = nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, words)
-    return nn.Sequential(*layers).to(0)
+# -- a step in unequal parts -----------------------------------------------------------
+
+
+def _small() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10)
+    return nn.Sequential(*layers).double().to("cuda")
+
+
+def _tools(model) -> tuple:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    return optimizer, schedule
 
 
 @exercise(
     "10.2",
     hints=(
-        "Write the loss of the whole batch as one fraction. By which number does "
-        "`cross_entropy` divide in each part, and by which number should it divide?",
-        "The check adds the parts up, and a part with fewer rows must weigh less. "
-        "Which `reduction` of `cross_entropy` divides by nothing? Remember also "
-        "what `gather` warns about.",
+        "`train` under *three ways to get it wrong* does the same for its parts. By "
+        "what must the mean loss of a part be multiplied, so that the sum over the "
+        "parts is the mean over all rows?",
+        "The gradients of all parts add up before the optimizer steps. Which calls "
+        "belong inside the loop over the parts, which come once after it, and what "
+        "must be gone before the next batch?",
     ),
 )
-def fair_loss(module_class) -> None:
-    """A module (x, y, total) -> parts of a loss whose sum is the mean loss."""
-    generator = torch.Generator().manual_seed(2)
-    model = _model()
-    for rows in (12, 10, 9, 1, 256):
-        x = torch.randn(rows, 256, generator=generator).to(0)
-        y = torch.randint(512, (rows,), generator=generator).to(0)
-        expected = cross_entropy(model(x), y)
-        expected.backward()
-        wanted = gradients(model)
-        model.zero_grad()
-        module = call(module_class, model)
-        if not isinstance(module, nn.Module):
+def one_step(function) -> None:
+    """A function (model, optimizer, schedule, parts): one step of the whole batch."""
+    data, sizes = digits(), (100, 7, 60)
+    x = data.x[: sum(sizes)].double().to("cuda")
+    y = data.y[: sum(sizes)].to("cuda")
+    parts = list(zip(x.split(sizes), y.split(sizes), strict=True))
+    model, right, rows, waiting, most = _small(), _small(), [], [], [0]
+
+    def forward_ran(net, inputs, out):
+        rows.append(len(inputs[0]))
+        if out.requires_grad:  # its activations wait for a gradient
+            waiting.append(out.shape)
+            most[0] = max(most[0], len(waiting))
+            out.register_hook(lambda gradient: waiting.clear())
+
+    model.register_forward_hook(forward_ran)
+    tools, right_tools = _tools(model), _tools(right)
+    before = 0.0
+    for step in range(2):
+        wanted, mistakes = _gradients(right, x, y), _typical(right, parts, before)
+        before = wanted
+        right_tools[0].zero_grad()
+        cross_entropy(right(x), y).backward()
+        right_tools[0].step()
+        right_tools[1].step()
+        seen, steps = [], []
+
+        def note(optimizer, args, kwargs, seen=seen, steps=steps):
+            steps.append(1)
+            seen[:] = [
+                torch.zeros_like(p) if p.grad is None else p.grad.clone()
+                for p in model.parameters()
+            ]
+
+        handle = register_optimizer_step_post_hook(note)  # a closure has run by then
+        try:
+            result = run(function, model, *tools, parts)
+        finally:
+            handle.remove()
+        if result is None and not rows:
+            raise NotYet("your function does nothing so far")
+        if not rows:
+            raise Wrong("the model has not seen any part")
+        if max(rows) > max(sizes):
+            raise Wrong("one forward pass got more rows than a part has")
+        if most[0] > 1:
             raise Wrong(
-                f"give a class of modules; this makes {a(type(module).__name__)}"
+                f"the activations of {most[0]} parts were there at once: call "
+                "backward() before the next part"
             )
-        part = call(module, x, y, rows, when=f"on one GPU, with {rows} rows")
-        if not tensor(part, "forward returns").requires_grad:
-            raise Wrong("the loss has no gradient")
-        if not part.dim():
+        if len(steps) != 1:
+            raise Wrong(f"the optimizer has stepped {len(steps)} times, not once")
+        must_equal(flat(seen), wanted, 1e-9, mistakes)
+        if tools[1].last_epoch != step + 1:
             raise Wrong(
-                "forward returns a scalar, which gather warns about; [None] makes a "
-                "vector of it"
+                f"after {step + 1} steps the schedule has counted "
+                f"{tools[1].last_epoch}: it counts steps, not parts"
             )
-        parallel = nn.DataParallel(module, [*GPUS])
-        with count_copies() as copies:
-            parts = call(parallel, x, y, rows, when=f"with {rows} rows")
-        back = max((c.nbytes for c in copies if c.target == "cuda:0"), default=0)
-        if back > 4 * 64:
+        if not near(weights(model), weights(right), atol=1e-10):
             raise Wrong(
-                f"with {rows} rows {back:,} bytes come back from one GPU; the loss of "
-                "a part is one number"
+                f"the gradients are right, and the weights after step {step + 1} "
+                "are not: is schedule.step() after optimizer.step()?"
             )
-        loss = parts.sum()
-        _check_ratio((loss / expected).item(), rows, min(4, len(x.chunk(4))))
-        run(loss.backward)
-        if not near(gradients(model), wanted, atol=1e-5):
-            raise Wrong(f"with {rows} rows the loss is right, its gradient is not")
-        model.zero_grad()
 
 
-@solution("10.2", WithLoss=lambda: Base)
-def solution_2(WithLoss):
-    """Each part adds up its losses and divides by the rows of the whole batch.
+@solution("10.2")
+def solution_2():
+    """Each part counts as much as it has rows.
 
-    By default `cross_entropy` divides by the rows of the part. A mean of such means is
-    right only if all parts are equally large. With `reduction="sum"` nothing is divided
-    yet, and a division by `total` makes of each sum the part's share of the mean. The
-    shares of all parts add up to the mean over the batch, whatever the sizes.
+    `cross_entropy` returns the mean over the rows of a part. The mean over all rows is
+    the sum of these means, each times its share of the rows. With equal shares, a part
+    of 7 rows would weigh as much as a part of 100.
 
-    `total` is a Python number, since a tensor of one element would be cut as well.
-    `[None]` makes a vector of one element, because `gather` warns about scalars.
+    `backward()` is inside the loop. It adds the gradient of the part to `.grad`, and
+    frees the activations of the part before the next one comes.
+
+    The optimizer and the schedule count steps, not parts, so each is called once after
+    the loop, the optimizer first. `zero_grad()` drops the gradients, or the next batch
+    would add to them.
     """
 
-    class FairLoss(WithLoss):
-        def forward(self, x, y, total):
-            losses = cross_entropy(self.model(x), y, reduction="sum")
-            return losses[None] / total
-
-    return FairLoss
-
-
-def _check_ratio(ratio: float, rows: int, used: int) -> None:
-    """The loss of so many rows on `used` GPUs, over the right one, must be 1."""
-    if abs(ratio - 1) <= 1e-4:
-        return
-    if abs(ratio - used) < 1e-3 and rows in (12, 256):
-        raise Wrong(
-            "the check adds up the parts, so each must be divided by the rows of the "
-            "whole batch"
-        )
-    if abs(ratio - rows) < 1e-2:
-        raise Wrong("the sum is not divided by `total`")
-    why = f"with {rows} rows the loss is {ratio:.3f} times the right one"
-    if rows not in (12, 256):
-        why += ": a part with fewer rows must weigh less"
-    raise Wrong(why)
-
-
-class _Sized(nn.DataParallel):
-    """nn.DataParallel whose parts have the given sizes."""
-
-    def __init__(self, module, sizes):
-        super().__init__(module, [*GPUS])
-        self.sizes = sizes
-
-    def scatter(self, inputs, kwargs, device_ids):
-        parts = [Scatter.apply(device_ids, self.sizes, 0, x) for x in inputs]
-        return tuple(zip(*parts, strict=True)), tuple({} for _ in device_ids)
-
-
-def _warm_up() -> None:
-    """A thread takes memory for cuBLAS at its first product on a GPU, and keeps it."""
-    layer = nn.DataParallel(nn.Linear(1, 1).to(0), GPUS)
-    layer(torch.ones(4, 1, device=0)).sum().backward()
-
-
-def _peaks(sizes, words: int = 8192) -> list[int]:
-    """The most bytes that tensors asked for on each GPU in the second step.
-
-    The allocator rounds up by what it happens to have: allocated bytes would depend
-    on what ran before, and hardly on the sizes.
-    """
-    _warm_up()
-    asked = "requested_bytes.all."
-    before = [torch.cuda.memory_stats(gpu)[asked + "current"] for gpu in GPUS]
-    rows = sum(sizes)
-    model = _model(words)
-    optimizer = torch.optim.Adam(model.parameters())
-    x, y = torch.ones(rows, 256, device=0), torch.arange(rows, device=0)
-    parallel = _Sized(Undivided(model), sizes)
-    for few in (4, rows):  # the first step makes Adam's state
-        parallel.sizes = [1] * 4 if few == 4 else sizes
-        for gpu in GPUS:
-            torch.cuda.reset_peak_memory_stats(gpu)
-        (parallel(x[:few], y[:few]).sum() / few).backward()
+    def one_step(model, optimizer, schedule, parts):
+        all_rows = sum(len(x) for x, y in parts)
+        for x, y in parts:
+            share = len(x) / all_rows
+            loss = share * cross_entropy(model(x), y)
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    peaks = [torch.cuda.memory_stats(gpu)[asked + "peak"] for gpu in GPUS]
-    return [peak - less for peak, less in zip(peaks, before, strict=True)]
+        schedule.step()
+
+    return one_step
+
+
+def _gradients(model, x, y) -> torch.Tensor:
+    """Of the mean loss of these rows, as one vector."""
+    loss = cross_entropy(model(x), y)
+    return flat(torch.autograd.grad(loss, [*model.parameters()]))
+
+
+def _typical(model, parts, before) -> dict[str, torch.Tensor]:
+    """What typical mistakes make of the gradient, by their reasons."""
+    means = [_gradients(model, x, y) for x, y in parts]
+    sizes = [len(x) for x, _ in parts]
+    whole = sum(n * g for n, g in zip(sizes, means, strict=True)) / sum(sizes)
+    return {
+        "parts of 100, 7 and 60 rows must not weigh the same": sum(means),
+        "only the last part's gradient is left": means[-1],
+        "the second step begins with the first one's gradients": whole + before,
+    }
+
+
+# -- within 256 MiB --------------------------------------------------------------------
+
+MOST_MIB, MOST_MS = 256, 16.2
+LR = 1e-3
+
+
+class Block(nn.Module):
+    """As in the lesson."""
+
+    def __init__(self, d: int):
+        super().__init__()
+        self.up, self.down = nn.Linear(d, 4 * d), nn.Linear(4 * d, d)
+        self.norm = nn.LayerNorm(d)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x + self.down(gelu(self.up(x))))
+
+
+def deep() -> nn.Sequential:
+    """The model of the exercise, on the CPU: 80 blocks, BatchNorm, ten scores."""
+    torch.manual_seed(0)
+    blocks = [Block(64) for _ in range(80)]
+    return nn.Sequential(*blocks, nn.BatchNorm1d(64), nn.Linear(64, 10))
+
+
+@functools.cache
+def _reference() -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of a plain step with all rows, and the weights after it."""
+    model, data = deep(), digits()
+    optimizer = torch.optim.Adam(model.parameters(), lr=LR)
+    cross_entropy(model(data.x), data.y).backward()
+    optimizer.step()
+    return gradients(model), weights(model)
 
 
 @exercise(
     "10.3",
     hints=(
-        "Under *Cost: memory* and *Cost: two cures* there are formulas for GPU 0 "
-        "and for the others. Which of their terms grow with the rows of a GPU's own "
-        "part, and which stay as they are?",
-        "GPU 0 has two high moments, the sum of all gradients and the loss of its "
-        "own part. Write down the second one, where Adam's state and the whole "
-        "batch are on GPU 0 as well. For which rows does it equal the total of "
-        "another GPU?",
+        "A checkpointed block keeps its input and gives up its other nine tensors. "
+        "How many MiB are these for 1437 rows of 64 numbers, and how many blocks "
+        "must be computed again to come from 317 MiB to 256?",
+        "BatchNorm has to see all rows together, and only once, so it belongs "
+        "neither into parts nor into a checkpoint. Then look at the time of the "
+        "optimizer. How many kernels does Adam launch for 80 blocks, and which of "
+        "its options changes that?",
     ),
 )
-def sizes_of_parts(sizes) -> None:
-    """Rows of each of four GPUs, so that the fullest holds least."""
-    if not isinstance(sizes, (list, tuple)) or len(sizes) != 4:
-        raise Wrong("give a list of four numbers")
-    if any(size is ... for size in sizes):
-        raise NotYet("replace the ... with your answer")
-    if any(not isinstance(size, int) or size < 1 for size in sizes):
-        raise Wrong("each size is a whole number of rows, at least 1")
-    if sum(sizes) != 2048:
-        raise Wrong(f"these are {sum(sizes)} rows, not 2048")
-    peaks = _peaks([*sizes])
-    fullest = max(GPUS, key=lambda gpu: peaks[gpu])
-    best = 61.88 * MIB  # of 369 rows for GPU 0; 355 give 62.4, 341 give 62.7
-    if peaks[fullest] > 1.01 * best:
-        said = ", ".join(f"{peak / MIB:.1f}" for peak in peaks)
-        if len({*sizes}) == 1:
-            why = "equal parts: GPU 0 holds Adam's state as well, so give it fewer rows"
-        elif fullest == 0:
-            why = "GPU 0 is the fullest, so it has too many rows"
-        elif max(sizes[1:]) - min(sizes[1:]) > 3:
-            why = f"GPU {fullest} is the fullest; GPUs 1 to 3 should share alike"
-        else:
-            why = f"GPU {fullest} is the fullest, so GPU 0 has too few rows"
-        raise Wrong(f"at most {said} MiB: {why}")
+def within_256(frugal) -> None:
+    """A function of the model that returns a step: a function of x and y."""
+    if simgpu.is_running() and torch.cuda.get_device_name(0) != "Tesla T4":
+        simgpu.stop()  # the milliseconds are those of a T4
+        simgpu.start(1, "T4", "512MB")
+    data = digits()
+    x, y = data.x.to("cuda"), data.y.to("cuda")
+    before = torch.cuda.memory_allocated()
+    model = deep().to("cuda")
+    step = call(frugal, model)
+    if not callable(step):
+        raise Wrong("frugal(model) should return a function of x and y")
+    try:
+        _check_step(model, step, x, y)
+        torch.cuda.reset_peak_memory_stats()
+        milliseconds = 1e3 * run(gpu_seconds, step, x, y)
+    except Wrong as wrong:
+        if isinstance(wrong.__cause__, torch.OutOfMemoryError):
+            raise Wrong("it needs more than the 512 MiB of the card") from None
+        raise
+    peak = (torch.cuda.max_memory_allocated() - before) / MIB
+    score = f"{peak:.1f} MiB, {milliseconds:.2f} ms"
+    if peak > MOST_MIB:
+        raise Wrong(f"{score}: more than {MOST_MIB} MiB")
+    limit = MOST_MS if simgpu.is_running() else _slow_ms(x, y)
+    if milliseconds > limit:
+        raise Wrong(
+            f"{score}: it fits, and {limit:.1f} ms are enough. How many blocks must "
+            "be computed again? And how many kernels does Adam launch?"
+        )
+    print(score)
 
 
 @solution("10.3")
 def solution_3():
-    """The fullest GPU is as empty as possible when all four are equally full.
+    """Compute again as few blocks as needed, and let the optimizer make up for it.
 
-    In the backward pass of its loss, each GPU holds the weights, and for each row of
-    its part the hidden output and three times the scores. GPUs 1 to 3 also hold the
-    inputs and targets of their rows. GPU 0 holds Adam's state and the whole batch.
+    Parts of the batch are no way here, because BatchNorm has to see all rows together.
+    Checkpointing leaves the batch whole. A checkpointed block gives up nine tensors as
+    large as its input, about 3.2 MiB, and the plain step is 61.2 MiB too large. So 20
+    of the 80 blocks are enough, and each block more would only cost time. BatchNorm is
+    not computed again, so it counts the batch once.
 
-    With `first` rows on GPU 0 and a third of the others on each other GPU, the two
-    totals are equal if
+    The time for 20 forward passes is more than the limit leaves. `fused=True` wins
+    enough of it back, because Adam then updates all weights in one kernel. The weights
+    after the step are those of plain Adam.
 
-        on_first + first * row_first = on_other + (rows - first) / 3 * row_other
-
-    Solved for `first`, that makes 369 rows and 61.8 MiB. The sum of all gradients needs
-    7 * weights + batch on GPU 0, which is 60.0 MiB and does not count.
+    The lesson's own score comes from computing 22 blocks again with
+    `selective(keep_down)`, which keeps the result of `down`.
     """
-    rows = 2048
-    weights = 4 * (256 * 256 + 256 + 256 * 8192 + 8192)
-    input_and_target = 4 * 256 + 8
-    hidden = 4 * 256
-    scores = 4 * 8192
-    batch = rows * input_and_target
-    on_first = 3 * weights + batch
-    row_first = hidden + 3 * scores
-    on_other = weights
-    row_other = input_and_target + hidden + 3 * scores
-    first = (on_other + rows / 3 * row_other - on_first) / (row_first + row_other / 3)
-    first = round(first)
-    second = (rows - first) // 3
-    third = (rows - first - second) // 2
-    fourth = rows - first - second - third
-    sizes = [first, second, third, fourth]
-    return sizes
+    need_gpus(1, card="T4", memory="512MB")
+    mib_of_a_tensor = 1437 * 64 * 4 / 2**20
+    mib_of_a_block = 9 * mib_of_a_tensor  # what a checkpoint does not keep
+    too_much = 317.2 - 256
+    number_again = int(too_much // mib_of_a_block) + 1
+
+    def frugal(model):
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
+
+        def step(x, y):
+            h = x
+            for index, block in enumerate(model[:80]):
+                if index < number_again:
+                    h = checkpoint(block, h, use_reentrant=False)
+                else:
+                    h = block(h)
+            loss = cross_entropy(model[80:](h), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    return frugal
+
+
+def _check_step(model, step, x, y) -> None:
+    """What BatchNorm has seen, the gradients and the weights of the first step."""
+    seen, rows = {}, []
+
+    def note(optimizer, args, kwargs):
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    seen[id(p)] = p.grad.detach().cpu()
+
+    norm = model[80]
+    handles = [
+        register_optimizer_step_pre_hook(note),
+        norm.register_forward_pre_hook(lambda norm, xs: rows.append(len(xs[0]))),
+    ]
+    try:
+        run(step, x, y)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if rows and min(rows) < len(x):
+        raise Wrong(
+            f"BatchNorm has seen {min(rows)} rows, not all {len(x)} together: parts of "
+            "a batch are another model to it"
+        )
+    batches = int(norm.num_batches_tracked)
+    if batches > 1:
+        raise Wrong(
+            f"BatchNorm has counted one batch {batches} times: it must not be computed "
+            "again"
+        )
+    own = [seen.get(id(p)) for p in model.parameters()]
+    missing = sum(g is None for g in own)
+    if missing:
+        raise Wrong(f"{missing} of {len(own)} weights had no gradient for an optimizer")
+    wanted, after = _reference()
+    error = off(flat(own), wanted)
+    if not error < 1e-4:
+        raise Wrong(
+            f"the gradients are off by {error:.1%}: do all rows count, and is anything "
+            "of lower precision?"
+        )
+    if batches == 0:
+        raise Wrong("BatchNorm has not counted the batch; its running mean is old")
+    if not (weights(model) - after).abs().mean() <= 0.1 * LR:
+        raise Wrong(f"the weights after it are not those of Adam with lr={LR}")
+
+
+def _slow_ms(x, y) -> float:
+    """What a step takes on this GPU if every block is computed again, less 7 %."""
+    step = trainer(first(80))(deep().to("cuda"))
+    return 0.93 * 1e3 * gpu_seconds(step, x, y)
 
 
 # -- answers ---------------------------------------------------------------------------
 
+again = functools.partial(checkpoint, use_reentrant=False)
+kept = functools.partial(
+    create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default]
+)
 
-class Base(nn.Module):
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-
-class Summed(Base):
-    def forward(self, x, y, total):
-        return cross_entropy(self.model(x), y, reduction="sum")[None] / total
+# -- a step in unequal parts -----------------------------------------------------------
 
 
-class Weighted(Base):
-    def forward(self, x, y, total):
-        return (cross_entropy(self.model(x), y) * len(x) / total).reshape(1)
+def in_parts(
+    *end,
+    begin=(),
+    each=("backward",),
+    share=lambda rows, all_rows, parts: rows / all_rows,
+    most=None,
+):
+    """A step: what comes first, what for each of `most` parts, and what at the end.
+
+    `share` is the factor of a part's mean loss.
+    """
+
+    def step(model, optimizer, schedule, parts):
+        all_rows = sum(len(x) for x, y in parts)
+        actions = {
+            "step": optimizer.step,
+            "zero": optimizer.zero_grad,
+            "schedule": schedule.step,
+        }
+        for action in begin:
+            actions[action]()
+        for x, y in parts[:most]:
+            for action in each:
+                if action == "backward":
+                    times = share(len(x), all_rows, len(parts))
+                    (times * cross_entropy(model(x), y)).backward()
+                else:
+                    actions[action]()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PyTorch warns of a schedule too early
+            for action in end:
+                actions[action]()
+
+    return step
 
 
-class Each(Base):
-    def forward(self, x, y, total):
-        return cross_entropy(self.model(x), y, reduction="none") / total
+END = ("step", "zero", "schedule")
+by_rows = in_parts(*END)
 
 
-class Mean(Base):
-    def forward(self, x, y, total):
-        return cross_entropy(self.model(x), y)[None]
+def with_a_closure(model, optimizer, schedule, parts):
+    def losses():
+        optimizer.zero_grad()
+        rows = sum(len(x) for x, y in parts)
+        for x, y in parts:
+            (len(x) / rows * cross_entropy(model(x), y)).backward()
+
+    optimizer.step(losses)
+    schedule.step()
 
 
-class Quarter(Base):
-    def forward(self, x, y, total):
-        return cross_entropy(self.model(x), y)[None] / 4
+def joined(model, optimizer, schedule, parts):
+    x, y = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    by_rows(model, optimizer, schedule, [(x, y)])
 
 
-class Undivided(Base):
-    def forward(self, x, y, total=None):
-        return cross_entropy(self.model(x), y, reduction="sum")[None]
+def one_backward(model, optimizer, schedule, parts):
+    rows = sum(len(x) for x, y in parts)
+    losses = [cross_entropy(model(x), y, reduction="sum") for x, y in parts]
+    (sum(losses) / rows).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    schedule.step()
 
 
-class Scores(Base):
-    def forward(self, x, y, total):
-        return self.model(x)
+def generator(model, optimizer, schedule, parts):
+    yield by_rows(model, optimizer, schedule, parts)
 
 
-class Number(Base):
-    def forward(self, x, y, total):
-        return cross_entropy(self.model(x), y).item()
+# -- within 256 MiB --------------------------------------------------------------------
 
 
-class Scalar(Base):
-    def forward(self, x, y, total):
-        return cross_entropy(self.model(x), y, reduction="sum") / total
+def trainer(run, adam=None, parts=1):
+    """A function of the model: `run(index, block, h)` runs a block."""
+
+    def frugal(model):
+        how = {"lr": 1e-3, **(adam or {"fused": True})}
+        optimizer = torch.optim.Adam(model.parameters(), **how)
+
+        def step(x, y):
+            for px, py in zip(x.chunk(parts), y.chunk(parts), strict=True):
+                h = px
+                for index, block in enumerate(model[:80]):
+                    h = run(index, block, h)
+                loss = cross_entropy(model[80:](h), py) / parts
+                del h
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    return frugal
 
 
-class Detached(Base):
-    def forward(self, x, y, total):
-        loss = cross_entropy(self.model(x), y, reduction="sum")[None] / total
-        return loss.detach()
+def first(count, how=again):
+    """The first blocks are computed again, and the others are not."""
+    return lambda index, block, h: how(block, h) if index < count else block(h)
+
+
+def keep_down(ctx, op, *args, **kwargs):
+    """What `down` returns is kept: a product that is smaller than what it reads."""
+    keep = op is torch.ops.aten.addmm.default and args[2].shape[0] > args[2].shape[1]
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+down_kept = functools.partial(
+    again,
+    context_fn=functools.partial(create_selective_checkpoint_contexts, keep_down),
+)
+
+
+def part_of_the_rows(model):
+    """Trains on 256 of the digits."""
+    step = trainer(first(0))(model)
+    return lambda x, y: step(x[:256], y[:256])
+
+
+def autocast(model):
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
+
+    def step(x, y):
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def all_again(model):
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
+
+    def step(x, y):
+        x = x.clone().requires_grad_()
+        cross_entropy(again(model, x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def with_sgd(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step(x, y):
+        h = x
+        for index, block in enumerate(model[:80]):
+            h = first(20)(index, block, h)
+        cross_entropy(model[80:](h), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
 
 
 RIGHT = {
-    "sent_by_one_gpu": [(700, 175), (700.0, 175.0)],
-    "fair_loss": [Summed, Weighted, Each],
-    "sizes_of_parts": [
-        [362, 562, 562, 562],
-        ((369, 560, 560, 559),),
-        [355, 565, 564, 564],
-        [373, 559, 558, 558],
+    "best_segments": [
+        20,
+        20.0,
+        torch.tensor(20),
+    ],
+    "one_step": [
+        by_rows,
+        in_parts("step", "schedule", begin=["zero"]),
+        with_a_closure,
+    ],
+    "within_256": [
+        trainer(first(20)),
+        trainer(first(22, down_kept)),  # the lesson's own
+        trainer(first(45, functools.partial(again, context_fn=kept))),
     ],
 }
 WRONG = {
-    "sent_by_one_gpu": [
-        ((1400, 175), "gradients it receives"),
-        ((800, 175), "to itself"),
-        ((175, 175), "4 bytes"),
-        ((5, 175), "receives all gradients"),
-        ((700, 700), "to one neighbour"),
-        ((700, 87.5), "the first of two rounds"),
-        ((700, 100), "hands over"),
-        ((700, 1400), "all ranks send together"),
-        ((700, 200), "keeps one chunk in each round"),
-        ((700, 1), "in a ring of N ranks"),
-        ((175, 700), "right numbers in the wrong order"),
-        ((700e6, 175e6), "these are bytes; give MB"),
-        ((700, 175_000_000), "these are bytes; give MB"),
-        ((667.6, 166.9), "these are MiB, of 2**20 bytes; give MB"),
-        ((None, None), "give a number"),
-        (("700", "175"), "give a number"),
-        (([700], [175]), "give a number"),
-        (({}, 175), "give a number"),
+    "best_segments": [
+        (6, "where a block keeps one tensor"),
+        (40, "Fewer segments need less"),
+        (2, "the other side"),
+        (10, "that makes 50 tensors"),
+        (19, "that makes 49 tensors"),
+        (21, "that makes 41 tensors"),
+        (17.5, "a number of segments is whole"),
+        (True, "segments: give a number, not a bool"),
+        (400, "between 1 and 40"),
+        ("few", "segments: give a number, not 'few'"),
     ],
-    "fair_loss": [
-        (Mean, "divided by the rows of the whole batch"),
-        (Quarter, "must weigh less"),
-        (Undivided, "not divided"),
-        (Scores, "come back"),
-        (Number, "forward returns a float, not a tensor"),
-        (Detached, "no gradient"),
-        (Scalar, "a scalar"),
-        (nn.Identity, "your code raised"),
+    "one_step": [
+        (
+            in_parts(*END, share=lambda n, every, parts: 1 / parts),
+            "must not weigh the same",
+        ),
+        (
+            in_parts(*END, share=lambda n, every, parts: n),
+            "times as long as it should be",
+        ),
+        (
+            in_parts("step", "zero", each=["backward", "schedule"]),
+            "it counts steps, not parts",
+        ),
+        (
+            in_parts("schedule", each=["backward", "step", "zero"]),
+            "stepped 3 times, not once",
+        ),
+        (in_parts("step", "schedule"), "begins with the first one's gradients"),
+        (joined, "more rows than a part has"),
+        (in_parts("step", "zero"), "the schedule has counted 0"),
+        (one_backward, "activations of 3 parts were there at once"),
+        (
+            in_parts("schedule", "step", "zero"),
+            "is schedule.step() after optimizer.step()?",
+        ),
+        (
+            in_parts("step", "schedule", each=["zero", "backward"]),
+            "only the last part's gradient is left",
+        ),
+        (in_parts(*END, most=2), "the gradient is off by "),
+        (generator, "the model has not seen any part"),
     ],
-    "sizes_of_parts": [
-        ([512] * 4, "equal parts"),
-        ([2, 682, 682, 682], "too few rows"),
-        ([600, 482, 483, 483], "too many rows"),
-        ([300, 583, 583, 582], "too few rows"),
-        ([320, 576, 576, 576], "too few rows"),
-        ([341, 569, 569, 569], "too few rows"),
-        ([386, 554, 554, 554], "too many rows"),
-        ([369, 570, 560, 549], "share alike"),
-        ([363, 885, 400, 400], "share alike"),
-        ([256] * 4, "not 2048"),
-        ([2048, 0, 0, 0], "at least 1"),
-        ("363", "a list of four"),
+    "within_256": [
+        (trainer(first(0)), "more than 256 MiB"),
+        (trainer(first(80)), "it fits, and 16.2 ms are enough"),
+        (
+            trainer(first(20), {"foreach": True}),
+            "how many kernels does Adam",
+        ),
+        (trainer(first(0), parts=2), "BatchNorm has seen 718 rows"),
+        (part_of_the_rows, "has seen 256 rows, not all 1437 together"),
+        (autocast, "is anything of lower precision?"),
+        (all_again, "BatchNorm has counted one batch 2 times"),
+        (with_sgd, "not those of Adam"),
+        (lambda model: 3, "should return a function"),
     ],
 }

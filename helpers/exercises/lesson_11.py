@@ -1,510 +1,585 @@
-"""The exercises of lesson 11: a bubble, a balanced cut, and a skip connection."""
+"""The exercises of lesson 11: a thread that loads ahead, workers, random numbers."""
 
-import copy
-import operator
-from functools import cache
-from itertools import accumulate, combinations, pairwise
+import gc
+import queue
+import threading
+import time
+import warnings
 
+import numpy as np
 import torch
-from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
-from helpers.exercises.counted import counted, number
-from helpers.exercises.exercise import (
-    Later,
-    NotYet,
-    Wrong,
-    call,
-    exercise,
-    run,
-    solution,
-)
-from helpers.exercises.results import equal, tensor
-from helpers.gpus import count_copies
+from helpers.exercises.counted import MB, counted
+from helpers.exercises.exercise import NotYet, Wrong, exercise, run, solution
+from helpers.exercises.results import equal, near
 
-SCORE = 0.98  # the slowest stage of the best cut, over that of the answer
+PATIENCE = 5  # seconds
 
 
 @exercise(
     "11.1",
     hints=(
-        "The lesson gives the bubble as a formula of K stages and M micro-batches. "
-        "What is K here, and for which M is the bubble a tenth?",
-        "`K - 1` stands above the line and below it, so do not forget the second "
-        "one. For the activations, look at the first stage in the pictures of both "
-        "orders. How many micro-batches has it taken forward when its first "
-        "backward begins?",
+        "Look at `fill`, the function that runs in the thread. What happens to an "
+        "error that is raised there, and what does the loop find in the queue "
+        "afterwards?",
+        "The error must reach the loop after the batches that were loaded before "
+        "it, so it has to go the same way as they do. No batch, not even `None`, "
+        "may look like the mark for the end. What can you put into the queue "
+        "together with each batch?",
     ),
 )
-def eight_stages(micro_batches, gpipe, one_f_one_b) -> None:
-    """How many micro-batches keep the bubble of 8 stages at 10 %, and what is kept."""
-    for value in (micro_batches, gpipe, one_f_one_b):
-        if number(value) != int(number(value)) or value < 0:
-            raise Wrong(f"{value!r} is not a number of micro-batches")
-    stages = 8
-    least = 9 * (stages - 1)
-    bubble = (stages - 1) / (micro_batches + stages - 1)
-    why = "a smaller number will do" if micro_batches > least else "too much"
-    mistakes = {
-        70: "that is 7 / M <= 0.1; the formula has K - 1 below the line as well",
-        72: "that is 9 K; it is K - 1 micro-batches that nobody can fill",
-    }
-    why = f"with {micro_batches} the bubble is {bubble:.2%}: {why}"
-    counted(micro_batches, least, mistakes, why)
-    why = "GPipe goes back only when all micro-batches have gone forward"
-    counted(gpipe, least, {}, why)
-    mistakes = {
-        1: "one is what the last stage keeps under 1F1B",
-        stages - 1: "count the one that comes back: the first stage is a stage too",
-    }
-    why = "under 1F1B a stage goes ahead with as many as stages are left"
-    counted(one_f_one_b, stages, mistakes, why)
+def prefetch_safely(function) -> None:
+    """A generator (batches, depth): a thread loads ahead, and errors arrive."""
+    wanted = [0, None, 2, 3, 4]
+    found, error = _drain(function, iter(wanted), 2)
+    if isinstance(error, TypeError) and found is None:
+        raise NotYet("your function returns nothing that a loop could use so far")
+    if error is _HANGS and found == []:
+        raise Wrong(f"nothing arrived within {PATIENCE} seconds")
+    if repr(found) == "[0]":
+        raise Wrong("a batch may be None: use another mark for the end")
+    if error is _HANGS:
+        raise Wrong(f"after {len(found)} of 5 batches the loop waits for ever")
+    if error is not None:
+        raise Wrong(f"your code raised {type(error).__name__}: {error}")
+    if repr(found) != repr(wanted):
+        raise Wrong(f"of the batches {wanted} these arrived: {found}")
+    _check_ahead(function)
+
+    def breaks():
+        yield from range(3)
+        raise ValueError("a broken file")
+
+    found, error = _drain(function, breaks(), 2)
+    if error is _HANGS:
+        raise Wrong("loading raised an error, and the loop waits for ever")
+    if error is None:
+        raise Wrong(
+            f"loading raised an error after 3 batches; the loop got {len(found)} and "
+            "no error, as if that were all"
+        )
+    if not isinstance(error, ValueError) or "a broken file" not in str(error):
+        raise Wrong(f"instead of the error of loading came {error!r}")
+    if found != [0, 1, 2]:
+        raise Wrong(
+            f"3 batches were loaded before the error, and {len(found)} arrived: the "
+            "error should wait for its turn"
+        )
 
 
 @solution("11.1")
 def solution_1():
-    """The bubble is (K - 1) / (M + K - 1), with K stages and M micro-batches.
+    """The queue carries batches, an error or the end, and each entry says which.
 
-    If the bubble may be a tenth, M + K - 1 must be at least ten times K - 1. M alone
-    must then be at least nine times K - 1.
+    An error in a thread ends only the thread, and the loop waits for ever. Here the
+    thread catches the error and puts it into the queue, behind the batches that were
+    loaded before it. The loop takes the entries in order, and raises the error when its
+    turn comes.
 
-    Under GPipe every stage first takes all micro-batches forward, and keeps the
-    activations of all. Under 1F1B a stage goes ahead with as many micro-batches as
-    there are stages from it to the end, so the first stage keeps K.
+    A batch may be `None`, because what kind of entry it is stands beside the batch and
+    not in its place. The queue is bounded as before, so `put` waits while `depth`
+    batches lie in it.
     """
-    stages = 8
-    one_in = 10  # the bubble may be 1 / 10
-    micro_batches = one_in * (stages - 1) - (stages - 1)
-    kept_gpipe = micro_batches
-    kept_1f1b = stages
-    return micro_batches, kept_gpipe, kept_1f1b
+
+    def prefetch(batches, depth):
+        box = queue.Queue(depth)
+
+        def fill():
+            try:
+                for batch in batches:
+                    box.put(("batch", batch))
+            except Exception as error:
+                box.put(("error", error))
+            else:
+                box.put(("end", None))
+
+        threading.Thread(target=fill, daemon=True).start()
+        while True:
+            kind, content = box.get()
+            if kind == "error":
+                raise content
+            if kind == "end":
+                return
+            yield content
+
+    return prefetch
 
 
-def slowest(ms: list[float], counts: list[int]) -> float:
-    """The time of the slowest stage, if each stage gets so many of the layers."""
-    ends = [0, *accumulate(counts)]
-    return max(sum(ms[first:end]) for first, end in pairwise(ends))
+_HANGS = TimeoutError("hangs")
 
 
-def best_slowest(ms: list[float], stages: int) -> float:
-    """The same for the best cut of all."""
+def _drain(function, batches, depth: int) -> tuple:
+    """All that arrives in a loop, and the error that ends it."""
+    found, errors = [], [_HANGS]
 
-    @cache
-    def best(first: int, stages: int) -> float:
-        if stages == 1:
-            return sum(ms[first:])
-        ends = range(first + 1, len(ms) - stages + 2)
-        return min(max(sum(ms[first:end]), best(end, stages - 1)) for end in ends)
+    def work():
+        try:
+            feed = iter(function(batches, depth))
+        except TypeError as error:  # None is no iterable
+            errors[:] = [error, None]
+            return
+        try:
+            for batch in feed:
+                found.append(batch)
+        except BaseException as error:
+            errors[:] = [error]
+        else:
+            errors[:] = [None]
 
-    return best(0, stages)
+    thread = threading.Thread(target=work, daemon=True)
+    hook, threading.excepthook = threading.excepthook, lambda args: None
+    try:  # a thread of the learner that dies should say nothing here
+        thread.start()
+        thread.join(PATIENCE)
+        time.sleep(0.05)
+    finally:
+        threading.excepthook = hook
+    return (None if len(errors) == 2 else found), errors[0]
 
 
-def _are_positions(counts: list[int], layers: int, stages: int) -> bool:
-    """Whether it looks like where the stages begin, or end, or both."""
-    if len(counts) == stages - 1:
-        counts = [*counts, layers]
-    if not stages <= len(counts) <= stages + 1:
-        return False
-    rising = all(a < b for a, b in pairwise(counts)) and counts[-1] <= layers
-    return rising and (counts[0] == 0 or 0 < counts[0] and counts[-1] == layers)
+def _check_ahead(function) -> None:
+    """Another thread loads as many batches ahead as the depth says."""
+    made = []
 
+    def count():
+        for i in range(20):
+            made.append(threading.get_ident())
+            yield i
 
-MODELS = (  # what it is, ms of each layer, stages
-    ("four equal layers", [2] * 4, 2),
-    ("a large first layer", [3, 1, 1, 1], 2),
-    ("as many layers as stages", [1, 5, 2], 3),
-    ("a large last layer", [1] * 11 + [6], 3),
-    ("layers that get slower", [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6], 4),
-    ("layers that get faster", [9, 8, 7, 6, 5, 4, 3, 2, 1, 1, 1, 1], 4),
-    ("24 uneven layers", [3, 9, 4, 1, 7, 7, 2, 8, 5, 6, 1, 9, 2, 2, 8, 3, 6, 4, 9, 1, 5,
-                          5, 7, 2], 6),
-    ("times that are no whole numbers", [0.7, 2.4, 1.1, 1.9, 0.3, 2.2, 1.6], 3),
-)  # fmt: skip
+    feed = iter(function(count(), 3))
+    next(feed)
+    for _ in range(100):  # up to two seconds
+        time.sleep(0.02)
+        if len(made) > 3:
+            break
+    time.sleep(0.1)
+    ahead = len(made) - 1
+    for _ in feed:
+        pass
+    if threading.get_ident() in made:
+        raise Wrong(
+            "the batches are loaded in the thread of the loop: nothing overlaps"
+        )
+    if ahead < 3:
+        raise Wrong(f"while the loop is busy, {ahead} batches are loaded, not 3")
+    if ahead > 4:  # three in the queue, and one in the thread's hand
+        raise Wrong(
+            f"with depth=3, {ahead} batches were loaded while the loop used the first: "
+            "bound the queue, or a slow loop fills the memory"
+        )
 
 
 @exercise(
     "11.2",
     hints=(
-        "Equal numbers of layers need not take equal times. In which ways can you "
-        "choose the layers of the first stage, and what remains to be done after "
-        "each choice?",
-        "Filling each stage up to its share of the time can leave far too much for "
-        "the last stage. Compare all cuts instead, and leave at least one layer for "
-        "each stage that comes later. How can a function that cuts the rest call "
-        "itself, without cutting the same rest many times?",
+        "The formula is under *Cost: how many workers*, and the default factor is "
+        "under *Cost: what is in flight*. Does a worker that waits for the network "
+        "need a core?",
+        "The formula counts items, and the GPU takes batches of them. The number of "
+        "workers is a whole number, and `prefetch_factor` is meant for each worker. "
+        "How many bytes does a picture in uint8 have?",
     ),
 )
-def balanced_cut(function) -> None:
-    """A function (ms of each layer, stages) -> how many layers each stage gets."""
-    for what, ms, stages in MODELS:
-        where = f"{what} on {stages} stages"
-        counts = call(function, list(ms), stages, when=f"{where}:")
-        try:
-            counts = [operator.index(count) for count in counts]
-        except TypeError:
-            raise Wrong(
-                f"it returns {counts!r}, not a list of whole numbers; return how many "
-                "layers each stage gets"
-            ) from None
-        given_out = len(counts) == stages and sum(counts) == len(ms)
-        if not given_out and _are_positions(counts, len(ms), stages):
-            raise Wrong("return how many layers each stage gets, not where they end")
-        if len(counts) != stages:
-            raise Wrong(f"{where}: it gives layers to {len(counts)} stages")
-        if sum(counts) != len(ms):
-            raise Wrong(f"{where}: {sum(counts)} of {len(ms)} layers are given out")
-        if min(counts) < 1:
-            raise Wrong(f"{where}: a stage has no layer, in {counts}")
-        yours, best = slowest(ms, counts), best_slowest(ms, stages)
-        if best / yours < SCORE:
-            raise Wrong(
-                f"{where}: score {best / yours:.2f}; the slowest stage of {counts} "
-                f"takes {yours:g} ms, and {best:g} ms can be had"
-            )
+def feeding(workers, in_flight, megabytes) -> None:
+    """0.012 s an item, 64 items in 0.04 s: 19.2 workers; 40 batches of 9.63 MB."""
+    mistakes = {
+        19.2: "19.2 is the bound; there are only whole workers",
+        19: "19 workers load 1583 items a second, and the GPU takes 1600",
+        1: "one worker loads 83 items a second, and the GPU takes 1600",
+        4: "items wait for the network: cores do not limit them",
+    }
+    why = "seconds to load an item times items a second"
+    counted(workers, 20, mistakes, why, what="workers")
+    mistakes = {2: "prefetch_factor counts the batches of each worker"}
+    why = "workers times prefetch_factor"
+    counted(in_flight, 40, mistakes, why, what="in flight")
+    right = 40 * 64 * 3 * 224 * 224 / MB
+    mistakes = {
+        4 * right: "a uint8 takes one byte, not four",
+        right / 64: "that is one item of each batch",
+        right / 40: "that is one batch; how many are in flight?",
+    }
+    why = "batches in flight, times 64 items, times 3 * 224 * 224 bytes"
+    counted(megabytes, right, mistakes, why, what="megabytes", near=0.02, unit=MB)
 
 
 @solution("11.2")
 def solution_2():
-    """Once the first stage has its layers, the rest is the same task with a stage less.
+    """A worker waits 12 ms for each item, and the GPU takes 64 items every 40 ms.
 
-    `best(first, left)` cuts the layers from `first` on into `left` stages. It tries
-    every end of its first stage, and asks itself for the best cut of the rest. The
-    slowest stage of such a cut is the slower of the two, and `min` takes the cut where
-    that is fastest. `cache` remembers each result, because the same rest comes up after
-    many choices.
+    The formula multiplies seconds per item and items per second. The result is rounded
+    up, because a fraction of a worker does not exist. The four cores do not matter,
+    because a worker that waits for the network needs no core.
 
-    Filling each stage up to an equal share of the time is not enough, since a large
-    layer at the end may then share its stage with others.
+    By default each worker may have been asked for two batches, so the batches in flight
+    are twice the workers. A uint8 is one byte.
     """
-    from functools import cache
+    import math
 
-    def cut(ms, stages):
-        @cache
-        def best(first, left):  # ms of the slowest stage, layers of each stage
-            if left == 1:
-                return sum(ms[first:]), [len(ms) - first]
-            choices = []
-            for end in range(first + 1, len(ms) - left + 2):
-                own = sum(ms[first:end])
-                slowest, counts = best(end, left - 1)
-                choices.append((max(own, slowest), [end - first, *counts]))
-            return min(choices)
-
-        slowest, counts = best(0, stages)
-        return counts
-
-    return cut
-
-
-class _Skip(nn.Module):
-    """What the exercise starts from."""
-
-    def __init__(self, down, middle, up):
-        super().__init__()
-        self.down, self.middle, self.up = down, middle, up
-
-    def forward(self, x):
-        h = self.down(x)
-        return self.up(h + self.middle(h))
-
-
-def _whole(rows: int, columns: int, generator) -> torch.Tensor:
-    return torch.randint(-2, 3, (rows, columns), generator=generator).float()
+    seconds_per_item = 0.012
+    items_per_second = 64 / 0.040
+    workers = math.ceil(seconds_per_item * items_per_second)
+    prefetch_factor = 2
+    in_flight = workers * prefetch_factor
+    bytes_per_batch = 64 * 3 * 224 * 224
+    megabytes = in_flight * bytes_per_batch / 10**6
+    return workers, in_flight, megabytes
 
 
 @exercise(
     "11.3",
     hints=(
-        "`h` is used twice, by `middle` and by the sum. On which GPU is each of the "
-        "two uses?",
-        "Each `.to` that has to move a tensor is a copy, and autograd makes a copy "
-        "back for each of them. In which line of `forward` must the only copy be, "
-        "so that both uses of `h` have it? Use autograd's own way, without "
-        "`detach()`.",
+        "*Break it: the same random numbers* shows what happens to a generator that "
+        "the data set keeps. When must a generator be made so that no earlier item "
+        "has changed its state?",
+        "The seed, the epoch and `i` must each change the noise, and no two "
+        "combinations may have the same noise. Why is the sum of the three numbers "
+        "a bad seed? Look also at the dtype of the numbers that NumPy draws.",
     ),
 )
-def skip_on_two(module) -> None:
-    """A module with a skip connection, its parts on two GPUs."""
-    generator = torch.Generator().manual_seed(11)
-    parts = [nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)]
-    with torch.no_grad():
-        for part in parts:
-            part.weight.copy_(_whole(*part.weight.shape, generator))
-            part.bias.copy_(_whole(1, len(part.bias), generator)[0])
-    x = _whole(5, 6, generator).to("cuda:0")
-    serial = _Skip(*copy.deepcopy(parts)).to("cuda:0")
-    if not isinstance(module, type):
-        raise Wrong("hand over the class itself, Skip")
-    split = call(module, *parts)
-    if not isinstance(split, nn.Module):
-        raise Wrong("it is no nn.Module")
-    if not vars(split).get("_modules"):
-        raise NotYet("your module has no parts so far")
-    _check_parts(split, parts)
-    with count_copies() as forward:
-        out = call(split, x)
-    if tensor(out, "forward returns").get_device() != 1:
-        raise Wrong(f"the result is on {out.device}, not on cuda:1")
-    wanted = serial(x)
-    if not equal(out, wanted):
-        raise Wrong("the result is not that of one GPU; did the skip get lost?")
-    if not out.requires_grad:
-        raise Wrong("the result has no graph, so nothing could be trained")
-    with count_copies() as backward:
-        run(out.square().sum().backward)
-    wanted.square().sum().backward()
-    own = _Skip(*parts)
-    pairs = zip(own.named_parameters(), serial.parameters(), strict=True)
-    for (name, p), q in pairs:
-        if p.grad is None or not equal(p.grad, q.grad):
-            raise Wrong(
-                f"the gradient of {name} is not that of one GPU; was it cut off?"
-            )
-    for when, copies in (("forward", forward), ("backward", backward)):
-        if any("cpu" in (c.source, c.target) for c in copies):
-            raise Wrong(f"in {when} it goes through the CPU")
-        if len(copies) != 1:
-            raise Wrong(
-                f"{len(copies)} tensors cross in {when}; send `h` once, and use it "
-                "twice where it arrives"
-            )
+def jitter(dataset) -> None:
+    """A class (x, seed) with set_epoch: noise by seed, epoch and item alone."""
+    if not isinstance(dataset, type):
+        raise Wrong("give the class itself, check.jitter(Jittered)")
+    if getattr(dataset, "__getitem__", None) in (None, Dataset.__getitem__):
+        raise NotYet("your class has no __getitem__ so far")
+    x = torch.zeros(8, 16)
+    first = run(_noise, dataset, x, 0, 0)
+    if first.shape[:2] != (2, 8):
+        raise Wrong(f"an epoch of 8 items became {tuple(first.shape[1:])}")
+    if first.shape[2:] != (16,) or first.dtype != torch.float32:
+        raise Wrong(
+            f"an item should be 16 numbers in float32, not {tuple(first.shape[2:])} in "
+            f"{first.dtype}"
+        )
+    if not first.any():
+        raise Wrong("there is no noise")
+    if len(first[0].unique(dim=0)) < 8:
+        raise Wrong("in one epoch two items have the same noise")
+    if torch.equal(first[0], first[1]):
+        raise Wrong("without workers: the second epoch has the noise of the first")
+    with_workers = run(_noise, dataset, x, 2, 0)
+    if len(with_workers[0].unique(dim=0)) < 8:
+        raise Wrong("with two workers, two items of an epoch have the same noise")
+    if torch.equal(with_workers[0], with_workers[1]):
+        raise Wrong("with two workers, the second epoch has the noise of the first")
+    if not equal(with_workers, first):
+        raise Wrong("with two workers the noise is not that of none")
+    if not equal(run(_noise, dataset, x, 0, 0, True), first):
+        raise Wrong("the noise of an item depends on which items came before it")
+    other = run(_noise, dataset, x, 0, 1)
+    if equal(other, first):
+        raise Wrong("another seed has the same noise")
+    every = torch.cat([first, other]).flatten(0, 1)  # of two seeds and two epochs
+    if len(every.unique(dim=0)) < len(every):
+        raise Wrong(
+            "an item has the noise of another in another epoch, or with another seed: "
+            "do not add the three numbers, give all of them as the seed"
+        )
+    if min(len(row.unique()) for row in every) < 16:
+        raise Wrong("each of an item's 16 numbers needs noise of its own")
+    if abs(every.mean()) > 0.2 or not 0.8 < every.std() < 1.2:
+        raise Wrong(
+            "the noise should be normal, with mean 0 and standard deviation 1; yours "
+            f"has {every.mean():.2f} and {every.std():.2f}"
+        )
+    x = torch.arange(128.0).view(8, 16)
+    if not near(run(_noise, dataset, x, 0, 0), x + first):
+        raise Wrong("an item should be x[i] plus the noise, which does not depend on x")
 
 
 @solution("11.3")
 def solution_3():
-    """Both uses of `h` are on `cuda:1`, so `h` crosses once, before both of them.
+    """Each item makes its own generator, from the seed, the epoch and `i`.
 
-    If `middle` and the sum each send `h` for themselves, the same numbers cross twice.
-    Autograd would then send two gradients back and add them up on `cuda:0`. With one
-    copy, autograd adds the two gradients up on `cuda:1`, where they are made, and sends
-    the sum back through the copy.
+    A generator that the data set keeps has a state, which depends on the items that
+    this process has drawn before. Each worker has a copy of that state. A generator
+    that is made in `__getitem__` has no past, so neither the workers nor the order of
+    the items can change the noise.
 
-    The parts are moved with `.to` and kept as attributes, so that an optimizer finds
-    their weights.
+    All three numbers go in as a list. With their sum, item 1 of epoch 0 and item 0 of
+    epoch 1 would have the same noise. NumPy draws float64, and `.float()` makes it
+    float32.
     """
 
-    class Skip(nn.Module):
-        def __init__(self, down, middle, up):
-            super().__init__()
-            self.down = down.to("cuda:0")
-            self.middle = middle.to("cuda:1")
-            self.up = up.to("cuda:1")
+    class Jittered(Dataset):
+        def __init__(self, x, seed):
+            self.x = x
+            self.seed = seed
+            self.epoch = 0
 
-        def forward(self, x):
-            h = self.down(x)
-            h = h.to("cuda:1")
-            return self.up(h + self.middle(h))
+        def set_epoch(self, epoch):
+            self.epoch = epoch
 
-    return Skip
+        def __len__(self):
+            return len(self.x)
+
+        def __getitem__(self, i):
+            generator = np.random.default_rng([self.seed, self.epoch, i])
+            noise = torch.from_numpy(generator.normal(size=16)).float()
+            return self.x[i] + noise
+
+    return Jittered
 
 
-def _check_parts(split: nn.Module, parts: list[nn.Module]) -> None:
-    """The module has the parts that it was given, where they belong."""
-    theirs = {id(p) for p in split.parameters()}
-    ours = {id(p) for part in parts for p in part.parameters()}
-    if len(theirs) >= 6 and theirs.isdisjoint(ours):
-        raise Wrong(
-            "the check follows the parts it gave you: move them with .to, do not copy "
-            "them"
-        )
-    for part, name, gpu in zip(parts, ("down", "middle", "up"), (0, 1, 1), strict=True):
-        if part.weight.get_device() != gpu:
-            raise Wrong(f"`{name}` is on {part.weight.device}, not on cuda:{gpu}")
-    if len(theirs) != 6:
-        raise Wrong(
-            "an optimizer would not find its weights: keep the parts as attributes"
-        )
+def _noise(dataset, x, workers: int, seed: int, backwards: bool = False):
+    """Two epochs, (2, 8, 16), in the order of the items. Runs the learner's class."""
+    gc.collect()
+    made, epochs = dataset(x, seed), []
+    order = list(range(len(x)))[:: -1 if backwards else 1]
+    for epoch in range(2):
+        made.set_epoch(epoch)
+        with warnings.catch_warnings():  # of two workers on one core
+            warnings.simplefilter("ignore")
+            loader = DataLoader(
+                made,
+                batch_size=2,
+                sampler=order,
+                num_workers=workers,
+                multiprocessing_context="fork" if workers else None,
+            )
+            rows = torch.cat([torch.as_tensor(batch) for batch in loader])
+        epochs.append(rows.flip(0) if backwards else rows)
+        del loader
+    return torch.stack(epochs)
 
 
 # -- answers ---------------------------------------------------------------------------
 
+# -- a thread that loads ahead ---------------------------------------------------------
 
-def try_all(ms, stages):
-    def slowest(cuts):
-        return max(sum(ms[a:b]) for a, b in pairwise((0, *cuts, len(ms))))
-
-    cuts = min(combinations(range(1, len(ms)), stages - 1), key=slowest)
-    return [b - a for a, b in pairwise((0, *cuts, len(ms)))]
+END = object()
 
 
-def fill_up_to(ms, stages):
-    """The smallest limit under which greedy filling needs no more stages."""
-    sums = {sum(ms[a:b]) for b in range(len(ms) + 1) for a in range(b)}
-    for limit in sorted(sums):
-        counts, room = [], 0
-        for i, time in enumerate(ms):
-            left = len(ms) - i
-            if not counts or time > room + 1e-9 or left <= stages - len(counts):
-                counts.append(0)
-                room = limit
-            counts[-1] += 1
-            room -= time
-        if len(counts) == stages and room > -1e-9 and max(ms) <= limit:
-            return counts
+def with_errors(batches, depth):
+    box = queue.Queue(depth)
+
+    def fill():
+        try:
+            for batch in batches:
+                box.put((batch, None))
+            box.put((END, None))
+        except Exception as error:
+            box.put((END, error))
+
+    threading.Thread(target=fill, daemon=True).start()
+    while True:
+        batch, error = box.get()
+        if error is not None:
+            raise error
+        if batch is END:
+            return
+        yield batch
 
 
-def ends(ms, stages):
-    return list(accumulate(try_all(ms, stages)))
+def of_the_lesson(batches, depth):
+    box = queue.Queue(depth)
+
+    def fill():
+        for batch in batches:
+            box.put(batch)
+        box.put(None)
+
+    threading.Thread(target=fill, daemon=True).start()
+    while (batch := box.get()) is not None:
+        yield batch
 
 
-def starts(ms, stages):
-    return [0, *ends(ms, stages)[:-1]]
+def loses_errors(batches, depth):
+    box = queue.Queue(depth)
+
+    def fill():
+        for batch in batches:
+            box.put(batch)
+        box.put(END)
+
+    threading.Thread(target=fill, daemon=True).start()
+    while (batch := box.get()) is not END:
+        yield batch
 
 
-def cuts_between(ms, stages):
-    return ends(ms, stages)[:-1]
+def ends_quietly(batches, depth):
+    box = queue.Queue(depth)
+
+    def fill():
+        try:
+            for batch in batches:
+                box.put(batch)
+        except Exception:
+            pass
+        finally:
+            box.put(END)
+
+    threading.Thread(target=fill, daemon=True).start()
+    while (batch := box.get()) is not END:
+        yield batch
 
 
-def equal_counts(ms, stages):
-    return [len(ms) // stages + (i < len(ms) % stages) for i in range(stages)]
+def unbounded(batches, depth):
+    yield from with_errors(batches, 0)
 
 
-def greedy(ms, stages):
-    """Fill each stage until it reaches its share."""
-    counts, total = [0], 0
-    for i, time in enumerate(ms):
-        left = len(ms) - i
-        if counts[-1] and stages > len(counts):
-            if total >= sum(ms) / stages or left <= stages - len(counts):
-                counts.append(0)
-                total = 0
-        counts[-1] += 1
-        total += time
-    return counts
+def one_ahead(batches, depth):
+    yield from with_errors(batches, 1)
 
 
-class Once(nn.Module):
-    def __init__(self, down, middle, up):
-        super().__init__()
-        self.down = down.to("cuda:0")
-        self.middle, self.up = middle.to("cuda:1"), up.to("cuda:1")
-
-    def forward(self, x):
-        h = self.down(x).to("cuda:1")
-        return self.up(h + self.middle(h))
+def in_turns(batches, depth):
+    yield from batches
 
 
-class OnceFromAnywhere(Once):
-    def forward(self, x):
-        h = self.down(x.to("cuda:0"))
-        h = h.to(self.up.weight.device)
-        return self.up(self.middle(h) + h)
+def error_overtakes(batches, depth):
+    box, errors = queue.Queue(depth), []
+
+    def fill():
+        try:
+            for batch in batches:
+                box.put(batch)
+        except Exception as error:
+            errors.append(error)
+        box.put(END)
+
+    threading.Thread(target=fill, daemon=True).start()
+    while True:
+        time.sleep(0.1)  # the thread comes first
+        if errors:
+            raise errors[0]
+        if (batch := box.get()) is END:
+            return
+        yield batch
 
 
-class OtherOrder(Once):
-    def __init__(self, down, middle, up):
-        nn.Module.__init__(self)
-        self.up, self.middle = up.to("cuda:1"), middle.to("cuda:1")
-        self.down = down.to("cuda:0")
+# -- random numbers of an item ---------------------------------------------------------
 
 
-class Copied(Once):
-    def __init__(self, down, middle, up):
-        super().__init__(*copy.deepcopy((down, middle, up)))
+class Jittered(Dataset):
+    def __init__(self, x, seed):
+        self.x, self.seed, self.epoch = x, seed, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, i):
+        rng = np.random.default_rng([self.seed, self.epoch, i])
+        return self.x[i] + torch.from_numpy(rng.normal(size=16)).float()
 
 
-class ATuple(Once):
-    def forward(self, x):
-        return super().forward(x), x
+class ByGenerator(Jittered):
+    def __getitem__(self, i):
+        number = (self.seed * 1000 + self.epoch) * 1000 + i
+        generator = torch.Generator().manual_seed(number)
+        return self.x[i] + torch.randn(16, generator=generator)
 
 
-class ThroughTheCPU(Once):
-    def forward(self, x):
-        h = self.down(x).cpu().to("cuda:1")
-        return self.up(h + self.middle(h))
+class OwnGenerator(Jittered):
+    def __init__(self, x, seed):
+        super().__init__(x, seed)
+        self.rng = np.random.default_rng(seed)
+
+    def __getitem__(self, i):
+        return self.x[i] + torch.from_numpy(self.rng.normal(size=16)).float()
 
 
-class Twice(Once):
-    def forward(self, x):
-        h = self.down(x)
-        return self.up(h.to("cuda:1") + self.middle(h.to("cuda:1")))
+class NoEpoch(Jittered):
+    def __getitem__(self, i):
+        rng = np.random.default_rng([self.seed, i])
+        return self.x[i] + torch.from_numpy(rng.normal(size=16)).float()
 
 
-class Detached(Once):
-    def forward(self, x):
-        h = self.down(x).detach().to("cuda:1")
-        return self.up(h + self.middle(h))
+class NoItem(Jittered):
+    def __getitem__(self, i):
+        rng = np.random.default_rng([self.seed, self.epoch])
+        return self.x[i] + torch.from_numpy(rng.normal(size=16)).float()
 
 
-class NoSkip(Once):
-    def forward(self, x):
-        return self.up(self.middle(self.down(x).to("cuda:1")))
+class FromTorch(Jittered):
+    def __getitem__(self, i):
+        return self.x[i] + torch.randn(16)
 
 
-class Mixed(Once):
-    def forward(self, x):
-        h = self.down(x)
-        return self.up(h + self.middle(h.to("cuda:1")))
+class NoSeed(Jittered):
+    def __getitem__(self, i):
+        rng = np.random.default_rng([self.epoch, i])
+        return self.x[i] + torch.from_numpy(rng.normal(size=16)).float()
 
 
-class SentBack(Once):
-    def forward(self, x):
-        return super().forward(x).to("cuda:0")
+class AddsThem(Jittered):
+    def __getitem__(self, i):
+        rng = np.random.default_rng(self.seed + self.epoch + i)
+        return self.x[i] + torch.from_numpy(rng.normal(size=16)).float()
 
 
-class OnOne(Once):
-    def __init__(self, down, middle, up):
-        super().__init__(down, middle, up)
-        self.to("cuda:1")
+class OneNumber(Jittered):
+    def __getitem__(self, i):
+        rng = np.random.default_rng([self.seed, self.epoch, i])
+        return self.x[i] + float(rng.normal())
 
 
-class InATuple(Once):
-    def __init__(self, down, middle, up):
-        super().__init__(down, middle, up)
-        del self.middle
-        self.hidden = (middle,)
+class NoiseAlone(Jittered):
+    def __getitem__(self, i):
+        rng = np.random.default_rng([self.seed, self.epoch, i])
+        return torch.from_numpy(rng.normal(size=16)).float()
 
-    def forward(self, x):
-        h = self.down(x).to("cuda:1")
-        return self.up(h + self.hidden[0](h))
+
+class InFloat64(Jittered):
+    def __getitem__(self, i):
+        rng = np.random.default_rng([self.seed, self.epoch, i])
+        return self.x[i] + rng.normal(size=16)
+
+
+class Uniform(Jittered):
+    def __getitem__(self, i):
+        rng = np.random.default_rng([self.seed, self.epoch, i])
+        return self.x[i] + torch.from_numpy(rng.random(size=16)).float()
+
+
+class NoNoise(Jittered):
+    def __getitem__(self, i):
+        return self.x[i]
 
 
 RIGHT = {
-    "eight_stages": [(63, 63, 8)],
-    "balanced_cut": [try_all, fill_up_to],
-    "skip_on_two": [
-        OnceFromAnywhere,
-        OtherOrder,
+    "prefetch_safely": [with_errors],
+    "feeding": [
+        (20, 40, 385.4),
+        (np.int64(20), torch.tensor(40), np.float64(385)),
     ],
+    "jitter": [ByGenerator],
 }
 WRONG = {
-    "eight_stages": [
-        ((70, 70, 8), "below the line"),
-        ((72, 72, 8), "K - 1 micro-batches"),
-        ((64, 64, 8), "a smaller number will do"),
-        ((56, 56, 8), "11.11%: too much"),
-        ((63, 8, 8), "GPipe goes back only when"),
-        ((63, 63, 1), "what the last stage keeps"),
-        ((63, 63, 7), "is a stage too"),
-        ((63, 63, 63), "as stages are left"),
-        (("63", 63, 8), "give a number, not '63'"),
-        ((63, None, 8), "give a number, not a NoneType"),
-        ((-7, 63, 8), "-7 is not a number"),
-        ((62.5, 63, 8), "62.5 is not a number"),
+    "prefetch_safely": [
+        (of_the_lesson, "a batch may be None"),
+        (loses_errors, "the loop waits for ever"),
+        (ends_quietly, "as if that were all"),
+        (unbounded, "bound the queue"),
+        (one_ahead, "batches are loaded, not 3"),
+        (in_turns, "nothing overlaps"),
+        (error_overtakes, "wait for its turn"),
     ],
-    "balanced_cut": [
-        (equal_counts, "a large first layer on 2 stages: score 0.75"),
-        (greedy, "score"),
-        (lambda ms, stages: [len(ms)], "to 1 stages"),
-        (lambda ms, stages: [1] * stages, "2 of 4 layers"),
-        (lambda ms, stages: [len(ms)] + [0] * (stages - 1), "no layer"),
-        (lambda ms, stages: len(ms) // stages, "not a list"),
-        (lambda ms, stages: [len(ms) / stages] * stages, "whole numbers"),
-        (lambda ms, stages: "ab", "return how many layers"),
-        (ends, "not where they end"),
-        (starts, "not where they end"),
-        (cuts_between, "not where they end"),
+    "feeding": [
+        ((19, 40, 385.4), "1583 items a second"),
+        ((4, 40, 385.4), "cores do not limit"),
+        ((20, 2, 19.3), "of each worker"),
+        ((20, 40, 1541.4), "one byte, not four"),
+        ((20, 40, 9.6), "how many are in flight"),
+        ((20, 40, 367.5), "these are MiB"),
+        (("20", 40, 385), "workers: give a number, not '20'"),
+        ((None, 40, 385), "workers: give a number, not a NoneType"),
     ],
-    "skip_on_two": [
-        (Twice, "2 tensors cross in forward"),
-        (Detached, "the gradient of down.weight"),
-        (NoSkip, "did the skip get lost"),
-        (Mixed, "Expected all tensors to be on the same device"),
-        (SentBack, "not on cuda:1"),
-        (OnOne, "`down` is on cuda:1"),
-        (InATuple, "keep the parts as attributes"),
-        (Copied, "move them with .to, do not copy them"),
-        (ATuple, "forward returns a tuple, not a tensor"),
-        (ThroughTheCPU, "it goes through the CPU"),
-        (Later(lambda: Once(*[nn.Linear(2, 2)] * 3)), "the class itself, Skip"),
+    "jitter": [
+        (OwnGenerator, "two items of an epoch have the same noise"),
+        (NoEpoch, "has the noise of the first"),
+        (NoItem, "two items have the same noise"),
+        (FromTorch, "the noise is not that of none"),
+        (NoSeed, "another seed has the same noise"),
+        (NoNoise, "there is no noise"),
+        (AddsThem, "do not add"),
+        (OneNumber, "noise of its own"),
+        (NoiseAlone, "plus the noise"),
+        (InFloat64, "torch.float64"),
+        (Uniform, "should be normal"),
     ],
 }

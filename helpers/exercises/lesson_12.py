@@ -1,617 +1,409 @@
-"""The exercises of lesson 12: messages between real ranks, round a ring."""
+"""The exercises of lesson 12: what GPU 0 sends, a loss in parts, and fair parts."""
 
 import torch
-import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel._functions import Scatter
 
 from helpers.exercises import ring
 from helpers.exercises.counted import (
+    MB,
+    MIB,
     counted,
     number,
 )
 from helpers.exercises.exercise import (
     NotYet,
     Wrong,
+    call,
     exercise,
-    must_be_callable,
     run,
     solution,
 )
-from helpers.exercises.in_ranks import in_ranks
+from helpers.exercises.learning import gradients
+from helpers.exercises.results import a, near, tensor
+from helpers.gpus import count_copies
 
-HANGS = 5.0  # seconds after which a few messages are stuck, on a busy machine too
-COLLECTIVES = (  # as a process group calls them
-    "allgather", "allreduce", "alltoall", "alltoall_base", "barrier", "broadcast",
-    "gather", "monitored_barrier", "reduce", "reduce_scatter", "scatter",
-    "_allgather_base",
-)  # fmt: skip
+GPUS = range(4)
 
 
 @exercise(
     "12.1",
     hints=(
-        "Look at the loop in `ring`. How many steps has it with five ranks, and "
-        "what does a rank send in each of them?",
-        "In each step a rank sends one chunk, and a chunk is smaller with five "
-        "ranks than with four. Both halves of the steps count, and what comes in "
-        "does not. How many bytes does a `float32` number have?",
+        "Begin with the bytes of all weights. Under `nn.DataParallel`, to how many "
+        "GPUs does GPU 0 send the weights, and in which direction do gradients "
+        "travel?",
+        "Only what is sent counts, not what is received. Under DDP each rank hands "
+        "its gradients to an all-reduce in a ring, and the lesson gives the formula "
+        "for what a rank then sends. Which `N` belongs there?",
     ),
 )
-def sent_round_the_ring(answer) -> None:
-    """Bytes that one of 5 ranks sends in a ring all-reduce of a million float32."""
-    size, elements = 5, 1_000_000
-    if number(answer) < 0:
-        raise Wrong("a number of bytes is not negative")
-    of_four = "the ring in the lesson has four ranks, this one has five"
+def sent_by_one_gpu(data_parallel, ddp) -> None:
+    """MB sent by GPU 0 under nn.DataParallel, and by each rank under DDP."""
+    nbytes, gpus = 100, 8
+    out, round_ring = (gpus - 1) * nbytes, ring.sent(gpus, nbytes)
+    answers = number(data_parallel, "nn.DataParallel"), number(ddp, "DDP")
+    if answers == (round_ring, out):
+        raise Wrong("these are the right numbers in the wrong order")
     mistakes = {
-        **ring.mistakes(size, 4 * elements),
-        ring.sent(4, 4 * elements): of_four,
-        2 * 3 * 4 * elements / size: of_four,
+        2 * out: "GPU 0 sends weights; gradients it receives",
+        gpus * nbytes: "GPU 0 need not send the weights to itself",
+        2 * gpus * nbytes: "GPU 0 sends nothing to itself; gradients it receives",
+        nbytes: "25 million weights have 100 MB; GPU 0 sends them to each other GPU",
+        out / 4: "a weight in float32 has 4 bytes",
     }
-    why = (
-        "it sends one chunk in each step: how large is it, and how many steps are there"
-    )
-    counted(answer, ring.sent(size, 4 * elements), mistakes, why, unit=1)
+    why = "GPU 0 sends all weights to each other GPU, and receives all gradients"
+    what = "nn.DataParallel"
+    counted(data_parallel, out, mistakes, why, what=what, near=1e-3, unit=MB)
+    why = "in a ring of N ranks each sends 2 (N - 1) / N times the gradients"
+    mistakes = ring.mistakes(gpus, nbytes)
+    counted(ddp, round_ring, mistakes, why, what="DDP", near=1e-3, unit=MB)
 
 
 @solution("12.1")
 def solution_1():
-    """In each step a rank sends one chunk, and the ring has two halves.
+    """GPU 0 sends weights to all others, and a rank in a ring sends chunks.
 
-    With N ranks the tensor is cut into N chunks. The first half has N - 1 steps and
-    adds up, the second half has N - 1 steps and passes the complete chunks on. All
-    ranks send equally much, so rank 2 is not special.
+    Under `nn.DataParallel` GPU 0 sends all weights to each of the other GPUs, in every
+    step. Gradients travel the other way, so GPU 0 receives those.
+
+    Under DDP only gradients travel, in a ring. Each rank sends 2 * (N - 1) / N times
+    what it hands over, which is never more than twice the gradients, however many ranks
+    there are.
     """
-    size = 5
-    nbytes = 1_000_000 * 4
-    chunk = nbytes // size
-    steps = 2 * (size - 1)
-    answer = steps * chunk
-    return answer
+    gpus = 8
+    megabytes = 25_000_000 * 4 / 10**6
+    data_parallel = (gpus - 1) * megabytes
+    ddp = 2 * (gpus - 1) / gpus * megabytes
+    return data_parallel, ddp
+
+
+def _model(words: int = 512) -> nn.Module:
+    """The lesson's model with fewer words, always the same."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        layers = nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, words)
+    return nn.Sequential(*layers).to(0)
 
 
 @exercise(
     "12.2",
     hints=(
-        "The second half of `ring` is an all-gather, because complete chunks go "
-        "round. What takes the place of the chunks here, and which one does each "
-        "rank have at the beginning?",
-        "In each step a rank sends what has just come from the left, and its own "
-        "`x` only in the first step. Whose `x` comes in step 0, and whose in step "
-        "1? Begin to send before you receive, and wait for every handle.",
+        "Write the loss of the whole batch as one fraction. By which number does "
+        "`cross_entropy` divide in each part, and by which number should it divide?",
+        "The check adds the parts up, and a part with fewer rows must weigh less. "
+        "Which `reduction` of `cross_entropy` divides by nothing? Remember also "
+        "what `gather` warns about.",
     ),
 )
-def all_gather_in_a_ring(function) -> None:
-    """A function x -> [x of rank 0, x of rank 1, ...], made of messages to the right.
-
-    Judged by values and by the messages that each rank sends.
-    """
-    told = _on_ranks(function)
-    size = len(told)
-    for rank, (result, calls, numbers) in enumerate(told):
-        if numbers != _numbers(rank):
-            raise Wrong(f"rank {rank}'s own x has changed; receive into new tensors")
-        others = sorted({call for call, _, _ in calls} - {"send", "recv"})
-        if others:
-            raise Wrong(f"it calls the collective {others[0]}; use isend and recv only")
-        if not isinstance(result, list):
-            raise Wrong(f"rank {rank} returns a {result}, not a list of tensors")
-        if not all(isinstance(item, list) for item in result):
+def fair_loss(module_class) -> None:
+    """A module (x, y, total) -> parts of a loss whose sum is the mean loss."""
+    generator = torch.Generator().manual_seed(2)
+    model = _model()
+    for rows in (12, 10, 9, 1, 256):
+        x = torch.randn(rows, 256, generator=generator).to(0)
+        y = torch.randint(512, (rows,), generator=generator).to(0)
+        expected = cross_entropy(model(x), y)
+        expected.backward()
+        wanted = gradients(model)
+        model.zero_grad()
+        module = call(module_class, model)
+        if not isinstance(module, nn.Module):
             raise Wrong(
-                f"rank {rank} returns {len(result)} single numbers; make it a list of "
-                f"{size} tensors"
+                f"give a class of modules; this makes {a(type(module).__name__)}"
             )
-        if len(result) != size:
-            raise Wrong(f"rank {rank} returns a list of {len(result)}; ranks: {size}")
-        for item, values in enumerate(result):
-            if values == _numbers(item):
-                continue
-            whose = [r for r in range(size) if values == _numbers(r)]
-            what = f"the x of rank {whose[0]}" if whose else f"{values}"
-            raise Wrong(f"item {item} of rank {rank} is {what}")
-        _check_sent(rank, size, [c[1:] for c in calls if c[0] == "send"])
+        part = call(module, x, y, rows, when=f"on one GPU, with {rows} rows")
+        if not tensor(part, "forward returns").requires_grad:
+            raise Wrong("the loss has no gradient")
+        if not part.dim():
+            raise Wrong(
+                "forward returns a scalar, which gather warns about; [None] makes a "
+                "vector of it"
+            )
+        parallel = nn.DataParallel(module, [*GPUS])
+        with count_copies() as copies:
+            parts = call(parallel, x, y, rows, when=f"with {rows} rows")
+        back = max((c.nbytes for c in copies if c.target == "cuda:0"), default=0)
+        if back > 4 * 64:
+            raise Wrong(
+                f"with {rows} rows {back:,} bytes come back from one GPU; the loss of "
+                "a part is one number"
+            )
+        loss = parts.sum()
+        _check_ratio((loss / expected).item(), rows, min(4, len(x.chunk(4))))
+        run(loss.backward)
+        if not near(gradients(model), wanted, atol=1e-5):
+            raise Wrong(f"with {rows} rows the loss is right, its gradient is not")
+        model.zero_grad()
 
 
-@solution("12.2")
-def solution_2():
-    """In each step every rank passes on what it got in the step before.
+@solution("12.2", WithLoss=lambda: Base)
+def solution_2(WithLoss):
+    """Each part adds up its losses and divides by the rows of the whole batch.
 
-    In step 0 rank r sends its own `x`, and receives that of rank r - 1. In step 1 it
-    sends the `x` of rank r - 1, and receives that of rank r - 2. After N - 1 steps it
-    has all, and has sent N - 1 messages, which is the least that a ring needs.
+    By default `cross_entropy` divides by the rows of the part. A mean of such means is
+    right only if all parts are equally large. With `reduction="sum"` nothing is divided
+    yet, and a division by `total` makes of each sum the part's share of the mean. The
+    shares of all parts add up to the mean over the batch, whatever the sizes.
 
-    `isend` does not wait, so all ranks can begin by sending. The handle is kept until
-    the message has gone over. The list has new tensors, so `x` itself does not change.
+    `total` is a Python number, since a tensor of one element would be cut as well.
+    `[None]` makes a vector of one element, because `gather` warns about scalars.
     """
 
-    def all_gather(x):
-        rank, size = dist.get_rank(), dist.get_world_size()
-        found = [torch.empty_like(x) for _ in range(size)]
-        found[rank].copy_(x)
-        for step in range(size - 1):
-            outgoing = found[(rank - step) % size]
-            incoming = found[(rank - step - 1) % size]
-            sending = dist.isend(outgoing, (rank + 1) % size)
-            dist.recv(incoming, (rank - 1) % size)
-            sending.wait()
-        return found
+    class FairLoss(WithLoss):
+        def forward(self, x, y, total):
+            losses = cross_entropy(self.model(x), y, reduction="sum")
+            return losses[None] / total
 
-    return all_gather
+    return FairLoss
 
 
-def _check_sent(rank: int, size: int, sent: list[tuple[int, int]]) -> None:
-    """To the right neighbour, as few bytes in as few messages as will do."""
-    nbytes = 4 * len(_numbers(rank))
-    peers, right = {peer for peer, _ in sent}, (rank + 1) % size
-    if peers != {right}:
+def _check_ratio(ratio: float, rows: int, used: int) -> None:
+    """The loss of so many rows on `used` GPUs, over the right one, must be 1."""
+    if abs(ratio - 1) <= 1e-4:
+        return
+    if abs(ratio - used) < 1e-3 and rows in (12, 256):
         raise Wrong(
-            f"rank {rank} sends to {sorted(peers)}; its right neighbour is {right}"
+            "the check adds up the parts, so each must be divided by the rows of the "
+            "whole batch"
         )
-    if [n for _, n in sent] == [nbytes + 4] * (size - 1):
-        raise Wrong(
-            "each message is one number too long, as those of this lesson's send "
-            "are; use dist.isend and dist.recv"
-        )
-    total, least = sum(n for _, n in sent), (size - 1) * nbytes
-    if total != least or len(sent) != size - 1:
-        raise Wrong(
-            f"rank {rank} sends {total} bytes in {len(sent)} messages; {least} in "
-            f"{size - 1} will do: in each step only what has just come"
-        )
+    if abs(ratio - rows) < 1e-2:
+        raise Wrong("the sum is not divided by `total`")
+    why = f"with {rows} rows the loss is {ratio:.3f} times the right one"
+    if rows not in (12, 256):
+        why += ": a part with fewer rows must weigh less"
+    raise Wrong(why)
+
+
+class _Sized(nn.DataParallel):
+    """nn.DataParallel whose parts have the given sizes."""
+
+    def __init__(self, module, sizes):
+        super().__init__(module, [*GPUS])
+        self.sizes = sizes
+
+    def scatter(self, inputs, kwargs, device_ids):
+        parts = [Scatter.apply(device_ids, self.sizes, 0, x) for x in inputs]
+        return tuple(zip(*parts, strict=True)), tuple({} for _ in device_ids)
+
+
+def _warm_up() -> None:
+    """A thread takes memory for cuBLAS at its first product on a GPU, and keeps it."""
+    layer = nn.DataParallel(nn.Linear(1, 1).to(0), GPUS)
+    layer(torch.ones(4, 1, device=0)).sum().backward()
+
+
+def _peaks(sizes, words: int = 8192) -> list[int]:
+    """The most bytes that tensors asked for on each GPU in the second step.
+
+    The allocator rounds up by what it happens to have: allocated bytes would depend
+    on what ran before, and hardly on the sizes.
+    """
+    _warm_up()
+    asked = "requested_bytes.all."
+    before = [torch.cuda.memory_stats(gpu)[asked + "current"] for gpu in GPUS]
+    rows = sum(sizes)
+    model = _model(words)
+    optimizer = torch.optim.Adam(model.parameters())
+    x, y = torch.ones(rows, 256, device=0), torch.arange(rows, device=0)
+    parallel = _Sized(Undivided(model), sizes)
+    for few in (4, rows):  # the first step makes Adam's state
+        parallel.sizes = [1] * 4 if few == 4 else sizes
+        for gpu in GPUS:
+            torch.cuda.reset_peak_memory_stats(gpu)
+        (parallel(x[:few], y[:few]).sum() / few).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    peaks = [torch.cuda.memory_stats(gpu)[asked + "peak"] for gpu in GPUS]
+    return [peak - less for peak, less in zip(peaks, before, strict=True)]
 
 
 @exercise(
     "12.3",
     hints=(
-        "`dist.send` returns when the message has gone over. In which line is each "
-        "of the four ranks while the program hangs, and who receives?",
-        "If all ranks receive first, they all wait again. Let some ranks send first "
-        "and the others receive first, so that each message finds a rank that waits "
-        "for it. How can a rank know from its own number to which of the two it "
-        "belongs?",
+        "Under *Cost: memory* and *Cost: two cures* there are formulas for GPU 0 "
+        "and for the others. Which of their terms grow with the rows of a GPU's own "
+        "part, and which stay as they are?",
+        "GPU 0 has two high moments, the sum of all gradients and the loss of its "
+        "own part. Write down the second one, where Adam's state and the whole "
+        "batch are on GPU 0 as well. For which rows does it equal the total of "
+        "another GPU?",
     ),
 )
-def rotate_without_a_deadlock(function) -> None:
-    """A function x -> the x of the left neighbour, from blocking send and recv."""
-    told = _on_ranks(function, ("isend", "irecv"))
-    size = len(told)
-    for rank, (result, calls, numbers) in enumerate(told):
-        used = {call for call, _, _ in calls}
-        if used & {"isend", "irecv"}:
-            raise Wrong(
-                "isend and irecv are a cure, but here only the order may change"
-            )
-        if used - {"send", "recv"}:
-            raise Wrong(f"it calls {sorted(used - {'send', 'recv'})[0]}; send and recv")
-        if result == _numbers(rank) and numbers == result:
-            raise Wrong(
-                f"rank {rank} returns its own x; return what came from the left"
-            )
-        if result == _numbers((rank + 1) % size):
-            raise Wrong(f"rank {rank} returns the x of its right neighbour")
-        if result != _numbers((rank - 1) % size):
-            raise Wrong(
-                f"rank {rank} returns {result}, not the x of its left neighbour"
-            )
-        if len(calls) != 2:
-            raise Wrong(f"rank {rank} makes {len(calls)} calls; one send and one recv")
+def sizes_of_parts(sizes) -> None:
+    """Rows of each of four GPUs, so that the fullest holds least."""
+    if not isinstance(sizes, (list, tuple)) or len(sizes) != 4:
+        raise Wrong("give a list of four numbers")
+    if any(size is ... for size in sizes):
+        raise NotYet("replace the ... with your answer")
+    if any(not isinstance(size, int) or size < 1 for size in sizes):
+        raise Wrong("each size is a whole number of rows, at least 1")
+    if sum(sizes) != 2048:
+        raise Wrong(f"these are {sum(sizes)} rows, not 2048")
+    peaks = _peaks([*sizes])
+    fullest = max(GPUS, key=lambda gpu: peaks[gpu])
+    best = 61.88 * MIB  # of 369 rows for GPU 0; 355 give 62.4, 341 give 62.7
+    if peaks[fullest] > 1.01 * best:
+        said = ", ".join(f"{peak / MIB:.1f}" for peak in peaks)
+        if len({*sizes}) == 1:
+            why = "equal parts: GPU 0 holds Adam's state as well, so give it fewer rows"
+        elif fullest == 0:
+            why = "GPU 0 is the fullest, so it has too many rows"
+        elif max(sizes[1:]) - min(sizes[1:]) > 3:
+            why = f"GPU {fullest} is the fullest; GPUs 1 to 3 should share alike"
+        else:
+            why = f"GPU {fullest} is the fullest, so GPU 0 has too few rows"
+        raise Wrong(f"at most {said} MiB: {why}")
 
 
 @solution("12.3")
 def solution_3():
-    """All ranks send first, so nobody receives, and every send waits for ever.
+    """The fullest GPU is as empty as possible when all four are equally full.
 
-    At least one rank must receive first. Here all odd ranks do. Ranks 0 and 2 send to
-    1 and 3, which are already at `recv`. When these messages have gone over, the odd
-    ranks send and the even ones receive.
+    In the backward pass of its loss, each GPU holds the weights, and for each row of
+    its part the hidden output and three times the scores. GPUs 1 to 3 also hold the
+    inputs and targets of their rows. GPU 0 holds Adam's state and the whole batch.
 
-    An odd number of ranks works as well. There the last rank and rank 0 are neighbours
-    and both send first, so the last rank waits until rank 0 has sent its own message
-    and receives.
+    With `first` rows on GPU 0 and a third of the others on each other GPU, the two
+    totals are equal if
+
+        on_first + first * row_first = on_other + (rows - first) / 3 * row_other
+
+    Solved for `first`, that makes 369 rows and 61.8 MiB. The sum of all gradients needs
+    7 * weights + batch on GPU 0, which is 60.0 MiB and does not count.
     """
-
-    def rotate(x):
-        rank, size = dist.get_rank(), dist.get_world_size()
-        box = torch.empty_like(x)
-        if rank % 2 == 0:
-            dist.send(x, (rank + 1) % size)
-            dist.recv(box, (rank - 1) % size)
-        else:
-            dist.recv(box, (rank - 1) % size)
-            dist.send(x, (rank + 1) % size)
-        return box
-
-    return rotate
-
-
-def _numbers(rank: int) -> list[float]:
-    """What a rank begins with."""
-    return [100.0 * rank + i for i in range(5)]
-
-
-def _on_ranks(function, names: tuple = ()) -> list:
-    """What the learner's function did in four ranks: those that are open, or new ones.
-
-    Args:
-        function: the learner's.
-        names: functions of `torch.distributed` whose use is noted too.
-
-    Returns:
-        For each rank its result as plain numbers, its calls (name, peer, bytes) and
-        its x afterwards.
-    """
-    must_be_callable(function)
-    options = {"seconds": HANGS, "reuse": True}
-    try:
-        told = in_ranks(4, _watched, function, names, **options)
-    except Wrong as wrong:
-        called = getattr(getattr(function, "__code__", None), "co_names", ())
-        if "it hangs" in str(wrong) and "isend" in called:
-            raise Wrong(f"{wrong}; did you wait for every handle?") from None
-        raise
-    if all(result is None for result, _, _ in told):
-        raise NotYet("your function returns nothing so far")
-    return told
-
-
-def _watched(function, names: tuple) -> tuple:
-    """In a rank: call the function and note what it sends, receives and calls.
-
-    The calls are noted where the process group gets them, so that it does not matter
-    how they are spelled.
-    """
-    calls: list[tuple[str, int, int]] = []
-    group = dist.ProcessGroup
-    kept = []
-
-    def watch(owner, name, peer_and_bytes, shown=None):
-        original = getattr(owner, name)
-
-        def noting(*args, **kwargs):
-            calls.append((shown or name, *peer_and_bytes(args)))
-            return original(*args, **kwargs)
-
-        kept.append((owner, name, original))
-        setattr(owner, name, noting)
-
-    def message(args):  # (group, [tensor], peer, tag)
-        return args[2], args[1][0].nbytes
-
-    for name in ("send", "recv"):
-        watch(group, name, message)
-    watch(group, "recv_anysource", lambda args: (-1, args[1][0].nbytes), "recv")
-    for name in COLLECTIVES:
-        watch(group, name, lambda args: (-1, 0))
-    for name in names:
-        watch(dist, name, lambda args: (-1, 0))
-    x = torch.tensor(_numbers(dist.get_rank()))
-    try:
-        result = _plain(run(function, x))
-    finally:
-        for owner, name, original in kept:
-            setattr(owner, name, original)
-    return result, calls, x.tolist()
-
-
-def _plain(value):
-    """Tensors as lists; anything else as the name of its type."""
-    if value is None:
-        return None
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return type(value).__name__
+    rows = 2048
+    weights = 4 * (256 * 256 + 256 + 256 * 8192 + 8192)
+    input_and_target = 4 * 256 + 8
+    hidden = 4 * 256
+    scores = 4 * 8192
+    batch = rows * input_and_target
+    on_first = 3 * weights + batch
+    row_first = hidden + 3 * scores
+    on_other = weights
+    row_other = input_and_target + hidden + 3 * scores
+    first = (on_other + rows / 3 * row_other - on_first) / (row_first + row_other / 3)
+    first = round(first)
+    second = (rows - first) // 3
+    third = (rows - first - second) // 2
+    fourth = rows - first - second - third
+    sizes = [first, second, third, fourth]
+    return sizes
 
 
 # -- answers ---------------------------------------------------------------------------
 
 
-def who():
-    return dist.get_rank(), dist.get_world_size()
+class Base(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
 
 
-# -- all_gather ------------------------------------------------------------------------
+class Summed(Base):
+    def forward(self, x, y, total):
+        return cross_entropy(self.model(x), y, reduction="sum")[None] / total
 
 
-def gathered(x):
-    rank, size = who()
-    found = [torch.empty_like(x) for _ in range(size)]
-    found[rank] = x.clone()
-    for step in range(size - 1):
-        sending = dist.isend(found[(rank - step) % size], (rank + 1) % size)
-        dist.recv(found[(rank - step - 1) % size], (rank - 1) % size)
-        sending.wait()
-    return found
+class Weighted(Base):
+    def forward(self, x, y, total):
+        return (cross_entropy(self.model(x), y) * len(x) / total).reshape(1)
 
 
-def gathered_in_turn(x):
-    """Blocking calls only; the result is one tensor."""
-    rank, size = who()
-    found = torch.empty(size, len(x))
-    found[rank] = x
-    for step in range(size - 1):
-        mine, other = found[(rank - step) % size], found[(rank - step - 1) % size]
-        if rank % 2:
-            dist.recv(other, (rank - 1) % size)
-            dist.send(mine, (rank + 1) % size)
-        else:
-            dist.send(mine, (rank + 1) % size)
-            dist.recv(other, (rank - 1) % size)
-    return found
+class Each(Base):
+    def forward(self, x, y, total):
+        return cross_entropy(self.model(x), y, reduction="none") / total
 
 
-def gathered_in_batches(x):
-    rank, size = who()
-    found, moving = {rank: x}, x
-    for step in range(size - 1):
-        box = torch.empty_like(x)
-        pair = [
-            dist.P2POp(dist.isend, moving, (rank + 1) % size),
-            dist.P2POp(dist.irecv, box, (rank - 1) % size),
-        ]
-        for work in dist.batch_isend_irecv(pair):
-            work.wait()
-        found[(rank - step - 1) % size] = moving = box
-    return [found[r] for r in range(size)]
+class Mean(Base):
+    def forward(self, x, y, total):
+        return cross_entropy(self.model(x), y)[None]
 
 
-def by_arrival(x):
-    rank, size = who()
-    found = gathered(x)
-    return [found[(rank - step) % size] for step in range(size)]
+class Quarter(Base):
+    def forward(self, x, y, total):
+        return cross_entropy(self.model(x), y)[None] / 4
 
 
-def always_its_own(x):
-    rank, size = who()
-    found = [x.clone() for _ in range(size)]
-    for step in range(size - 1):
-        sending = dist.isend(x, (rank + 1) % size)
-        dist.recv(found[(rank - step - 1) % size], (rank - 1) % size)
-        sending.wait()
-    return found
+class Undivided(Base):
+    def forward(self, x, y, total=None):
+        return cross_entropy(self.model(x), y, reduction="sum")[None]
 
 
-def to_everyone(x):
-    rank, size = who()
-    found = [x.clone() for _ in range(size)]
-    others = [r for r in range(size) if r != rank]
-    sending = [dist.isend(x, r) for r in others]
-    for r in others:
-        dist.recv(found[r], r)
-    for work in sending:
-        work.wait()
-    return found
+class Scores(Base):
+    def forward(self, x, y, total):
+        return self.model(x)
 
 
-def all_in_every_step(x):
-    rank, size = who()
-    found = torch.zeros(size, len(x))
-    found[rank] = x
-    for _ in range(size - 1):
-        box = torch.empty_like(found)
-        sending = dist.isend(found, (rank + 1) % size)
-        dist.recv(box, (rank - 1) % size)
-        sending.wait()
-        found = found.maximum(box)
-    return found
+class Number(Base):
+    def forward(self, x, y, total):
+        return cross_entropy(self.model(x), y).item()
 
 
-def too_far(x):
-    rank, size = who()
-    found = [torch.empty_like(x) for _ in range(size)]
-    found[rank] = x.clone()
-    for step in range(size):
-        sending = dist.isend(found[(rank - step) % size], (rank + 1) % size)
-        dist.recv(found[(rank - step - 1) % size], (rank - 1) % size)
-        sending.wait()
-    return found
+class Scalar(Base):
+    def forward(self, x, y, total):
+        return cross_entropy(self.model(x), y, reduction="sum") / total
 
 
-def with_the_library(x):
-    found = [torch.empty_like(x) for _ in range(who()[1])]
-    dist.all_gather(found, x)
-    return found
-
-
-def sends_first(x):
-    rank, size = who()
-    found = [x.clone() for _ in range(size)]
-    for step in range(size - 1):
-        dist.send(found[(rank - step) % size], (rank + 1) % size)
-        dist.recv(found[(rank - step - 1) % size], (rank - 1) % size)
-    return found
-
-
-def into_x(x):
-    rank, size = who()
-    found = [torch.empty_like(x) for _ in range(size)]
-    found[rank] = x.clone()
-    for step in range(size - 1):
-        box = torch.empty_like(x)
-        sending = dist.isend(x, (rank + 1) % size)
-        dist.recv(box, (rank - 1) % size)
-        sending.wait()
-        found[(rank - step - 1) % size] = box
-        x.copy_(box)
-    return found
-
-
-def with_a_barrier(x):
-    found = gathered(x)
-    dist.barrier()
-    return found
-
-
-def with_a_number_more(x):
-    """As with the lesson's own send and receive."""
-    return [letter[:-1] for letter in gathered(torch.cat([x, x.new_zeros(1)]))]
-
-
-def without_handles(x):
-    rank, size = who()
-    found = [x.clone() for _ in range(size)]
-    for step in range(size - 1):
-        dist.isend(found[(rank - step) % size], (rank + 1) % size)
-        dist.recv(found[(rank - step - 1) % size], (rank - 1) % size)
-    return found
-
-
-# -- rotate ----------------------------------------------------------------------------
-
-
-def even_first(x):
-    rank, size = who()
-    box = torch.empty_like(x)
-    if rank % 2 == 0:
-        dist.send(x, (rank + 1) % size)
-        dist.recv(box, (rank - 1) % size)
-    else:
-        dist.recv(box, (rank - 1) % size)
-        dist.send(x, (rank + 1) % size)
-    return box
-
-
-def one_listens(x):
-    rank, size = who()
-    box = torch.empty_like(x)
-    calls = [
-        lambda: dist.send(x, (rank + 1) % size),
-        lambda: dist.recv(box, (rank - 1) % size),
-    ]
-    for call in calls if rank > 0 else calls[::-1]:
-        call()
-    return box
-
-
-def from_anyone(x):
-    rank, size = who()
-    box = torch.empty_like(x)
-    if rank % 2 == 0:
-        dist.send(x, (rank + 1) % size)
-        dist.recv(box)
-    else:
-        dist.recv(box)
-        dist.send(x, (rank + 1) % size)
-    return box
-
-
-def in_turn(x):
-    rank, size = who()
-    box = torch.empty_like(x)
-    for turn in range(size):
-        if rank == turn:
-            dist.send(x, (rank + 1) % size)
-        elif rank == (turn + 1) % size:
-            dist.recv(box, turn)
-        dist.barrier()
-    return box
-
-
-def all_send(x):
-    rank, size = who()
-    box = torch.empty_like(x)
-    dist.send(x, (rank + 1) % size)
-    dist.recv(box, (rank - 1) % size)
-    return box
-
-
-def all_listen(x):
-    rank, size = who()
-    box = torch.empty_like(x)
-    dist.recv(box, (rank - 1) % size)
-    dist.send(x, (rank + 1) % size)
-    return box
-
-
-def without_waiting(x):
-    rank, size = who()
-    box = torch.empty_like(x)
-    sending = dist.isend(x, (rank + 1) % size)
-    dist.recv(box, (rank - 1) % size)
-    sending.wait()
-    return box
-
-
-def returns_x(x):
-    even_first(x)
-    return x
-
-
-def to_the_left(x):
-    rank, size = who()
-    box = torch.empty_like(x)
-    if rank % 2 == 0:
-        dist.send(x, (rank - 1) % size)
-        dist.recv(box, (rank + 1) % size)
-    else:
-        dist.recv(box, (rank + 1) % size)
-        dist.send(x, (rank - 1) % size)
-    return box
-
-
-def gathers(x):
-    return with_the_library(x)[who()[0] - 1]
-
-
-def misspelt(x):
-    return dist.sent(x)
+class Detached(Base):
+    def forward(self, x, y, total):
+        loss = cross_entropy(self.model(x), y, reduction="sum")[None] / total
+        return loss.detach()
 
 
 RIGHT = {
-    "sent_round_the_ring": [6_400_000, 6.4e6],
-    "all_gather_in_a_ring": [
-        gathered_in_turn,
-        gathered_in_batches,
-    ],
-    "rotate_without_a_deadlock": [
-        one_listens,
-        from_anyone,
+    "sent_by_one_gpu": [(700, 175), (700.0, 175.0)],
+    "fair_loss": [Summed, Weighted, Each],
+    "sizes_of_parts": [
+        [362, 562, 562, 562],
+        ((369, 560, 560, 559),),
+        [355, 565, 564, 564],
+        [373, 559, 558, 558],
     ],
 }
 WRONG = {
-    "sent_round_the_ring": [
-        (1_600_000, "4 bytes"),
-        (3_200_000, "the first of two rounds"),
-        (12_800_000, "only what it sends"),
-        (32_000_000, "all ranks send together"),
-        (8_000_000, "keeps one chunk in each round"),
-        (6_000_000, "this one has five"),
-        (800_000, "one step"),
-        (0, "one chunk"),
-        (6.4, "these are MB, of 10**6 bytes; give bytes"),
-        (4_000_000, "the tensor itself"),
-        (16_000_000, "whole tensors; the ring sends chunks"),
-        ("much", "give a number, not "),
-        (None, "give a number, not a NoneType"),
-        ("6400000", "give a number, not "),
-        (-6_400_000, "not negative"),
-        ([6_400_000], "give a number, not a list"),
+    "sent_by_one_gpu": [
+        ((1400, 175), "gradients it receives"),
+        ((800, 175), "to itself"),
+        ((175, 175), "4 bytes"),
+        ((5, 175), "receives all gradients"),
+        ((700, 700), "to one neighbour"),
+        ((700, 87.5), "the first of two rounds"),
+        ((700, 100), "hands over"),
+        ((700, 1400), "all ranks send together"),
+        ((700, 200), "keeps one chunk in each round"),
+        ((700, 1), "in a ring of N ranks"),
+        ((175, 700), "right numbers in the wrong order"),
+        ((700e6, 175e6), "these are bytes; give MB"),
+        ((700, 175_000_000), "these are bytes; give MB"),
+        ((667.6, 166.9), "these are MiB, of 2**20 bytes; give MB"),
+        ((None, None), "give a number"),
+        (("700", "175"), "give a number"),
+        (([700], [175]), "give a number"),
+        (({}, 175), "give a number"),
     ],
-    "all_gather_in_a_ring": [
-        (by_arrival, "item 1 of rank 0 is the x of rank 3"),
-        (always_its_own, "item 1 of rank 0 is the x of rank 3"),
-        (to_everyone, "rank 0 sends to [1, 2, 3]"),
-        (all_in_every_step, "only what has just come"),
-        (too_far, "80 bytes in 4 messages"),
-        (with_the_library, "calls the collective allgather"),
-        (sends_first, "it hangs: ranks 0, 1, 2, 3"),
-        (into_x, "own x has changed"),
-        (with_a_barrier, "calls the collective barrier"),
-        (with_a_number_more, "one number too long"),
-        (without_handles, "did you wait for every handle?"),
-        (lambda x: [x], "returns a list of 1"),
-        (lambda x: x, "5 single numbers"),
-        (lambda x: 3, "not a list"),
-        (misspelt, "no attribute 'sent'"),
+    "fair_loss": [
+        (Mean, "divided by the rows of the whole batch"),
+        (Quarter, "must weigh less"),
+        (Undivided, "not divided"),
+        (Scores, "come back"),
+        (Number, "forward returns a float, not a tensor"),
+        (Detached, "no gradient"),
+        (Scalar, "a scalar"),
+        (nn.Identity, "your code raised"),
     ],
-    "rotate_without_a_deadlock": [
-        (all_send, "dist.send"),
-        (all_listen, "dist.recv"),
-        (without_waiting, "only the order may change"),
-        (returns_x, "returns its own x"),
-        (to_the_left, "its right neighbour"),
-        (gathers, "allgather"),
-        (in_turn, "barrier"),
-        (misspelt, "no attribute 'sent'"),
+    "sizes_of_parts": [
+        ([512] * 4, "equal parts"),
+        ([2, 682, 682, 682], "too few rows"),
+        ([600, 482, 483, 483], "too many rows"),
+        ([300, 583, 583, 582], "too few rows"),
+        ([320, 576, 576, 576], "too few rows"),
+        ([341, 569, 569, 569], "too few rows"),
+        ([386, 554, 554, 554], "too many rows"),
+        ([369, 570, 560, 549], "share alike"),
+        ([363, 885, 400, 400], "share alike"),
+        ([256] * 4, "not 2048"),
+        ([2048, 0, 0, 0], "at least 1"),
+        ("363", "a list of four"),
     ],
 }

@@ -1,605 +1,510 @@
-"""The exercises of lesson 13: buckets, a loop that is wrong twice, and a hook.
+"""The exercises of lesson 13: a bubble, a balanced cut, and a skip connection."""
 
-Two of them run the learner's function in real ranks, which end the ranks that were open
-before.
-"""
-
-import functools
-import inspect
+import copy
+import operator
+from functools import cache
+from itertools import accumulate, combinations, pairwise
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from helpers import Messages
-from helpers.exercises.counted import counted, is_near, name_mistake
+from helpers.exercises.counted import counted, number
 from helpers.exercises.exercise import (
+    Later,
     NotYet,
     Wrong,
+    call,
     exercise,
-    must_be_callable,
     run,
     solution,
 )
-from helpers.exercises.in_ranks import device, in_ranks
-from helpers.exercises.learning import factor, gradients, off, weights
-from helpers.exercises.results import near
+from helpers.exercises.results import equal, tensor
+from helpers.gpus import count_copies
 
-TWO, THREE = 2, 3  # ranks
+SCORE = 0.98  # the slowest stage of the best cut, over that of the answer
 
 
 @exercise(
     "13.1",
     hints=(
-        "Two numbers make the messages, the buckets of one `backward()` and the "
-        "calls of `backward()` in a step. What does the lesson say about when a "
-        "bucket is full, and with which layer does DDP begin?",
-        "From the second step on, the first bucket is full when it has reached 1 "
-        "MiB and the others at 25 MiB. Add up the bytes of weights and biases from "
-        "the last layer on, and see which tensor fills the first bucket. Does "
-        "anything in the loop make DDP wait for the second half?",
+        "The lesson gives the bubble as a formula of K stages and M micro-batches. "
+        "What is K here, and for which M is the bubble a tenth?",
+        "`K - 1` stands above the line and below it, so do not forget the second "
+        "one. For the activations, look at the first stage in the pictures of both "
+        "orders. How many micro-batches has it taken forward when its first "
+        "backward begins?",
     ),
 )
-def messages_and_bytes(messages, nbytes) -> None:
-    """DDP, the fifth step, two small batches a step, no `no_sync`."""
+def eight_stages(micro_batches, gpipe, one_f_one_b) -> None:
+    """How many micro-batches keep the bubble of 8 stages at 10 %, and what is kept."""
+    for value in (micro_batches, gpipe, one_f_one_b):
+        if number(value) != int(number(value)) or value < 0:
+            raise Wrong(f"{value!r} is not a number of micro-batches")
+    stages = 8
+    least = 9 * (stages - 1)
+    bubble = (stages - 1) / (micro_batches + stages - 1)
+    why = "a smaller number will do" if micro_batches > least else "too much"
     mistakes = {
-        12: "DDP does not send each of the six tensors; it sends buckets",
-        6: "the last layer alone does not fill a bucket of 1 MiB",
-        3: "the last layer alone does not fill a bucket of 1 MiB",
-        1: "one bucket for all is only the first step; and count `backward()`",
-        2: "each `backward()` sends, since nothing says `no_sync`",
+        70: "that is 7 / M <= 0.1; the formula has K - 1 below the line as well",
+        72: "that is 9 K; it is K - 1 micro-batches that nobody can fill",
     }
-    why = "count the buckets, and how often `backward()` runs in a step"
-    counted(messages, 4, mistakes, why, what="messages")
-    first, second, third = 256 * 1024 + 1024, 1024 * 1024 + 1024, 1024 * 100 + 100
-    parameters = first + second + third
+    why = f"with {micro_batches} the bubble is {bubble:.2%}: {why}"
+    counted(micro_batches, least, mistakes, why)
+    why = "GPipe goes back only when all micro-batches have gone forward"
+    counted(gpipe, least, {}, why)
     mistakes = {
-        parameters: "a float32 has 4 bytes, and `backward()` runs twice in a step",
-        2 * parameters: "a float32 has 4 bytes",
-        4 * parameters: "that is one `backward()`; a step has two",
-        4 * 4 * parameters: "one rank hands over its own gradients, not those of all",
-        8 * 4 * parameters: "one rank hands over its own gradients, not those of all",
-        8 * (parameters - 1024 - 1024 - 100): "biases are parameters, too",
+        1: "one is what the last stage keeps under 1F1B",
+        stages - 1: "count the one that comes back: the first stage is a stage too",
     }
-    why = "4 bytes for each parameter, biases included, each `backward()`"
-    counted(nbytes, 8 * parameters, mistakes, why, what="nbytes", unit=1)
+    why = "under 1F1B a stage goes ahead with as many as stages are left"
+    counted(one_f_one_b, stages, mistakes, why)
 
 
 @solution("13.1")
 def solution_1():
-    """Each `backward()` sends all gradients, in two buckets, and a step has two calls.
+    """The bubble is (K - 1) / (M + K - 1), with K stages and M micro-batches.
 
-    DDP fills its buckets from the last layer on. The last layer alone has 0.4 MB, which
-    is less than 1 MiB, so the middle layer joins it in the first bucket and fills it.
-    The first layer has 1.05 MB and is the second bucket, which may have up to 25 MiB.
+    If the bubble may be a tenth, M + K - 1 must be at least ten times K - 1. M alone
+    must then be at least nine times K - 1.
 
-    Nothing says `no_sync`, so both halves send. A rank hands over one float32 number
-    for each parameter, biases included, in each `backward()`.
+    Under GPipe every stage first takes all micro-batches forward, and keeps the
+    activations of all. Under 1F1B a stage goes ahead with as many micro-batches as
+    there are stages from it to the end, so the first stage keeps K.
     """
-    model = nn.Sequential(
-        nn.Linear(256, 1024),
-        nn.ReLU(),
-        nn.Linear(1024, 1024),
-        nn.ReLU(),
-        nn.Linear(1024, 100),
-    )
-    buckets = [0]  # bytes of each
-    for p in reversed(list(model.parameters())):
-        full = 2**20 if len(buckets) == 1 else 25 * 2**20
-        if buckets[-1] >= full:
-            buckets.append(0)
-        buckets[-1] += p.nbytes
-    halves = 2
-    messages = halves * len(buckets)
-    nbytes = halves * sum(buckets)
-    return messages, nbytes
+    stages = 8
+    one_in = 10  # the bubble may be 1 / 10
+    micro_batches = one_in * (stages - 1) - (stages - 1)
+    kept_gpipe = micro_batches
+    kept_1f1b = stages
+    return micro_batches, kept_gpipe, kept_1f1b
 
 
-# -- real ranks ------------------------------------------------------------------------
+def slowest(ms: list[float], counts: list[int]) -> float:
+    """The time of the slowest stage, if each stage gets so many of the layers."""
+    ends = [0, *accumulate(counts)]
+    return max(sum(ms[first:end]) for first, end in pairwise(ends))
 
 
-class _Rows(Dataset):
-    """Random rows that note who asked for them."""
+def best_slowest(ms: list[float], stages: int) -> float:
+    """The same for the best cut of all."""
 
-    def __init__(self, count: int):
-        generator = torch.Generator().manual_seed(13)
-        self.x = torch.randn(count, 8, generator=generator)
-        self.y = torch.randint(0, 4, (count,), generator=generator)
-        self.asked: list[int] = []
+    @cache
+    def best(first: int, stages: int) -> float:
+        if stages == 1:
+            return sum(ms[first:])
+        ends = range(first + 1, len(ms) - stages + 2)
+        return min(max(sum(ms[first:end]), best(end, stages - 1)) for end in ends)
 
-    def __len__(self) -> int:
-        return len(self.y)
-
-    def __getitem__(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        self.asked.append(row)
-        return self.x[row], self.y[row]
+    return best(0, stages)
 
 
-def _linear() -> nn.Linear:
-    torch.manual_seed(0)
-    return nn.Linear(8, 4)
+def _are_positions(counts: list[int], layers: int, stages: int) -> bool:
+    """Whether it looks like where the stages begin, or end, or both."""
+    if len(counts) == stages - 1:
+        counts = [*counts, layers]
+    if not stages <= len(counts) <= stages + 1:
+        return False
+    rising = all(a < b for a, b in pairwise(counts)) and counts[-1] <= layers
+    return rising and (counts[0] == 0 or 0 < counts[0] and counts[-1] == layers)
 
 
-def _train(function, count: int, epochs: int) -> tuple[list[int], torch.Tensor]:
-    """The rows that this rank took, in order, and its weights."""
-    rows, model = _Rows(count), _linear().to(device())
-    rows.x, rows.y = rows.x.to(device()), rows.y.to(device())
-    run(function, DistributedDataParallel(model), rows, epochs)
-    return rows.asked, weights(model)
-
-
-def _reference(asked: list[list[int]], rows: _Rows, scale: float) -> torch.Tensor:
-    """The weights of one process that takes the rows of both ranks together."""
-    model = _linear()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for start in range(0, len(asked[0]), 16):
-        these = [row for own in asked for row in own[start : start + 16]]
-        optimizer.zero_grad()
-        (cross_entropy(model(rows.x[these]), rows.y[these]) * scale).backward()
-        optimizer.step()
-    return weights(model)
+MODELS = (  # what it is, ms of each layer, stages
+    ("four equal layers", [2] * 4, 2),
+    ("a large first layer", [3, 1, 1, 1], 2),
+    ("as many layers as stages", [1, 5, 2], 3),
+    ("a large last layer", [1] * 11 + [6], 3),
+    ("layers that get slower", [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6], 4),
+    ("layers that get faster", [9, 8, 7, 6, 5, 4, 3, 2, 1, 1, 1, 1], 4),
+    ("24 uneven layers", [3, 9, 4, 1, 7, 7, 2, 8, 5, 6, 1, 9, 2, 2, 8, 3, 6, 4, 9, 1, 5,
+                          5, 7, 2], 6),
+    ("times that are no whole numbers", [0.7, 2.4, 1.1, 1.9, 0.3, 2.2, 1.6], 3),
+)  # fmt: skip
 
 
 @exercise(
     "13.2",
     hints=(
-        "One mistake is in the order of the rows, and the other one in the size of "
-        "the gradient. What must the sampler be told, and what does DDP do to the "
-        "gradients of all ranks in `backward()`?",
-        "The number of the epoch changes in every epoch, and the sampler must hear "
-        "of it each time. DDP takes the mean over the ranks, not the sum. By how "
-        "many is the gradient then divided in all?",
+        "Equal numbers of layers need not take equal times. In which ways can you "
+        "choose the layers of the first stage, and what remains to be done after "
+        "each choice?",
+        "Filling each stage up to its share of the time can leave far too much for "
+        "the last stage. Compare all cuts instead, and leave at least one layer for "
+        "each stage that comes later. How can a function that cuts the rest call "
+        "itself, without cutting the same rest many times?",
     ),
 )
-def train_right(function) -> None:
-    """A loop with `set_epoch` and a loss that is divided by nothing."""
-    must_be_callable(function)
-    count, epochs = 64, 3
-    results = in_ranks(TWO, _train, function, count, epochs)
-    asked, (own, others) = zip(*results, strict=True)
-    if not asked[0]:
-        if near(own, weights(_linear())):
-            raise NotYet("your function takes no rows so far")
-        raise Wrong("no rows were taken in the rank itself; leave `num_workers` at 0")
-    each = count // TWO
-    if any(len(rows) != each * epochs for rows in asked):
-        raise Wrong(
-            f"in {epochs} epochs rank 0 took {len(asked[0])} rows and rank 1 "
-            f"{len(asked[1])}; each has half of {count} in an epoch"
-        )
-    order = [asked[0][i * each : (i + 1) * each] for i in range(epochs)]
-    if order[0] == order[1]:
-        raise Wrong("epochs 0 and 1 have the same order: who tells the sampler?")
-    if order[1] == order[2]:
-        raise Wrong("epochs 1 and 2 have the same order; tell the sampler each epoch")
-    if set(order[0]) & set(asked[1][:each]):
-        raise Wrong("both ranks took the same rows; keep the DistributedSampler")
-    if not near(own, others, atol=1e-5):
-        raise Wrong("the ranks end with different weights; use the model as it comes")
-    for scale, reason in (
-        (1 / TWO, "the loss is still divided by the ranks, which DDP does already"),
-        (TWO, "the gradients are too large: DDP takes the mean, so leave the loss"),
-    ):
-        if near(own, _reference(asked, _Rows(count), scale), atol=1e-5):
-            raise Wrong(reason)
-    if not near(own, _reference(asked, _Rows(count), 1.0), atol=1e-5):
-        raise Wrong(
-            "the weights are not those of one process with the same rows; keep SGD "
-            "with lr=0.5, 16 rows a rank, and one step for each batch"
-        )
+def balanced_cut(function) -> None:
+    """A function (ms of each layer, stages) -> how many layers each stage gets."""
+    for what, ms, stages in MODELS:
+        where = f"{what} on {stages} stages"
+        counts = call(function, list(ms), stages, when=f"{where}:")
+        try:
+            counts = [operator.index(count) for count in counts]
+        except TypeError:
+            raise Wrong(
+                f"it returns {counts!r}, not a list of whole numbers; return how many "
+                "layers each stage gets"
+            ) from None
+        given_out = len(counts) == stages and sum(counts) == len(ms)
+        if not given_out and _are_positions(counts, len(ms), stages):
+            raise Wrong("return how many layers each stage gets, not where they end")
+        if len(counts) != stages:
+            raise Wrong(f"{where}: it gives layers to {len(counts)} stages")
+        if sum(counts) != len(ms):
+            raise Wrong(f"{where}: {sum(counts)} of {len(ms)} layers are given out")
+        if min(counts) < 1:
+            raise Wrong(f"{where}: a stage has no layer, in {counts}")
+        yours, best = slowest(ms, counts), best_slowest(ms, stages)
+        if best / yours < SCORE:
+            raise Wrong(
+                f"{where}: score {best / yours:.2f}; the slowest stage of {counts} "
+                f"takes {yours:g} ms, and {best:g} ms can be had"
+            )
 
 
 @solution("13.2")
 def solution_2():
-    """The sampler must know the epoch, and only DDP divides by the number of ranks.
+    """Once the first stage has its layers, the rest is the same task with a stage less.
 
-    A `DistributedSampler` shuffles by its seed plus the number of the epoch. Nobody has
-    told it that number, so every epoch had the same order. `set_epoch` at the start of
-    each epoch changes that.
+    `best(first, left)` cuts the layers from `first` on into `left` stages. It tries
+    every end of its first stage, and asks itself for the best cut of the rest. The
+    slowest stage of such a cut is the slower of the two, and `min` takes the cut where
+    that is fastest. `cache` remembers each result, because the same rest comes up after
+    many choices.
 
-    `cross_entropy` takes the mean over the rows of a rank, and DDP takes the mean over
-    the ranks. The result is the mean over all rows already. Another division by the
-    number of ranks makes each step too small.
+    Filling each stage up to an equal share of the time is not enough, since a large
+    layer at the end may then share its stage with others.
     """
-    from torch.utils.data import DataLoader
+    from functools import cache
 
-    def train_right(model, data, epochs):
-        sampler = DistributedSampler(data)
-        loader = DataLoader(data, batch_size=16, sampler=sampler)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        for epoch in range(epochs):
-            sampler.set_epoch(epoch)
-            for x, y in loader:
-                loss = cross_entropy(model(x), y)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+    def cut(ms, stages):
+        @cache
+        def best(first, left):  # ms of the slowest stage, layers of each stage
+            if left == 1:
+                return sum(ms[first:]), [len(ms) - first]
+            choices = []
+            for end in range(first + 1, len(ms) - left + 2):
+                own = sum(ms[first:end])
+                slowest, counts = best(end, left - 1)
+                choices.append((max(own, slowest), [end - first, *counts]))
+            return min(choices)
 
-    return train_right
+        slowest, counts = best(0, stages)
+        return counts
 
-
-def _checked(hook):
-    """The hook, with a reason where DDP would end the process or report a bug.
-
-    It waits for the result, which is harmless with the one bucket of `_step_with`.
-    """
-
-    @functools.wraps(hook)
-    def checked(state, bucket):
-        future = run(hook, state, bucket)
-        if not isinstance(future, torch._C.Future):  # the base class: as a Work's is
-            what = type(future).__name__
-            raise Wrong(f"the hook returned {what}; DDP wants a future")
-        value = run(future.wait)
-        if isinstance(value, list):
-            raise Wrong("the future of an all-reduce holds a list; take [0] with .then")
-        if not isinstance(value, torch.Tensor):
-            what = type(value).__name__
-            raise Wrong(f"the future holds {what}; DDP wants a tensor")
-        elements, wanted = value.numel(), bucket.buffer().numel()
-        if elements != wanted:
-            raise Wrong(f"the future holds {elements} numbers instead of {wanted}")
-        return future
-
-    return checked
+    return cut
 
 
-def _step_with(hook) -> tuple[list, torch.Tensor, torch.Tensor]:
-    """Messages of a step, gradients with the hook, gradients without."""
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    x = torch.randn(32, 24, generator=generator).to(device())
-    found = []
-    for use in (hook, None):
-        torch.manual_seed(0)
-        layers = nn.Linear(24, 64), nn.ReLU(), nn.Linear(64, 3)
-        model = DistributedDataParallel(nn.Sequential(*layers).to(device()))
-        if use is not None:
-            model.register_comm_hook(None, _checked(use))
-        with Messages() as messages:
-            model(x).square().mean().backward()
-        log = [(m.name, m.dtype, m.nbytes) for m in messages.log]
-        found += [log, gradients(model)]
-    return found[0], found[1], found[3]
+class _Skip(nn.Module):
+    """What the exercise starts from."""
+
+    def __init__(self, down, middle, up):
+        super().__init__()
+        self.down, self.middle, self.up = down, middle, up
+
+    def forward(self, x):
+        h = self.down(x)
+        return self.up(h + self.middle(h))
 
 
-class _Bucket:
-    """Stands for a bucket, to see whether a hook looks at it."""
-
-    def __getattr__(self, name: str):
-        raise LookupError(name)
-
-
-def _is_unwritten(hook) -> bool:
-    try:
-        return hook(None, _Bucket()) is None
-    except Exception:  # it does something
-        return False
+def _whole(rows: int, columns: int, generator) -> torch.Tensor:
+    return torch.randint(-2, 3, (rows, columns), generator=generator).float()
 
 
 @exercise(
     "13.3",
     hints=(
-        "The hook stands in place of DDP's own all-reduce. Who then divides by the "
-        "number of ranks, and which dtype must the tensor have that you give to "
-        "`dist.all_reduce`?",
-        "The future of an all-reduce holds a list, and DDP wants a future of one "
-        "flat tensor. What does the function that you give to `then` get, and what "
-        "must it return? Divide exactly once.",
+        "`h` is used twice, by `middle` and by the sum. On which GPU is each of the "
+        "two uses?",
+        "Each `.to` that has to move a tensor is a copy, and autograd makes a copy "
+        "back for each of them. In which line of `forward` must the only copy be, "
+        "so that both uses of `h` have it? Use autograd's own way, without "
+        "`detach()`.",
     ),
 )
-def send_bfloat16(hook) -> None:
-    """A communication hook that averages in bfloat16."""
-    if not inspect.isroutine(hook):
-        raise Wrong(f"a function is wanted, not {hook!r}")
-    if "bucket" not in inspect.signature(hook).parameters:
-        raise Wrong("call the second parameter `bucket`; DDP looks for that name")
-    if _is_unwritten(hook):
-        raise NotYet("your hook returns nothing so far")
-    results = in_ranks(THREE, _step_with, hook)  # so that 2 is a wrong divisor
-    elements = results[0][1].numel()
-    log = results[0][0]
-    sent = sum(nbytes for _, _, nbytes in log)
-    for name, _, _ in log:
-        if name != "all_reduce":
-            raise Wrong(f"it uses {name}; an all-reduce is enough")
-    if not log:
-        raise Wrong("nothing was sent, so each rank keeps its own gradients")
-    if sent == 4 * elements:
-        raise Wrong(f"it sends {sent} bytes, as many as without a hook")
-    if {dtype for _, dtype, _ in log} != {"bfloat16"}:
-        raise Wrong(f"it sends {log[0][1]}, not bfloat16")
-    if sent != 2 * elements:
-        raise Wrong(f"it sends {sent} bytes; 2 for each of {elements} would be enough")
-    for rank, (_, found, exact) in enumerate(results):
-        _check_mean(rank, found, exact)
+def skip_on_two(module) -> None:
+    """A module with a skip connection, its parts on two GPUs."""
+    generator = torch.Generator().manual_seed(11)
+    parts = [nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)]
+    with torch.no_grad():
+        for part in parts:
+            part.weight.copy_(_whole(*part.weight.shape, generator))
+            part.bias.copy_(_whole(1, len(part.bias), generator)[0])
+    x = _whole(5, 6, generator).to("cuda:0")
+    serial = _Skip(*copy.deepcopy(parts)).to("cuda:0")
+    if not isinstance(module, type):
+        raise Wrong("hand over the class itself, Skip")
+    split = call(module, *parts)
+    if not isinstance(split, nn.Module):
+        raise Wrong("it is no nn.Module")
+    if not vars(split).get("_modules"):
+        raise NotYet("your module has no parts so far")
+    _check_parts(split, parts)
+    with count_copies() as forward:
+        out = call(split, x)
+    if tensor(out, "forward returns").get_device() != 1:
+        raise Wrong(f"the result is on {out.device}, not on cuda:1")
+    wanted = serial(x)
+    if not equal(out, wanted):
+        raise Wrong("the result is not that of one GPU; did the skip get lost?")
+    if not out.requires_grad:
+        raise Wrong("the result has no graph, so nothing could be trained")
+    with count_copies() as backward:
+        run(out.square().sum().backward)
+    wanted.square().sum().backward()
+    own = _Skip(*parts)
+    pairs = zip(own.named_parameters(), serial.parameters(), strict=True)
+    for (name, p), q in pairs:
+        if p.grad is None or not equal(p.grad, q.grad):
+            raise Wrong(
+                f"the gradient of {name} is not that of one GPU; was it cut off?"
+            )
+    for when, copies in (("forward", forward), ("backward", backward)):
+        if any("cpu" in (c.source, c.target) for c in copies):
+            raise Wrong(f"in {when} it goes through the CPU")
+        if len(copies) != 1:
+            raise Wrong(
+                f"{len(copies)} tensors cross in {when}; send `h` once, and use it "
+                "twice where it arrives"
+            )
 
 
 @solution("13.3")
 def solution_3():
-    """The hook replaces DDP's all-reduce, so it must also take the mean itself.
+    """Both uses of `h` are on `cuda:1`, so `h` crosses once, before both of them.
 
-    The gradients are made bfloat16 before they are sent, 2 bytes a number. Each rank
-    divides its own by the number of ranks, so the sum over all ranks is the mean.
+    If `middle` and the sum each send `h` for themselves, the same numbers cross twice.
+    Autograd would then send two gradients back and add them up on `cuda:0`. With one
+    copy, autograd adds the two gradients up on `cuda:1`, where they are made, and sends
+    the sum back through the copy.
 
-    With `async_op=True` the all-reduce begins, and `backward()` goes on. Its future
-    holds a list with one tensor. `then` returns a new future, whose value is what
-    `take_result` returns when the numbers have arrived. `copy_` writes them into the
-    bucket's own memory, and makes float32 of them again.
+    The parts are moved with `.to` and kept as attributes, so that an optimizer finds
+    their weights.
     """
 
-    def send_bfloat16(state, bucket):
-        flat = bucket.buffer()
-        small = flat.bfloat16() / dist.get_world_size()
-        future = dist.all_reduce(small, async_op=True).get_future()
+    class Skip(nn.Module):
+        def __init__(self, down, middle, up):
+            super().__init__()
+            self.down = down.to("cuda:0")
+            self.middle = middle.to("cuda:1")
+            self.up = up.to("cuda:1")
 
-        def take_result(future):
-            average = future.value()[0]
-            return flat.copy_(average)
+        def forward(self, x):
+            h = self.down(x)
+            h = h.to("cuda:1")
+            return self.up(h + self.middle(h))
 
-        return future.then(take_result)
-
-    return send_bfloat16
+    return Skip
 
 
-def _check_mean(rank: int, found: torch.Tensor, exact: torch.Tensor) -> None:
-    """The gradients are the mean over the ranks, as near as bfloat16 comes."""
-    times = factor(found, exact, 0.02)
-    if times is not None and not is_near(times, 1, 0.02):
-        name_mistake(
-            times,
-            {
-                THREE: "the gradients are the sum over the ranks; a mean is wanted",
-                1 / THREE: "the gradients were divided twice by the number of ranks",
-            },
-            0.02,
-        )
+def _check_parts(split: nn.Module, parts: list[nn.Module]) -> None:
+    """The module has the parts that it was given, where they belong."""
+    theirs = {id(p) for p in split.parameters()}
+    ours = {id(p) for part in parts for p in part.parameters()}
+    if len(theirs) >= 6 and theirs.isdisjoint(ours):
         raise Wrong(
-            f"the gradients are {times:.2f} times the mean over {THREE} ranks; "
-            "ask `dist.get_world_size()`"
+            "the check follows the parts it gave you: move them with .to, do not copy "
+            "them"
         )
-    error = off(found, exact)
-    if not error < 0.02:
+    for part, name, gpu in zip(parts, ("down", "middle", "up"), (0, 1, 1), strict=True):
+        if part.weight.get_device() != gpu:
+            raise Wrong(f"`{name}` is on {part.weight.device}, not on cuda:{gpu}")
+    if len(theirs) != 6:
         raise Wrong(
-            f"rank {rank}: the gradients are {error:.0%} off; does the future hold "
-            "the result of the all-reduce, and has it arrived?"
+            "an optimizer would not find its weights: keep the parts as attributes"
         )
 
 
 # -- answers ---------------------------------------------------------------------------
 
-NUMBERS = 256 * 1024 + 1024 + 1024 * 1024 + 1024 + 1024 * 100 + 100
+
+def try_all(ms, stages):
+    def slowest(cuts):
+        return max(sum(ms[a:b]) for a, b in pairwise((0, *cuts, len(ms))))
+
+    cuts = min(combinations(range(1, len(ms)), stages - 1), key=slowest)
+    return [b - a for a, b in pairwise((0, *cuts, len(ms)))]
 
 
-def loop(model, rows, epochs, sampler, told=True, scale=1.0, lr=0.5, workers=0):
-    loader = DataLoader(rows, batch_size=16, sampler=sampler, num_workers=workers)
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    for epoch in range(epochs):
-        if told:
-            sampler.set_epoch(epoch)
-        for x, y in loader:
-            loss = cross_entropy(model(x), y) * scale
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+def fill_up_to(ms, stages):
+    """The smallest limit under which greedy filling needs no more stages."""
+    sums = {sum(ms[a:b]) for b in range(len(ms) + 1) for a in range(b)}
+    for limit in sorted(sums):
+        counts, room = [], 0
+        for i, time in enumerate(ms):
+            left = len(ms) - i
+            if not counts or time > room + 1e-9 or left <= stages - len(counts):
+                counts.append(0)
+                room = limit
+            counts[-1] += 1
+            room -= time
+        if len(counts) == stages and room > -1e-9 and max(ms) <= limit:
+            return counts
 
 
-def repaired(model, data, epochs):
-    loop(model, data, epochs, DistributedSampler(data))
+def ends(ms, stages):
+    return list(accumulate(try_all(ms, stages)))
 
 
-def another_seed(model, data, epochs):
-    loop(model, data, epochs, DistributedSampler(data, seed=7))
+def starts(ms, stages):
+    return [0, *ends(ms, stages)[:-1]]
 
 
-def as_found(model, data, epochs):
-    loop(model, data, epochs, DistributedSampler(data), told=False, scale=1 / 2)
+def cuts_between(ms, stages):
+    return ends(ms, stages)[:-1]
 
 
-def untold(model, data, epochs):
-    loop(model, data, epochs, DistributedSampler(data), told=False)
+def equal_counts(ms, stages):
+    return [len(ms) // stages + (i < len(ms) % stages) for i in range(stages)]
 
 
-def told_once(model, data, epochs):
-    sampler = DistributedSampler(data)
-    loop(model, data, 1, sampler)
-    sampler.set_epoch(1)
-    loop(model, data, epochs - 1, sampler, told=False)
+def greedy(ms, stages):
+    """Fill each stage until it reaches its share."""
+    counts, total = [0], 0
+    for i, time in enumerate(ms):
+        left = len(ms) - i
+        if counts[-1] and stages > len(counts):
+            if total >= sum(ms) / stages or left <= stages - len(counts):
+                counts.append(0)
+                total = 0
+        counts[-1] += 1
+        total += time
+    return counts
 
 
-def divided(model, data, epochs):
-    loop(model, data, epochs, DistributedSampler(data), scale=1 / 2)
+class Once(nn.Module):
+    def __init__(self, down, middle, up):
+        super().__init__()
+        self.down = down.to("cuda:0")
+        self.middle, self.up = middle.to("cuda:1"), up.to("cuda:1")
+
+    def forward(self, x):
+        h = self.down(x).to("cuda:1")
+        return self.up(h + self.middle(h))
 
 
-def multiplied(model, data, epochs):
-    loop(model, data, epochs, DistributedSampler(data), scale=2)
+class OnceFromAnywhere(Once):
+    def forward(self, x):
+        h = self.down(x.to("cuda:0"))
+        h = h.to(self.up.weight.device)
+        return self.up(self.middle(h) + h)
 
 
-def without_ddp(model, data, epochs):
-    loop(model.module, data, epochs, DistributedSampler(data))
+class OtherOrder(Once):
+    def __init__(self, down, middle, up):
+        nn.Module.__init__(self)
+        self.up, self.middle = up.to("cuda:1"), middle.to("cuda:1")
+        self.down = down.to("cuda:0")
 
 
-def everyone_all(model, data, epochs):
-    loop(model, data, epochs, DistributedSampler(data, num_replicas=1, rank=0))
+class Copied(Once):
+    def __init__(self, down, middle, up):
+        super().__init__(*copy.deepcopy((down, middle, up)))
 
 
-def another_rate(model, data, epochs):
-    loop(model, data, epochs, DistributedSampler(data), lr=0.1)
+class ATuple(Once):
+    def forward(self, x):
+        return super().forward(x), x
 
 
-def with_workers(model, data, epochs):
-    loop(model, data, epochs, DistributedSampler(data), workers=1)
+class ThroughTheCPU(Once):
+    def forward(self, x):
+        h = self.down(x).cpu().to("cuda:1")
+        return self.up(h + self.middle(h))
 
 
-def raises(model, data, epochs):
-    raise KeyError("sampler")
+class Twice(Once):
+    def forward(self, x):
+        h = self.down(x)
+        return self.up(h.to("cuda:1") + self.middle(h.to("cuda:1")))
 
 
-def hook(state, bucket):
-    small = bucket.buffer().bfloat16() / dist.get_world_size()
-    work = dist.all_reduce(small, async_op=True)
-    return work.get_future().then(lambda f: bucket.buffer().copy_(f.value()[0]))
+class Detached(Once):
+    def forward(self, x):
+        h = self.down(x).detach().to("cuda:1")
+        return self.up(h + self.middle(h))
 
 
-def divides_later(state, bucket):
-    future = dist.all_reduce(bucket.buffer().bfloat16(), async_op=True).get_future()
-    return future.then(lambda f: f.value()[0].float() / dist.get_world_size())
+class NoSkip(Once):
+    def forward(self, x):
+        return self.up(self.middle(self.down(x).to("cuda:1")))
 
 
-def waits(state, bucket):
-    small = bucket.buffer().to(torch.bfloat16)
-    dist.all_reduce(small)
-    future = torch.futures.Future()
-    future.set_result(small.float() / dist.get_world_size())
-    return future
+class Mixed(Once):
+    def forward(self, x):
+        h = self.down(x)
+        return self.up(h + self.middle(h.to("cuda:1")))
 
 
-def stays_bfloat16(state, bucket):
-    small = bucket.buffer().bfloat16() / dist.get_world_size()
-    future = dist.all_reduce(small, async_op=True).get_future()
-    return future.then(lambda f: f.value()[0])
+class SentBack(Once):
+    def forward(self, x):
+        return super().forward(x).to("cuda:0")
 
 
-def guarded(state, bucket):
-    if bucket is None:
-        return None
-    return hook(state, bucket)
+class OnOne(Once):
+    def __init__(self, down, middle, up):
+        super().__init__(down, middle, up)
+        self.to("cuda:1")
 
 
-def sends_float32(state, bucket):
-    big = bucket.buffer().bfloat16().float() / dist.get_world_size()
-    future = dist.all_reduce(big, async_op=True).get_future()
-    return future.then(lambda f: f.value()[0])
+class InATuple(Once):
+    def __init__(self, down, middle, up):
+        super().__init__(down, middle, up)
+        del self.middle
+        self.hidden = (middle,)
 
-
-def sends_fp16(state, bucket):
-    small = bucket.buffer().half() / dist.get_world_size()
-    future = dist.all_reduce(small, async_op=True).get_future()
-    return future.then(lambda f: f.value()[0].float())
-
-
-def sums(state, bucket):
-    future = dist.all_reduce(bucket.buffer().bfloat16(), async_op=True).get_future()
-    return future.then(lambda f: f.value()[0].float())
-
-
-def divides_twice(state, bucket):
-    small = bucket.buffer().bfloat16() / dist.get_world_size()
-    future = dist.all_reduce(small, async_op=True).get_future()
-    return future.then(lambda f: f.value()[0].float() / dist.get_world_size())
-
-
-def sends_nothing(state, bucket):
-    future = torch.futures.Future()
-    future.set_result(bucket.buffer().bfloat16().float())
-    return future
-
-
-def throws_the_result_away(state, bucket):
-    small = bucket.buffer().bfloat16() / dist.get_world_size()
-    future = dist.all_reduce(small, async_op=True).get_future()
-    return future.then(lambda f: bucket.buffer())
-
-
-def no_future(state, bucket):
-    dist.all_reduce(bucket.buffer().bfloat16())
-    return bucket.buffer()
-
-
-def forgets_to_return(state, bucket):
-    small = bucket.buffer().bfloat16() / dist.get_world_size()
-    dist.all_reduce(small, async_op=True).get_future().then(lambda f: f.value()[0])
-
-
-def without_then(state, bucket):
-    small = bucket.buffer().bfloat16() / dist.get_world_size()
-    return dist.all_reduce(small, async_op=True).get_future()
-
-
-def other_name(state, b):
-    return hook(state, b)
-
-
-def divides_by(count):
-    def fixed(state, bucket):
-        small = bucket.buffer().bfloat16() / count
-        future = dist.all_reduce(small, async_op=True).get_future()
-        return future.then(lambda f: f.value()[0].float())
-
-    return fixed
-
-
-def gathers(state, bucket):
-    small = bucket.buffer().bfloat16()
-    all_of_them = [torch.empty_like(small) for _ in range(dist.get_world_size())]
-    dist.all_gather(all_of_them, small)
-    future = torch.futures.Future()
-    future.set_result(torch.stack(all_of_them).float().mean(0))
-    return future
-
-
-def one_number(state, bucket):
-    future = torch.futures.Future()
-    future.set_result(bucket.buffer()[:1])
-    return future
+    def forward(self, x):
+        h = self.down(x).to("cuda:1")
+        return self.up(h + self.hidden[0](h))
 
 
 RIGHT = {
-    "messages_and_bytes": [(4, 8 * NUMBERS)],
-    "train_right": [repaired, another_seed],
-    "send_bfloat16": [
-        hook,
-        divides_later,
-        waits,
-        stays_bfloat16,
-        guarded,
+    "eight_stages": [(63, 63, 8)],
+    "balanced_cut": [try_all, fill_up_to],
+    "skip_on_two": [
+        OnceFromAnywhere,
+        OtherOrder,
     ],
 }
 WRONG = {
-    "messages_and_bytes": [
-        ((12, 8 * NUMBERS), "it sends buckets"),
-        ((6, 8 * NUMBERS), "does not fill a bucket"),
-        ((2, 4 * NUMBERS), "nothing says `no_sync`"),
-        ((1, 4 * NUMBERS), "only the first step"),
-        ((5, 4 * NUMBERS), "count the buckets"),
-        ((4, 4 * NUMBERS), "that is one `backward()`"),
-        ((4, 2 * NUMBERS), "4 bytes"),
-        ((4, 8 * (NUMBERS - 2148)), "biases"),
-        ((4, 16 * NUMBERS), "not those of all"),
-        ((4, 17), "4 bytes for each parameter"),
-        ((None, None), "give a number"),
-        (("4", 8 * NUMBERS), "give a number"),
-        ((4, [8 * NUMBERS]), "give a number"),
+    "eight_stages": [
+        ((70, 70, 8), "below the line"),
+        ((72, 72, 8), "K - 1 micro-batches"),
+        ((64, 64, 8), "a smaller number will do"),
+        ((56, 56, 8), "11.11%: too much"),
+        ((63, 8, 8), "GPipe goes back only when"),
+        ((63, 63, 1), "what the last stage keeps"),
+        ((63, 63, 7), "is a stage too"),
+        ((63, 63, 63), "as stages are left"),
+        (("63", 63, 8), "give a number, not '63'"),
+        ((63, None, 8), "give a number, not a NoneType"),
+        ((-7, 63, 8), "-7 is not a number"),
+        ((62.5, 63, 8), "62.5 is not a number"),
     ],
-    "train_right": [
-        (as_found, "epochs 0 and 1 have the same order"),
-        (untold, "epochs 0 and 1 have the same order"),
-        (told_once, "epochs 1 and 2 have the same order"),
-        (divided, "which DDP does already"),
-        (multiplied, "too large"),
-        (without_ddp, "different weights"),
-        (everyone_all, "each has half of 64"),
-        (another_rate, "keep SGD"),
-        (with_workers, "leave `num_workers` at 0"),
-        (raises, "KeyError: 'sampler'"),
+    "balanced_cut": [
+        (equal_counts, "a large first layer on 2 stages: score 0.75"),
+        (greedy, "score"),
+        (lambda ms, stages: [len(ms)], "to 1 stages"),
+        (lambda ms, stages: [1] * stages, "2 of 4 layers"),
+        (lambda ms, stages: [len(ms)] + [0] * (stages - 1), "no layer"),
+        (lambda ms, stages: len(ms) // stages, "not a list"),
+        (lambda ms, stages: [len(ms) / stages] * stages, "whole numbers"),
+        (lambda ms, stages: "ab", "return how many layers"),
+        (ends, "not where they end"),
+        (starts, "not where they end"),
+        (cuts_between, "not where they end"),
     ],
-    "send_bfloat16": [
-        (sends_float32, "as many as without a hook"),
-        (sends_fp16, "not bfloat16"),
-        (sums, "a mean is wanted"),
-        (divides_twice, "divided twice"),
-        (sends_nothing, "nothing was sent"),
-        (throws_the_result_away, "has it arrived"),
-        (no_future, "the hook returned Tensor; DDP wants a future"),
-        (forgets_to_return, "the hook returned NoneType"),
-        (without_then, "holds a list; take [0] with .then"),
-        (other_name, "call the second parameter `bucket`"),
-        (divides_by(2), "1.50 times the mean over 3 ranks"),
-        (divides_by(4), "0.75 times the mean over 3 ranks"),
-        (gathers, "it uses all_gather"),
-        (one_number, "holds 1 numbers instead of"),
-        (None, "a function is wanted"),
+    "skip_on_two": [
+        (Twice, "2 tensors cross in forward"),
+        (Detached, "the gradient of down.weight"),
+        (NoSkip, "did the skip get lost"),
+        (Mixed, "Expected all tensors to be on the same device"),
+        (SentBack, "not on cuda:1"),
+        (OnOne, "`down` is on cuda:1"),
+        (InATuple, "keep the parts as attributes"),
+        (Copied, "move them with .to, do not copy them"),
+        (ATuple, "forward returns a tuple, not a tensor"),
+        (ThroughTheCPU, "it goes through the CPU"),
+        (Later(lambda: Once(*[nn.Linear(2, 2)] * 3)), "the class itself, Skip"),
     ],
 }

@@ -1,455 +1,678 @@
-"""The exercises of lesson 14: bytes of slices, a gated layer, and a sliced loss.
+"""The exercises of lesson 14: memory that processes share, and memory they do not."""
 
-Two of them run the learner's answer in two real ranks, which end the ranks that were
-open before.
-"""
+import contextlib
+import copy
+import os
+import pickle
+import queue as queues
+import signal
+import tempfile
+import threading
+import time
+from pathlib import Path
 
-import logging
-from fnmatch import fnmatch
-
+import psutil
 import torch
-import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard, parallel
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-from torch.nn.functional import cross_entropy, silu
 
-from helpers.exercises.counted import counted, is_near
-from helpers.exercises.exercise import (
-    Wrong,
-    call,
-    exercise,
-    must_be_callable,
-    run,
-    solution,
-)
-from helpers.exercises.in_ranks import device, in_ranks
-from helpers.exercises.learning import flat
-from helpers.exercises.results import a, near
+from helpers.exercises.counted import counted, listed, number, word
+from helpers.exercises.exercise import Later, NotYet, Wrong, call, exercise, solution
+from helpers.exercises.results import tensor
 
-TWO = 2  # ranks
+ASKS = 10  # seconds in which a producer must have done something with `received`
+STAYS = 2  # seconds for which it must then stay, though all was fetched
+ENDS = 6  # seconds that it may go on after `received` is set
+
+
+def _yes_or_no(answer) -> str | None:
+    if isinstance(answer, bool):
+        return "yes" if answer else "no"
+    return word(answer) if word(answer) in ("yes", "no") else None
 
 
 @exercise(
     "14.1",
     hints=(
-        "Look at *Cost*, where each way has one line of arithmetic, and at the "
-        "comparison of rows and slices below it. How many all-reduces does a block "
-        "need with slices, and how large is the tensor in each of them?",
-        "Count the all-reduces of the backward pass as well, and remember that a "
-        "sliced layer still computes for the whole batch. A rank that gets a part of "
-        "the rows has a gradient for every weight, so the number of ranks appears in "
-        "neither result.",
+        "Ask two questions about each program. Into which memory does the child "
+        "write its ones, and is that the memory that the notebook calls `x`?",
+        "A fork copies its arguments with everything else, while the arguments of a "
+        "spawned process and the contents of queues and pipes are sent. Sending "
+        "shares the storage of the very tensor that is sent. Look twice where a new "
+        "tensor is made, and where `x` is a global.",
     ),
 )
-def handed_over(slices_bytes, rows_bytes, tokens_equal) -> None:
-    """24 blocks of width 1024, 2048 tokens, float32."""
-    blocks, width, tokens = 24, 1024, 2048
-    slices = 4 * blocks * 4 * tokens * width
-    rows = 4 * blocks * 12 * width**2
-    mistakes = {
-        slices / 2: "that is one pass; backward has two all-reduces a block, too",
-        slices / 4: "a number in float32 has 4 bytes; and count all four all-reduces",
-        slices / 8: "a rank hands over the activations of the whole batch, not 1/8",
-        1.5 * slices: "a block needs two all-reduces forward and two backward",
-        1.75 * slices: "leave out the ring: the question is what is handed over",
-    }
-    why = "four all-reduces a block, each of tokens x width numbers of 4 bytes"
-    counted(slices_bytes, slices, mistakes, why, what="slices", unit=1)
-    mistakes = {
-        rows / 4: "a gradient in float32 has 4 bytes",
-        rows / 8: "a rank hands over the gradients of all weights, not of 1/8",
-        1.75 * rows: "leave out the ring: the question is what is handed over",
-        2 * rows: "gradients are sent once a step, in backward()",
-    }
-    why = "4 bytes for each weight, 12 x width x width of them a block"
-    counted(rows_bytes, rows, mistakes, why, what="rows", unit=1)
-    if tokens_equal == 3 * width + 1:  # the first number for which they send less
-        return
-    mistakes = {
-        width * 12: "slices have four all-reduces a block, not one",
-        6 * width: "count the backward pass of the slices, too",
-    }
-    why = "set both numbers of bytes equal and solve for the tokens"
-    counted(tokens_equal, 3 * width, mistakes, why, what="tokens")
+def who_sees(*answers) -> None:
+    """Whether the notebook sees the writes of seven programs."""
+    programs = (
+        ("no", "the fork moves its own copy into shared memory, after the fork"),
+        ("no", "an argument of a forked process is not sent but copied with the rest"),
+        (
+            "yes",
+            "an argument of a spawned process is sent, and sending a tensor shares",
+        ),
+        ("yes", "sending shares the storage, and a slice has no storage of its own"),
+        ("no", "the clone is sent and shared; `x` has other memory"),
+        ("no", "`x + 1` is a new tensor, and the child gives it the name `x`"),
+        ("no", "a global travels with the function's code, as a copy; pass it instead"),
+    )
+    say = 'answer "yes" or "no"'
+    listed(answers, programs, what="answers", read=_yes_or_no, say=say)
 
 
 @solution("14.1")
 def solution_1():
-    """With slices, every all-reduce carries an activation of the whole batch.
+    """The notebook sees a write if the child writes into memory that the notebook has.
 
-    Each rank computes one term of a sum, and each term has the full shape: tokens times
-    width. A block needs four such sums. Two are at the exits, after attention and after
-    the two linear layers, in the forward pass. Two are at the entrances, in the
-    backward pass.
+    A fork copies the whole process. What the child does with its copy of `x` stays in
+    the child, even if it moves the copy into shared memory (1) or has got `x` as an
+    argument (2).
 
-    With rows, a rank has a gradient for every weight and passes each of them to an
-    all-reduce once in a step. The number of tokens does not matter.
+    Sending a tensor moves its storage into shared memory. The arguments of a spawned
+    process are sent (3). What goes through a queue is sent too, and a slice takes along
+    the whole storage that it belongs to (4). In 5 the clone is sent and shared, and `x`
+    has other memory.
 
-    Both ways pass on the same number of bytes in a block if
-
-        4 · tokens · width = 12 · width²
-
-    With more tokens than that, rows pass on less.
+    In 6 and 7 `x` is shared before the process starts. However, `x + 1` is a new
+    tensor, which only the child calls `x`. A global travels with the function's code,
+    as a copy; an argument would have been shared.
     """
-    blocks = 24
-    width = 1024
-    tokens = 2048
-    bytes_of_a_number = 4
-
-    activation = tokens * width * bytes_of_a_number
-    all_reduces_of_a_block = 2 + 2  # forward and backward
-    slices_bytes = blocks * all_reduces_of_a_block * activation
-
-    weights = blocks * 12 * width**2
-    rows_bytes = weights * bytes_of_a_number
-
-    tokens_equal = 12 * width**2 // (all_reduces_of_a_block * width)
-    return slices_bytes, rows_bytes, tokens_equal
+    answers = [
+        "no",  # 1: shared too late, after the fork
+        "no",  # 2: a fork sends no argument
+        "yes",  # 3: a spawned process is sent its arguments
+        "yes",  # 4: a slice shares the storage
+        "no",  # 5: a clone has its own storage
+        "no",  # 6: x + 1 is a new tensor
+        "no",  # 7: a global is copied with the code
+    ]
+    return (*answers,)
 
 
-# -- two real ranks --------------------------------------------------------------------
+class _Noted:
+    """An event; `asked` is set once anybody does anything with it."""
+
+    def __init__(self, event, asked):
+        self._event, self._asked = event, asked
+
+    def __getattr__(self, name: str):
+        self._asked.set()
+        return getattr(self._event, name)
 
 
-class _Gated(nn.Module):
-    """The module of the exercise, always with the same weights."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.gate = nn.Linear(16, 64, bias=False)
-        self.up = nn.Linear(16, 64, bias=False)
-        self.down = nn.Linear(64, 16, bias=False)
-
-    def forward(self, x):
-        return self.down(silu(self.gate(x)) * self.up(x))
-
-
-def _whole(t: torch.Tensor) -> torch.Tensor:
-    """A tensor, or all of one that is in parts, on the CPU."""
-    return (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().cpu()
-
-
-def _gated_step(model) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and gradients, whole."""
-    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(14))
-    out = model(x.to(next(model.parameters()).device))
-    (
-        out.full_tensor() if hasattr(out, "full_tensor") else out
-    ).square().sum().backward()
-    return _whole(out), flat(_whole(p.grad) for p in model.parameters())
-
-
-def _run_plan(plan) -> tuple:
-    """Output, whole gradients, bytes of each weight here, messages of forward."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import parallelize_module
-
-    from helpers import Messages
-
-    # An impossible product is logged with its traceback before it is raised.
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
-    model = _Gated().to(device())
-    run(parallelize_module, model, init_device_mesh(device(), (TWO,)), plan)
-    sizes = {
-        name: (p.to_local() if hasattr(p, "to_local") else p).nbytes
-        for name, p in model.named_parameters()
-    }
-    with Messages() as messages, torch.no_grad():
-        run(model, torch.ones(4, 16, device=device()))
-    return *run(_gated_step, model), sizes, messages.by_name()
-
-
-_MEANINGS = {
-    "same reduction dim": (
-        "a layer gets the wrong part of its input: a column-wise layer takes the whole "
-        "input, a row-wise one takes the slice that a column-wise one has made"
-    )
-}
+MUST_WAIT = "with the default sharing strategy it must wait for `received`"
 
 
 @exercise(
     "14.2",
     hints=(
-        "Compare this module with `up` and `down` of the GPT block under *Concise: "
-        "slices*. Which layers read the whole `x`, and which layer reads what the "
-        "slices before it have computed?",
-        "The product `silu(gate(x)) * up(x)` multiplies slice by slice, so both "
-        "factors must be cut in the same way. The plan needs an entry for each of "
-        "the three layers, and the output should become whole only once, at the end.",
+        "Two things go wrong, one inside of the loop and one after it. What does "
+        "`put` send of a tensor, and what must still be there when the consumer "
+        "fetches the tensor?",
+        "All four handles lead to the storage of `tensor`, and the loop writes into "
+        "it again. With the default strategy a producer must live until the "
+        "consumer has everything. How can the producer learn when to end, without "
+        "guessing a number of seconds?",
     ),
 )
-def gated_plan(plan) -> None:
-    """gate and up column-wise, down row-wise."""
-    if not isinstance(plan, dict):
-        raise Wrong('a plan is a dictionary, such as {"up": ColwiseParallel()}')
-    names = ("gate", "up", "down")
-    missing = [n for n in names if not any(fnmatch(n, str(key)) for key in plan)]
-    if missing:
-        raise Wrong(
-            f"the plan says nothing of {missing[0]}, so all ranks keep it whole"
-        )
-    if any(isinstance(style, type) for style in plan.values()):
-        raise Wrong("a style is an object: ColwiseParallel(), with brackets")
-    results = in_ranks(TWO, _run_plan, plan, meanings=_MEANINGS)
-    model = _Gated()
-    out, wanted = _gated_step(model)
-    for rank, (own, found, sizes, messages) in enumerate(results):
-        if not near(own, out, atol=1e-5):
-            raise Wrong(f"rank {rank} has another output than one process")
-        if not near(found, wanted, atol=1e-4):
-            raise Wrong(f"rank {rank} has other gradients than one process")
-        for name, p in model.named_parameters():
-            if sizes[name] != p.nbytes // TWO:
-                raise Wrong(f"rank {rank} has more than half of {name}")
-        if messages != {"all_reduce": (1, out.nbytes)}:
-            said = ", ".join(f"{count} {kind}" for kind, (count, _) in messages.items())
+def delivers_all(produce) -> None:
+    """A producer (queue, received) of four tensors that stays until they are there."""
+    if not callable(produce):
+        raise Wrong(f"give a function, not {produce!r}")
+    fork = mp.get_context("fork")
+    queue, errors = fork.Queue(), fork.SimpleQueue()
+    received, asked = fork.Event(), fork.Event()
+
+    def work():
+        torch.set_num_threads(1)
+        try:
+            produce(queue, _Noted(received, asked))
+        except BaseException as error:
+            errors.put(f"{type(error).__name__}: {error}")
+
+    producer = fork.Process(target=work)
+    producer.start()
+    try:
+        # On a busy machine the clock does not tell how far the producer has come.
+        limit = time.monotonic() + ASKS
+        while not asked.is_set() and producer.is_alive() and time.monotonic() < limit:
+            producer.join(0.05)
+        producer.join(0.5)  # the slow consumer
+        ended = not producer.is_alive()
+        if not errors.empty():
+            raise Wrong(f"your code raised {errors.get()}")
+        if producer.exitcode:
+            raise Wrong(f"the producer was ended by signal {-producer.exitcode}")
+        if ended and queue.empty():
+            raise NotYet("your function puts nothing so far")
+        tensors = [_take(queue, number, ended) for number in range(4)]
+        time.sleep(0.3)  # what the producer writes now must not change them
+        values = [tensor[0].item() for tensor in tensors]
+        if len(set(values)) == 1:
             raise Wrong(
-                f"the output is right, but the forward pass sends {said or 'nothing'}; "
-                "one all-reduce is enough, at the end"
+                f"all four tensors are full of {values[0]:g}: `put` sends a handle "
+                "to one memory, and you write into it again; put a clone"
             )
+        if values != [0.0, 1.0, 2.0, 3.0]:
+            raise Wrong(
+                f"the tensors are full of {', '.join(f'{v:g}' for v in values)}"
+            )
+        producer.join(STAYS)
+        with contextlib.suppress(queues.Empty, OSError, EOFError):
+            queue.get(timeout=0.2)
+            raise Wrong("more than four tensors arrive")
+        if not producer.is_alive():
+            raise Wrong(f"the producer ended before `received` was set; {MUST_WAIT}")
+        if not asked.is_set():
+            raise Wrong("the producer never asks `received`; a sleep only guesses")
+        received.set()
+        producer.join(ENDS)
+        if producer.is_alive():
+            raise Wrong("the producer goes on after `received` is set; let it end")
+    finally:
+        received.set()
+        _empty(queue)
+        producer.kill()
+        producer.join()
 
 
 @solution("14.2")
 def solution_2():
-    """`silu` and the product treat each number by itself, so they work on slices.
+    """Each tensor needs memory of its own, and the producer must live long enough.
 
-    `gate` and `up` both read the whole `x`. If both are cut by their outputs, a rank
-    has the same part of the hidden numbers from each of them, and can
-    multiply the two without asking the other ranks.
+    `put` sends a handle to the storage and no numbers. With one storage for four
+    handles, the consumer finds the threes that were written last. `clone()` makes a new
+    storage each time.
 
-    `down` reads these hidden numbers. Cut by its inputs, it takes exactly the slice
-    that its rank has, and computes one term of the output. The only all-reduce of the
-    forward pass adds up these terms.
+    With the default strategy, the consumer fetches the memory behind a handle from the
+    process that has sent the handle. The producer therefore waits until the consumer
+    sets `received`. A sleep would only guess how slow the consumer is.
     """
-    plan = {
-        "gate": parallel.ColwiseParallel(),
-        "up": parallel.ColwiseParallel(),
-        "down": parallel.RowwiseParallel(),
-    }
-    return plan
+
+    def produce(queue, received):
+        tensor = torch.zeros(3)
+        for i in range(4):
+            tensor.fill_(i)
+            queue.put(tensor.clone())
+        received.wait()
+
+    return produce
 
 
-def _run_loss(function, scores, y) -> tuple[torch.Tensor, list]:
-    """This rank's loss, and its messages."""
-    from helpers import Messages
+def _empty(queue) -> None:
+    """Take what is left: memory that is sent by name stays until it is fetched."""
+    for _ in range(100):  # a producer may go on and on
+        if queue.empty():
+            return
+        with contextlib.suppress(Exception):  # of whatever the learner has sent
+            queue.get(timeout=1)
 
-    part = scores.chunk(TWO, 1)[dist.get_rank()].contiguous().to(device())
-    with Messages() as messages:
-        loss = call(function, part, y.to(device()), part.shape[1] * dist.get_rank())
-    if not isinstance(loss, (int, float, torch.Tensor)):
-        raise Wrong(f"return one number, not {a(type(loss).__name__)}")
-    loss = torch.as_tensor(loss).detach().double().cpu()
-    return loss, [(m.name, m.nbytes) for m in messages.log]
+
+def _take(queue, number: int, ended: bool) -> torch.Tensor:
+    """The next tensor."""
+    try:
+        item = queue.get(timeout=3)
+    except queues.Empty:
+        raise Wrong(f"{number} tensors arrive, not four") from None
+    except (OSError, EOFError) as error:
+        raise Wrong(
+            f"fetching a tensor raised {type(error).__name__}: the producer has ended, "
+            f"and its memory cannot be asked for; {MUST_WAIT}"
+        ) from None
+    tensor(item, "what arrives is")
+    if item.shape != (3,) or len(set(item.tolist())) != 1:
+        raise Wrong(f"a tensor arrives that holds {item.tolist()}")
+    if ended:
+        raise Wrong(f"the producer ends before its tensors are fetched; {MUST_WAIT}")
+    return item
+
+
+COPY_OF_WEIGHTS = 100_000 * 100 * 4  # bytes
+
+
+class _Scores(nn.Module):
+    """Ten scores for a row of words; notes who computed, and with what memory."""
+
+    def __init__(self, notes: str):
+        super().__init__()
+        self.notes = notes
+        self.words = nn.EmbeddingBag(100_000, 100)
+        self.scores = nn.Linear(100, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        own = _own_bytes(self.words.weight)
+        with open(self.notes, "a") as file:
+            file.write(f"{os.getpid()} {own} {len(x)}\n")
+        time.sleep(0.3)  # so that one worker does not do all
+        return self.scores(self.words(x))
+
+
+def _own_bytes(tensor: torch.Tensor) -> int:
+    """Bytes around a tensor that only this process has; 0 where nobody can tell."""
+    if not hasattr(psutil.Process, "memory_maps"):
+        return 0
+    address = tensor.data_ptr()
+    for mapping in psutil.Process().memory_maps(grouped=False):
+        first, _, last = mapping.addr.partition("-")
+        if int(first, 16) <= address < int(last, 16):
+            return mapping.private_clean + mapping.private_dirty
+    return 0
+
+
+@contextlib.contextmanager
+def _within(seconds: int, why: str):
+    """Raise Wrong when the block takes longer, where Python has alarms."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ring(*_):
+        raise Wrong(why)
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @exercise(
     "14.3",
     hints=(
-        "Write the loss of one row as a formula, and mark the numbers in it that "
-        "depend on all columns. Which part of each can a rank compute from its own "
-        "columns, and which operation puts the parts together?",
-        "Each row needs its own largest score, and that of all ranks, before you take "
-        "`exp`. Only one rank has the column of the right word. What do the other "
-        "ranks contribute, for which `y - first` is no column of theirs?",
+        "*Concise: a pool* computes the rows of a product in several processes. "
+        "What can a forked worker read without getting it sent, and where must it "
+        "write so that the notebook sees the result?",
+        "Write down what a worker reports if its part has two rows and another "
+        "worker's part has three. Why is the mean of their accuracies not the "
+        "accuracy of all five rows?",
     ),
 )
-def sliced_loss(function) -> None:
-    """Cross-entropy from halves of the vocabulary, with three small all-reduces."""
-    must_be_callable(function)
-    generator = torch.Generator().manual_seed(14)
-    scores = torch.randn(32, 100, generator=generator) * 3
-    y = torch.randint(100, (32,), generator=generator)
-    every_other_row = 200.0 * (torch.arange(32) % 2)[:, None]
-    for name, these in (
-        ("", scores),
-        (" with scores of 200 and more", scores + 200),
-        (" with scores of 200 and more in every other row", scores + every_other_row),
-    ):
-        want = cross_entropy(these, y).double()
-        results = in_ranks(TWO, _run_loss, function, these, y)
-        for rank, (loss, log) in enumerate(results):
-            _check_loss(rank, loss, want, name)
-            _check_messages(log, 4 * len(y))
+def parallel_accuracy(function) -> None:
+    """A function (model, x, y) -> accuracy, by several processes, one model."""
+    with tempfile.TemporaryDirectory() as folder:
+        notes = Path(folder) / "notes"
+        torch.manual_seed(0)
+        model = _Scores(str(notes))
+        x = torch.randint(0, 100_000, (10, 8))
+        with torch.no_grad():
+            best = model(x).argmax(1)
+        right_rows = torch.tensor([0, 3, 9])
+        y = (best + 1) % 10
+        y[right_rows] = best[right_rows]
+        notes.write_text("")
+        with _within(60, "no answer within 60 s; do your processes wait?"):
+            result = _accuracy(function, model, x, y)
+        _check_accuracy(result, notes.read_text())
 
 
 @solution("14.3")
 def solution_3():
-    """Three numbers of a row depend on all columns, and three all-reduces make them.
+    """Each worker counts the right rows of its part, and the division comes at the end.
 
-    The first is the largest score. Each rank takes the maximum of its own columns, and
-    an all-reduce with `MAX` gives all ranks the maximum of the whole row. After it is
-    subtracted, no score is above zero, and `exp` cannot overflow. In at least one
-    column of the row the score is exactly zero, so the sum cannot become 0 either.
+    `share_memory()` moves the weights into shared memory before the workers start, so
+    no worker has a copy. The workers are forks, so they find `model`, `x` and `y`
+    without being sent anything. A forked worker computes with one thread, because
+    PyTorch's other threads were not copied.
 
-    The second is the sum of the exponentials, which is a sum of the ranks' sums.
+    Only the worker itself sees what it writes into ordinary memory. `right_rows` is in
+    shared memory, too. Each worker writes into an element of its own, so no update can
+    be lost, and no lock is needed.
 
-    The third is the score of the right word. One rank has it, and the others add zero.
-    Comparing the number of each column with `y` finds the word without an index that
-    could be out of range.
-
-    The logarithm of the sum is too small by the largest score, which is added again.
+    The parts may differ in size. A mean of accuracies would give a row in a small part
+    more weight, and a sum of counts does not.
     """
 
-    def sliced_loss(scores, y, first):
-        largest = scores.max(dim=1).values
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    def parallel_accuracy(model, x, y):
+        fork = mp.get_context("fork")
+        count = 4
+        model.share_memory()
+        right_rows = torch.zeros(count, dtype=torch.int64).share_memory_()
 
-        total = (scores - largest[:, None]).exp().sum(dim=1)
-        dist.all_reduce(total)
+        def work(i):
+            torch.set_num_threads(1)
+            with torch.no_grad():
+                scores = model(x[i::count])
+            right_rows[i] = (scores.argmax(1) == y[i::count]).sum()
 
-        words = first + torch.arange(scores.shape[1], device=scores.device)
-        is_right = words == y[:, None]
-        right = torch.where(is_right, scores, 0.0).sum(dim=1)
-        dist.all_reduce(right)
+        workers = [fork.Process(target=work, args=(i,)) for i in range(count)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        return right_rows.sum().item() / len(x)
 
-        losses = total.log() + largest - right
-        return losses.mean()
-
-    return sliced_loss
+    return parallel_accuracy
 
 
-def _check_loss(rank: int, loss: torch.Tensor, want: torch.Tensor, name: str) -> None:
-    if loss.numel() != 1:
-        raise Wrong("return one number, the mean over the rows")
-    if not loss.isfinite().all():
+def _accuracy(function, *args) -> float:
+    """What the learner's function returns."""
+    try:
+        result = call(function, *args)
+    except Wrong as wrong:
+        gone = EOFError, FileNotFoundError, ConnectionError
+        if isinstance(wrong.__cause__, gone):
+            raise Wrong(
+                f"{wrong}; perhaps a worker had ended before its tensor was fetched: "
+                "send a number (.item())"
+            ) from None
+        raise
+    return number(result, "it returns no share")
+
+
+def _check_accuracy(result: float, notes: str) -> None:
+    calls = [tuple(map(int, line.split())) for line in notes.splitlines()]
+    workers = {pid for pid, _, _ in calls}
+    rows = sum(count for _, _, count in calls)
+    if os.getpid() in workers:
+        raise Wrong("the notebook's own process computes; leave that to workers")
+    if len(workers) < 2:
+        raise Wrong(f"processes that compute: {len(workers)}; start several")
+    if rows != 10:
+        raise Wrong(f"the workers compute {rows} rows of 10")
+    own = sum({pid: nbytes for pid, nbytes, _ in calls}.values())
+    # A mapping may hold more than the weights: about 1 MB in each forked worker.
+    if own > COPY_OF_WEIGHTS / 2:
         raise Wrong(
-            f"the loss is {loss.item()}{name}: exp overflows, or is 0 in every "
-            "column; take off the largest score of each row first, the "
-            "largest of all ranks"
+            f"the workers hold {own / 1e6:.0f} MB of weights of their own; share the "
+            "model before they start, and send no copy of it"
         )
-    if is_near(loss.item(), 32 * want.item(), 1e-3):
-        raise Wrong("that is the sum over the rows, not the mean")
-    if not abs(loss.item() - want.item()) <= 1e-3:
-        raise Wrong(f"rank {rank} has {loss.item():.4f}, one process {want:.4f}{name}")
-
-
-def _check_messages(log: list[tuple[str, int]], row: int) -> None:
-    """At most three all-reduces of one number a row."""
-    large = [(kind, nbytes) for kind, nbytes in log if nbytes > row]
-    if large or any(kind == "all_gather" for kind, _ in log):
-        kind, nbytes = (large or log)[0]
-        raise Wrong(
-            f"the loss is right, but a rank hands {nbytes:,} bytes to an "
-            f"{kind}; all-reduces of {row} bytes, one number a row, will do"
-        )
-    if len(log) > 3:
-        raise Wrong(f"the loss is right, but {len(log)} messages are too many")
+    mistakes = {
+        0: "0: the workers wrote into memory of their own; share what they write "
+        "into, or send it back",
+        3: "that is the number of right rows; divide by all rows",
+    }
+    why = (
+        f"{result:.3f} is not the share of right rows, 0.300; parts differ in size, so "
+        "add up right rows and divide once"
+    )
+    counted(result, 0.3, mistakes, why, near=3e-4)
 
 
 # -- answers ---------------------------------------------------------------------------
 
-SLICES = 4 * 24 * 2048 * 1024 * 4
-ROWS = 4 * 24 * 12 * 1024 * 1024
+
+def sends_clones(queue, received):
+    tensor = torch.zeros(3)
+    for i in range(4):
+        tensor.fill_(i)
+        queue.put(tensor.clone())
+    received.wait()
 
 
-def add(x, op=dist.ReduceOp.SUM):
-    dist.all_reduce(x, op)
-    return x
+def makes_new_ones(queue, received):
+    for i in range(4):
+        queue.put(torch.full((3,), float(i)))
+    received.wait(30)
 
 
-def three_numbers(scores, y, first):
-    most = add(scores.max(1).values, dist.ReduceOp.MAX)
-    total = add((scores - most[:, None]).exp().sum(1))
-    column = y - first
-    here = (column >= 0) & (column < scores.shape[1])
-    own = scores.gather(1, column.clamp(0, scores.shape[1] - 1)[:, None])[:, 0]
-    right = add(torch.where(here, own, 0.0))
-    return (total.log() + most - right).mean()
+def sends_one_memory(queue, received):
+    tensor = torch.zeros(3)
+    for i in range(4):
+        tensor.fill_(i)
+        queue.put(tensor)
+    received.wait()
 
 
-def without_maximum(scores, y, first):
-    total = add(scores.exp().sum(1))
-    words = torch.arange(scores.shape[1], device=y.device) + first
-    right = add((scores * (words == y[:, None])).sum(1))
-    return (total.log() - right).mean()
+def ends_early(queue, received):
+    for i in range(4):
+        queue.put(torch.full((3,), float(i)))
 
 
-def own_maximum(scores, y, first):
-    most = scores.max(1).values
-    total = add((scores - most[:, None]).exp().sum(1))
-    words = torch.arange(scores.shape[1], device=y.device) + first
-    right = add((scores * (words == y[:, None])).sum(1))
-    return (total.log() + most - right).mean()
+def sends_arrays(queue, received):
+    for i in range(4):
+        queue.put(torch.full((3,), float(i)).numpy())
+    received.wait()
 
 
-def one_maximum_for_all(scores, y, first):
-    most = add(scores.max().expand(len(y)).clone(), dist.ReduceOp.MAX)
-    total = add((scores - most[:, None]).exp().sum(1))
-    words = torch.arange(scores.shape[1], device=y.device) + first
-    right = add((scores * (words == y[:, None])).sum(1))
-    return (total.log() + most - right).mean()
+def sends_three(queue, received):
+    for i in range(3):
+        queue.put(torch.full((3,), float(i)))
+    received.wait()
 
 
-def gathered(scores, y, first):
-    parts = [torch.empty_like(scores) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, scores)
-    return torch.nn.functional.cross_entropy(torch.cat(parts, 1), y)
+def sends_five(queue, received):
+    for i in range(5):
+        queue.put(torch.full((3,), float(i)))
+    received.wait()
 
 
-def summed(scores, y, first):
-    return three_numbers(scores, y, first) * len(y)
+def waits_between(queue, received):
+    for i in range(4):
+        queue.put(torch.full((3,), float(i)))
+        received.wait(0.1)
+    received.wait()
 
 
-def by_row(scores, y, first):
-    return three_numbers(scores, y, first).expand(len(y))
+def one_memory_slowly(queue, received):
+    tensor = torch.zeros(3)
+    for i in range(4):
+        tensor.fill_(i)
+        queue.put(tensor)
+        received.wait(0.8)
+    received.wait()
 
 
-def local(scores, y, first):
-    inside = (y - first).clamp(0, scores.shape[1] - 1)
-    return torch.nn.functional.cross_entropy(scores, inside)
+def sleeps(queue, received):
+    makes_new_ones_for(queue)
+    time.sleep(2)
 
 
-def plan(gate=ColwiseParallel, up=ColwiseParallel, down=RowwiseParallel):
-    return {"gate": gate(), "up": up(), "down": down()}
+def sleeps_on(queue, received):
+    makes_new_ones_for(queue)
+    time.sleep(60)
+
+
+def waits_too_short(queue, received):
+    makes_new_ones_for(queue)
+    received.wait(0.6)  # longer than the slow consumer lets it alone
+
+
+def makes_new_ones_for(queue):
+    for i in range(4):
+        queue.put(torch.full((3,), float(i)))
+
+
+def ends_with_names(queue, received):
+    mp.set_sharing_strategy("file_system")
+    makes_new_ones_for(queue)
+
+
+def dies(queue, received):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def never_ends(queue, received):
+    sends_clones(queue, received)
+    while True:
+        received.wait()
+
+
+def raises(queue, received):
+    queue.puts(1)
+
+
+def right_rows(model, x, y):
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        return int((model(x).argmax(1) == y).sum())
+
+
+def shared(model, x, y, method="fork"):
+    model.share_memory()
+    with mp.get_context(method).Pool(4) as pool:
+        parts = [(model, x[i::4], y[i::4]) for i in range(4)]
+        return sum(pool.starmap(right_rows, parts, chunksize=1)) / len(x)
+
+
+def inherited(model, x, y):
+    def work(i, connection):
+        connection.send(right_rows(model, x[i::4], y[i::4]))
+
+    total = 0
+    pipes = [mp.get_context("fork").Pipe() for _ in range(4)]
+    for i, (_, there) in enumerate(pipes):
+        mp.get_context("fork").Process(target=work, args=(i, there)).start()
+    for here, _ in pipes:
+        total += here.recv()
+    return total / len(x)
+
+
+def spawned(model, x, y):
+    return shared(model, x, y, "spawn")
+
+
+def from_bytes(state, model, x, y):
+    model.load_state_dict(pickle.loads(state), assign=True)
+    return right_rows(model, x, y)
+
+
+def sent_by_value(model, x, y):
+    state, empty = pickle.dumps(model.state_dict()), copy.copy(model)
+    with mp.get_context("fork").Pool(4) as pool:
+        parts = [(state, empty, x[i::4], y[i::4]) for i in range(4)]
+        return sum(pool.starmap(from_bytes, parts, chunksize=1)) / len(x)
+
+
+def copied(model, x, y):
+    return right_rows(copy.deepcopy(model), x, y)
+
+
+def copied_in_workers(model, x, y):
+    with mp.get_context("fork").Pool(4) as pool:
+        parts = [(model, x[i::4], y[i::4]) for i in range(4)]
+        return sum(pool.starmap(copied, parts, chunksize=1)) / len(x)
+
+
+def serial(model, x, y):
+    return right_rows(model, x, y) / len(x)
+
+
+def one_worker(model, x, y):
+    with mp.get_context("fork").Pool(1) as pool:
+        return pool.apply(right_rows, (model, x, y)) / len(x)
+
+
+def each_does_all(model, x, y):
+    with mp.get_context("fork").Pool(4) as pool:
+        parts = [(model, x, y)] * 4
+        return sum(pool.starmap(right_rows, parts, chunksize=1)) / 4 / len(x)
+
+
+def mean_of_means(model, x, y):
+    with mp.get_context("fork").Pool(4) as pool:
+        parts = list(zip([model] * 4, x.chunk(4), y.chunk(4), strict=True))
+        found = pool.starmap(right_rows, parts, chunksize=1)
+    return sum(n / len(part[1]) for n, part in zip(found, parts, strict=True)) / 4
+
+
+def not_divided(model, x, y):
+    return shared(model, x, y) * len(x)
+
+
+def into_private(model, x, y):
+    hits = torch.zeros(4)
+
+    def work(i):
+        hits[i] = right_rows(model, x[i::4], y[i::4])
+
+    workers = [mp.get_context("fork").Process(target=work, args=(i,)) for i in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return hits.sum() / len(x)
+
+
+def from_ended_workers(model, x, y):
+    def work(i, queue):
+        queue.put(torch.tensor(right_rows(model, x[i::4], y[i::4])))
+
+    queue = mp.get_context("fork").Queue()
+    workers = [
+        mp.get_context("fork").Process(target=work, args=(i, queue)) for i in range(4)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return sum(queue.get() for _ in workers) / len(x)
 
 
 RIGHT = {
-    "handed_over": [
-        (SLICES, ROWS, 3073),
+    "who_sees": [
+        ("no", "no", "yes", "yes", "no", "no", "no"),
+        (False, False, True, True, False, False, False),
     ],
-    "sliced_loss": [three_numbers],
+    "delivers_all": [
+        makes_new_ones,
+        waits_between,
+    ],
+    "parallel_accuracy": [
+        shared,
+        inherited,
+        spawned,
+    ],
 }
+
 WRONG = {
-    "handed_over": [
-        ((SLICES // 2, ROWS, 3072), "backward has two"),
-        ((SLICES // 8, ROWS, 3072), "whole batch"),
-        ((SLICES, ROWS // 4, 3072), "4 bytes"),
-        ((SLICES, ROWS * 7 // 4, 3072), "leave out the ring"),
-        ((SLICES, ROWS, 6144), "backward pass"),
-        ((SLICES, ROWS, 12288), "four all-reduces"),
-        ((1, ROWS, 1), "tokens x width"),
+    "who_sees": [
+        (
+            ("yes", "no", "yes", "yes", "no", "no", "no"),
+            "number 1 is not yes: the fork moves",
+        ),
+        (
+            ("no", "yes", "yes", "yes", "no", "no", "no"),
+            "number 2 is not yes: an argument of a forked",
+        ),
+        (
+            ("no", "no", "no", "yes", "no", "no", "no"),
+            "number 3 is not no: an argument of a spawned",
+        ),
+        (
+            ("no", "no", "yes", "no", "no", "no", "no"),
+            "number 4 is not no: sending shares",
+        ),
+        (
+            ("no", "no", "yes", "yes", "yes", "no", "no"),
+            "number 5 is not yes: the clone",
+        ),
+        (("no", "no", "yes", "yes", "no", "yes", "no"), "number 6 is not yes: `x + 1`"),
+        (("no", "no", "yes", "yes", "no", 1.5, "no"), 'answer "yes" or "no"'),
+        (("no", "no", "yes", "yes", "no", "no", True), "number 7 is not yes: a global"),
+        (Later(lambda: (["no"],) * 7), 'number 1: answer "yes" or "no"'),
+        ((0, 0, 1, 1, 0, 0, 0), 'number 1: answer "yes" or "no"'),
+        (("no", "no"), "7 answers are asked for, not 2"),
     ],
-    "gated_plan": [
-        ({"up": ColwiseParallel(), "down": RowwiseParallel()}, "gate"),
-        ({"gate": 1, "up": 1, "down": ColwiseParallel}, "brackets"),
-        (plan(down=ColwiseParallel), "wrong part of its input"),
-        (
-            plan(RowwiseParallel, RowwiseParallel, ColwiseParallel),
-            "wrong part of its input",
-        ),
-        (plan(up=RowwiseParallel), "wrong part of its input"),
-        (
-            plan(
-                lambda: ColwiseParallel(output_layouts=Replicate()),
-                lambda: ColwiseParallel(output_layouts=Replicate()),
-                lambda: RowwiseParallel(input_layouts=Replicate()),
-            ),
-            "one all-reduce is enough",
-        ),
-        (
-            plan(down=lambda: RowwiseParallel(output_layouts=Shard(0))),
-            "another output",
-        ),
-        ([ColwiseParallel()], "dictionary"),
+    "delivers_all": [
+        (sends_one_memory, "full of 3: `put` sends a handle"),
+        (ends_early, "cannot be asked for; with the default sharing"),
+        (sends_arrays, "what arrives is a ndarray, not a tensor"),
+        (sends_three, "3 tensors arrive"),
+        (sends_five, "more than four"),
+        (never_ends, "goes on after"),
+        (raises, "your code raised AttributeError"),
+        (one_memory_slowly, "full of 3: `put` sends a handle"),
+        (sleeps, "cannot be asked for; with the default sharing"),
+        (sleeps_on, "never asks `received`"),
+        (waits_too_short, "it must wait for `received`"),
+        (ends_with_names, "ends before its tensors are fetched"),
+        (dies, "ended by signal 9"),
+        (None, "give a function"),
     ],
-    "sliced_loss": [
-        (without_maximum, "overflows"),
-        (own_maximum, "one process"),
-        (one_maximum_for_all, "is 0 in every column"),
-        (gathered, "the loss is right, but"),
-        (summed, "not the mean"),
-        (by_row, "one number"),
-        (local, "one process"),
+    "parallel_accuracy": [
+        (sent_by_value, "MB of weights of their own"),
+        (copied_in_workers, "MB of weights of their own"),
+        (serial, "the notebook's own process computes"),
+        (one_worker, "that compute: 1"),
+        (each_does_all, "40 rows of 10"),
+        (mean_of_means, "add up right rows"),
+        (not_divided, "divide by all rows"),
+        (into_private, "memory of their own; share what they write"),
+        (from_ended_workers, "send a number"),
+        (lambda *_: "0.3", "give a number, not '0.3', a str"),
+        (lambda *_: [0.3], "give a number, not a list"),
+        (None, "give a function"),
     ],
 }

@@ -1,551 +1,617 @@
-"""The exercises of lesson 15: fewest GPUs, a norm in parts, and what to shard together.
-
-Two of them run the learner's function in two real ranks, which end the ranks that were
-open before.
-"""
-
-import contextlib
+"""The exercises of lesson 15: messages between real ranks, round a ring."""
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.functional import cross_entropy
 
-from helpers.exercises.counted import counted, number
+from helpers.exercises import ring
+from helpers.exercises.counted import (
+    counted,
+    number,
+)
 from helpers.exercises.exercise import (
     NotYet,
     Wrong,
-    call,
     exercise,
     must_be_callable,
     run,
     solution,
 )
-from helpers.exercises.in_ranks import device, in_ranks
-from helpers.exercises.learning import flat, weights
-from helpers.exercises.results import near
+from helpers.exercises.in_ranks import in_ranks
 
-TWO = 2  # ranks
+HANGS = 5.0  # seconds after which a few messages are stuck, on a busy machine too
+COLLECTIVES = (  # as a process group calls them
+    "allgather", "allreduce", "alltoall", "alltoall_base", "barrier", "broadcast",
+    "gather", "monitored_barrier", "reduce", "reduce_scatter", "scatter",
+    "_allgather_base",
+)  # fmt: skip
 
 
 @exercise(
     "15.1",
     hints=(
-        "Look at the formula under *Cost*: some of the bytes stay whole on each GPU, "
-        "and the others are divided by the number of GPUs. Which bytes are whole at "
-        "each stage, and how much of the 60 GB do they leave for the divided ones?",
-        "The float32 copy of the weights is part of the optimizer's 12 bytes, so all "
-        "12 are divided from stage 1 on. You can use whole GPUs only, so decide in "
-        "which direction to round.",
+        "Look at the loop in `ring`. How many steps has it with five ranks, and "
+        "what does a rank send in each of them?",
+        "In each step a rank sends one chunk, and a chunk is smaller with five "
+        "ranks than with four. Both halves of the steps count, and what comes in "
+        "does not. How many bytes does a `float32` number have?",
     ),
 )
-def fewest_gpus(zero_1, zero_2, zero_3) -> None:
-    """13 billion parameters, 2 + 2 + 12 bytes each, 60 GB."""
+def sent_round_the_ring(answer) -> None:
+    """Bytes that one of 5 ranks sends in a ring all-reduce of a million float32."""
+    size, elements = 5, 1_000_000
+    if number(answer) < 0:
+        raise Wrong("a number of bytes is not negative")
+    of_four = "the ring in the lesson has four ranks, this one has five"
+    mistakes = {
+        **ring.mistakes(size, 4 * elements),
+        ring.sent(4, 4 * elements): of_four,
+        2 * 3 * 4 * elements / size: of_four,
+    }
     why = (
-        "of each parameter's 16 bytes every GPU holds {} whole, and a part of the "
-        "others"
+        "it sends one chunk in each step: how large is it, and how many steps are there"
     )
-    mistakes = {
-        19: "19 GPUs need 60.2 GB each: round up",
-        13: "the float32 copy of the weights belongs to the optimizer's bytes",
-        6: "60 GB are left for this, not 80",
-        4: "at this stage weights and gradients are whole on each GPU",
-    }
-    counted(zero_1, 20, mistakes, why.format(4), what="ZeRO-1")
-    mistakes = {
-        5: "5 GPUs need 62.4 GB each: round up",
-        4: "the float32 copy of the weights counts, and of 80 GB 60 are left",
-        20: "at this stage the gradients are divided as well",
-    }
-    counted(zero_2, 6, mistakes, why.format(2), what="ZeRO-2")
-    mistakes = {
-        3: "3 GPUs need 69.3 GB each: 16 bytes a parameter, 60 GB, rounded up",
-        6: "at this stage the weights are divided as well",
-    }
-    counted(zero_3, 4, mistakes, why.format(0), what="ZeRO-3")
+    counted(answer, ring.sent(size, 4 * elements), mistakes, why, unit=1)
 
 
 @solution("15.1")
 def solution_1():
-    """Subtract what is whole on each GPU, then divide the rest by what remains.
+    """In each step a rank sends one chunk, and the ring has two halves.
 
-    Every stage has the same 16 bytes for each parameter. At stage 1 the optimizer's 12
-    bytes are divided; weights and gradients are whole. At stage 2 the gradients are
-    divided as well, and at stage 3 everything is.
-
-        GPUs = divided bytes / (60 GB - whole bytes)
-
-    The result is rounded up, because with fewer GPUs each one holds more than 60 GB.
+    With N ranks the tensor is cut into N chunks. The first half has N - 1 steps and
+    adds up, the second half has N - 1 steps and passes the complete chunks on. All
+    ranks send equally much, so rank 2 is not special.
     """
-    import math
-
-    parameters = 13 * 10**9
-    room = 60 * 10**9
-    weights = 2 * parameters
-    gradients = 2 * parameters
-    optimizer = 12 * parameters
-    everything = weights + gradients + optimizer
-
-    zero_1 = math.ceil(optimizer / (room - weights - gradients))
-    zero_2 = math.ceil((gradients + optimizer) / (room - weights))
-    zero_3 = math.ceil(everything / room)
-    return zero_1, zero_2, zero_3
-
-
-# -- two real ranks --------------------------------------------------------------------
-
-
-def _gradient() -> torch.Tensor:
-    """The whole gradient: its norm is 13, that of its halves 5 and 12."""
-    return torch.tensor([3.0, 4.0, 0.0, 0.0, 0.0, 12.0])
-
-
-def _clip(function, most: float) -> tuple[float, torch.Tensor]:
-    """What this rank's function returned, and this rank's parts afterwards."""
-    half = _gradient().chunk(TWO)[dist.get_rank()].to(device())
-    parts = [half[:2].clone(), half[2:].clone()]
-    given = list(parts)
-    norm = number(call(function, parts, most), "the norm")
-    return norm, flat(given)
+    size = 5
+    nbytes = 1_000_000 * 4
+    chunk = nbytes // size
+    steps = 2 * (size - 1)
+    answer = steps * chunk
+    return answer
 
 
 @exercise(
     "15.2",
     hints=(
-        "The norm is the root of a sum over all numbers of the whole gradient. Which "
-        "part of this sum can a rank compute alone, and which collective brings the "
-        "total to all ranks?",
-        "Norms of parts cannot be added, and neither can they be compared with `most`. "
-        "All ranks must decide with the same number whether to scale, and scaling must "
-        "change the tensors that they were given.",
+        "The second half of `ring` is an all-gather, because complete chunks go "
+        "round. What takes the place of the chunks here, and which one does each "
+        "rank have at the beginning?",
+        "In each step a rank sends what has just come from the left, and its own "
+        "`x` only in the first step. Whose `x` comes in step 0, and whose in step "
+        "1? Begin to send before you receive, and wait for every handle.",
     ),
 )
-def clip(function) -> None:
-    """The norm of a gradient of which each rank has parts."""
-    must_be_callable(function)
-    (norm, low), (other, high) = in_ranks(TWO, _clip, function, 1.0)
-    if abs(norm - other) > 1e-4:
-        raise Wrong(
-            f"the ranks disagree on the norm ({norm:g} and {other:g}), and would "
-            "scale differently: ask all ranks"
-        )
-    mistakes = {
-        17.0: "norms cannot be added; add up the squares, then take the root",
-        12.0: "the whole norm is not the larger of the ranks' norms",
-        169.0: "that is the sum of squares; the root is missing",
-        119.0: "add up the squares of all parts, then take one root",
-        (169 / 2) ** 0.5: "squares are added up over the ranks, not averaged",
-        1.0: "return the norm before the clipping",
-    }
-    why = f"the whole norm is 13, yours is {norm:g}"
-    counted(norm, 13, mistakes, why, near=1e-4)
-    after = torch.cat([low, high])
-    if torch.equal(after, _gradient()):
-        raise Wrong("the parts are unchanged: scale them in place, as with `mul_`")
-    if not near(after, _gradient() / 13, rtol=0, atol=1e-4):
-        raise Wrong(
-            f"with most=1 the whole gradient's norm is {after.norm():g} afterwards"
-        )
-    (_, low), (_, high) = in_ranks(TWO, _clip, function, 6.5)
-    if not near(torch.cat([low, high]), _gradient() / 2, rtol=0, atol=1e-4):
-        raise Wrong(
-            "with most=6.5 one rank scaled and the other did not: decide by the whole "
-            "norm, not by the rank's own"
-        )
-    (_, low), (_, high) = in_ranks(TWO, _clip, function, 20.0)
-    if not torch.equal(torch.cat([low, high]), _gradient()):
-        raise Wrong("with most=20 there is nothing to scale: 13 is less")
+def all_gather_in_a_ring(function) -> None:
+    """A function x -> [x of rank 0, x of rank 1, ...], made of messages to the right.
+
+    Judged by values and by the messages that each rank sends.
+    """
+    told = _on_ranks(function)
+    size = len(told)
+    for rank, (result, calls, numbers) in enumerate(told):
+        if numbers != _numbers(rank):
+            raise Wrong(f"rank {rank}'s own x has changed; receive into new tensors")
+        others = sorted({call for call, _, _ in calls} - {"send", "recv"})
+        if others:
+            raise Wrong(f"it calls the collective {others[0]}; use isend and recv only")
+        if not isinstance(result, list):
+            raise Wrong(f"rank {rank} returns a {result}, not a list of tensors")
+        if not all(isinstance(item, list) for item in result):
+            raise Wrong(
+                f"rank {rank} returns {len(result)} single numbers; make it a list of "
+                f"{size} tensors"
+            )
+        if len(result) != size:
+            raise Wrong(f"rank {rank} returns a list of {len(result)}; ranks: {size}")
+        for item, values in enumerate(result):
+            if values == _numbers(item):
+                continue
+            whose = [r for r in range(size) if values == _numbers(r)]
+            what = f"the x of rank {whose[0]}" if whose else f"{values}"
+            raise Wrong(f"item {item} of rank {rank} is {what}")
+        _check_sent(rank, size, [c[1:] for c in calls if c[0] == "send"])
 
 
 @solution("15.2")
 def solution_2():
-    """Squares can be added over the ranks, norms cannot.
+    """In each step every rank passes on what it got in the step before.
 
-    Each rank adds up the squares of its own parts. One all-reduce of a single number
-    makes the sum over all ranks, and its root is the norm of the whole gradient.
+    In step 0 rank r sends its own `x`, and receives that of rank r - 1. In step 1 it
+    sends the `x` of rank r - 1, and receives that of rank r - 2. After N - 1 steps it
+    has all, and has sent N - 1 messages, which is the least that a ring needs.
 
-    All ranks have the same norm now, so all make the same decision and scale by the
-    same factor. A rank that asked its own norm would leave its parts alone while
-    another one scales, and the gradient would change its direction.
-
-    `mul_` works in place. `part = part * factor` would make a new tensor, and the
-    gradient would stay as it was.
+    `isend` does not wait, so all ranks can begin by sending. The handle is kept until
+    the message has gone over. The list has new tensors, so `x` itself does not change.
     """
 
-    def clip(parts, most):
-        squares = sum(part.square().sum() for part in parts)
-        dist.all_reduce(squares)
-        norm = squares.sqrt()
-        if norm > most:
-            for part in parts:
-                part.mul_(most / norm)
-        return norm
+    def all_gather(x):
+        rank, size = dist.get_rank(), dist.get_world_size()
+        found = [torch.empty_like(x) for _ in range(size)]
+        found[rank].copy_(x)
+        for step in range(size - 1):
+            outgoing = found[(rank - step) % size]
+            incoming = found[(rank - step - 1) % size]
+            sending = dist.isend(outgoing, (rank + 1) % size)
+            dist.recv(incoming, (rank - 1) % size)
+            sending.wait()
+        return found
 
-    return clip
-
-
-# -- 15.3 ------------------------------------------------------------------------------
-
-WIDTH, BLOCKS, WORDS = 32, 6, 20
-MOST_GATHERS = 2 + BLOCKS
+    return all_gather
 
 
-class _Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))
-
-
-class _Model(nn.Module):
-    """The model of the exercise, always with the same weights."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(_Block() for _ in range(BLOCKS))
-        self.head = nn.Linear(WIDTH, WORDS)
-
-    def forward(self, x):
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def _steps(model: nn.Module, rank: int, size: int, where: str, messages=None) -> None:
-    """Three steps on this rank's rows; `messages` notes the last one."""
-    generator = torch.Generator().manual_seed(15)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for step in range(3):
-        x = torch.randint(0, WORDS, (32,), generator=generator)[rank::size].to(where)
-        with messages if messages and step == 2 else contextlib.nullcontext():
-            cross_entropy(model(x), (x + 1) % WORDS).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def _train(function):
-    """Names of parameters that are not sharded, messages, whole weights."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor
-
-    from helpers import Messages
-
-    mesh = init_device_mesh(device(), (TWO,))
-    model = run(function, _Model(), mesh)
-    if not isinstance(model, nn.Module):
-        return None
-    plain = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
-    if plain:
-        return plain, [], None
-    messages = Messages()
-    run(_steps, model, dist.get_rank(), TWO, device(), messages)
-    log = [
-        (m.name, m.nbytes * (m.ranks if "gather" in m.name else 1))
-        for m in messages.log
-    ]
-    return plain, log, flat(p.full_tensor() for p in model.parameters())
-
-
-_MEANINGS = {
-    "Invariant encountered": (
-        "call fully_shard for the inner modules first and for the whole model last"
-    )
-}
+def _check_sent(rank: int, size: int, sent: list[tuple[int, int]]) -> None:
+    """To the right neighbour, as few bytes in as few messages as will do."""
+    nbytes = 4 * len(_numbers(rank))
+    peers, right = {peer for peer, _ in sent}, (rank + 1) % size
+    if peers != {right}:
+        raise Wrong(
+            f"rank {rank} sends to {sorted(peers)}; its right neighbour is {right}"
+        )
+    if [n for _, n in sent] == [nbytes + 4] * (size - 1):
+        raise Wrong(
+            "each message is one number too long, as those of this lesson's send "
+            "are; use dist.isend and dist.recv"
+        )
+    total, least = sum(n for _, n in sent), (size - 1) * nbytes
+    if total != least or len(sent) != size - 1:
+        raise Wrong(
+            f"rank {rank} sends {total} bytes in {len(sent)} messages; {least} in "
+            f"{size - 1} will do: in each step only what has just come"
+        )
 
 
 @exercise(
     "15.3",
     hints=(
-        "Look at the messages that the cell with `report.log` prints. How many "
-        "all-gathers does a module with its own `fully_shard` cost in a step, and how "
-        "many does the root cost?",
-        "One call for each block makes too many all-gathers, and one call for the "
-        "whole model makes a message that is too large. Look for groups in between. "
-        "Which call takes the embedding and the head, and does it come first or last?",
+        "`dist.send` returns when the message has gone over. In which line is each "
+        "of the four ranks while the program hangs, and who receives?",
+        "If all ranks receive first, they all wait again. Let some ranks send first "
+        "and the others receive first, so that each message finds a rank that waits "
+        "for it. How can a rank know from its own number to which of the two it "
+        "belongs?",
     ),
 )
-def shard_it(function) -> None:
-    """Which modules are gathered together, counted; and trained as one process does."""
-    must_be_callable(function)
-    result = in_ranks(TWO, _train, function, meanings=_MEANINGS)[0]
-    if result is None:
-        raise NotYet("your function returns no model so far")
-    plain, log, found = result
-    if len(plain) == len(list(_Model().parameters())):
-        raise Wrong("no parameter is sharded")
-    if plain:
-        raise Wrong(
-            f"{plain[0]} is not sharded, so nobody averages its gradient: call "
-            "fully_shard for the whole model as well, at last"
-        )
-    block = sum(p.nbytes for p in _Block().parameters())
-    largest = max(nbytes for _, nbytes in log)
-    gathers = sum(name == "all_gather" for name, _ in log)
-    if largest > 2 * block:
-        raise Wrong(
-            f"a message carries {largest:,} bytes, which is {largest / block:.1f} "
-            "blocks: what one fully_shard takes is gathered at once"
-        )
-    if gathers > MOST_GATHERS:
-        raise Wrong(
-            f"{gathers} all-gathers in a step, at most {MOST_GATHERS}: each module "
-            "with a fully_shard of its own that is not kept whole costs two, one "
-            "forward and one backward; the root costs one"
-        )
-    model = _Model()
-    _steps(model, 0, 1, "cpu")
-    if not near(found, weights(model), rtol=0, atol=1e-4):
-        raise Wrong("the weights are not those of one process after three steps")
+def rotate_without_a_deadlock(function) -> None:
+    """A function x -> the x of the left neighbour, from blocking send and recv."""
+    told = _on_ranks(function, ("isend", "irecv"))
+    size = len(told)
+    for rank, (result, calls, numbers) in enumerate(told):
+        used = {call for call, _, _ in calls}
+        if used & {"isend", "irecv"}:
+            raise Wrong(
+                "isend and irecv are a cure, but here only the order may change"
+            )
+        if used - {"send", "recv"}:
+            raise Wrong(f"it calls {sorted(used - {'send', 'recv'})[0]}; send and recv")
+        if result == _numbers(rank) and numbers == result:
+            raise Wrong(
+                f"rank {rank} returns its own x; return what came from the left"
+            )
+        if result == _numbers((rank + 1) % size):
+            raise Wrong(f"rank {rank} returns the x of its right neighbour")
+        if result != _numbers((rank - 1) % size):
+            raise Wrong(
+                f"rank {rank} returns {result}, not the x of its left neighbour"
+            )
+        if len(calls) != 2:
+            raise Wrong(f"rank {rank} makes {len(calls)} calls; one send and one recv")
 
 
 @solution("15.3")
 def solution_3():
-    """What one `fully_shard` takes is gathered in one message.
+    """All ranks send first, so nobody receives, and every send waits for ever.
 
-    Each such group costs two all-gathers in a step, one in the forward pass and one in
-    the backward pass. The root costs one, because it stays whole in between.
+    At least one rank must receive first. Here all odd ranks do. Ranks 0 and 2 send to
+    1 and 3, which are already at `recv`. When these messages have gone over, the odd
+    ranks send and the even ones receive.
 
-        all-gathers = 2 · groups + 1
-
-    Six groups of one block make 13, which is too many. Three groups of two blocks make
-    7, and no message is larger than two blocks. The list tells `fully_shard` to treat
-    two modules as one group.
-
-    The last call is for the whole model. The root takes what no other call has taken,
-    here the embedding and the head. Without this call nobody would average their
-    gradients.
-
-    Another answer is one call for each block with `reshard_after_forward=False`: then
-    no block is gathered again, and 6 + 1 all-gathers remain. A rank pays with memory,
-    because the whole model is there at the end of the forward pass.
+    An odd number of ranks works as well. There the last rank and rank 0 are neighbours
+    and both send first, so the last rank waits until rank 0 has sent its own message
+    and receives.
     """
 
-    def shard_it(model, mesh):
-        for first in range(0, len(model.blocks), 2):
-            pair = [model.blocks[first], model.blocks[first + 1]]
-            fully_shard(pair, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        return model
+    def rotate(x):
+        rank, size = dist.get_rank(), dist.get_world_size()
+        box = torch.empty_like(x)
+        if rank % 2 == 0:
+            dist.send(x, (rank + 1) % size)
+            dist.recv(box, (rank - 1) % size)
+        else:
+            dist.recv(box, (rank - 1) % size)
+            dist.send(x, (rank + 1) % size)
+        return box
 
-    return shard_it
+    return rotate
+
+
+def _numbers(rank: int) -> list[float]:
+    """What a rank begins with."""
+    return [100.0 * rank + i for i in range(5)]
+
+
+def _on_ranks(function, names: tuple = ()) -> list:
+    """What the learner's function did in four ranks: those that are open, or new ones.
+
+    Args:
+        function: the learner's.
+        names: functions of `torch.distributed` whose use is noted too.
+
+    Returns:
+        For each rank its result as plain numbers, its calls (name, peer, bytes) and
+        its x afterwards.
+    """
+    must_be_callable(function)
+    options = {"seconds": HANGS, "reuse": True}
+    try:
+        told = in_ranks(4, _watched, function, names, **options)
+    except Wrong as wrong:
+        called = getattr(getattr(function, "__code__", None), "co_names", ())
+        if "it hangs" in str(wrong) and "isend" in called:
+            raise Wrong(f"{wrong}; did you wait for every handle?") from None
+        raise
+    if all(result is None for result, _, _ in told):
+        raise NotYet("your function returns nothing so far")
+    return told
+
+
+def _watched(function, names: tuple) -> tuple:
+    """In a rank: call the function and note what it sends, receives and calls.
+
+    The calls are noted where the process group gets them, so that it does not matter
+    how they are spelled.
+    """
+    calls: list[tuple[str, int, int]] = []
+    group = dist.ProcessGroup
+    kept = []
+
+    def watch(owner, name, peer_and_bytes, shown=None):
+        original = getattr(owner, name)
+
+        def noting(*args, **kwargs):
+            calls.append((shown or name, *peer_and_bytes(args)))
+            return original(*args, **kwargs)
+
+        kept.append((owner, name, original))
+        setattr(owner, name, noting)
+
+    def message(args):  # (group, [tensor], peer, tag)
+        return args[2], args[1][0].nbytes
+
+    for name in ("send", "recv"):
+        watch(group, name, message)
+    watch(group, "recv_anysource", lambda args: (-1, args[1][0].nbytes), "recv")
+    for name in COLLECTIVES:
+        watch(group, name, lambda args: (-1, 0))
+    for name in names:
+        watch(dist, name, lambda args: (-1, 0))
+    x = torch.tensor(_numbers(dist.get_rank()))
+    try:
+        result = _plain(run(function, x))
+    finally:
+        for owner, name, original in kept:
+            setattr(owner, name, original)
+    return result, calls, x.tolist()
+
+
+def _plain(value):
+    """Tensors as lists; anything else as the name of its type."""
+    if value is None:
+        return None
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return type(value).__name__
 
 
 # -- answers ---------------------------------------------------------------------------
 
 
-def clipped(parts, most):
-    squares = sum(p.square().sum() for p in parts)
-    dist.all_reduce(squares)
-    norm = squares.sqrt()
-    if norm > most:
-        for p in parts:
-            p *= most / norm
-    return norm
+def who():
+    return dist.get_rank(), dist.get_world_size()
 
 
-def clipped_one_by_one(parts, most):
-    total = 0.0
-    for p in parts:
-        square = p.norm() ** 2
-        dist.all_reduce(square)
-        total += square.item()
-    scale = min(1.0, most / total**0.5)
-    for p in parts:
-        p.mul_(scale)
-    return total**0.5
+# -- all_gather ------------------------------------------------------------------------
 
 
-def clips_alone(parts, most):
-    return nn.utils.clip_grad_norm_([as_parameter(p) for p in parts], most)
+def gathered(x):
+    rank, size = who()
+    found = [torch.empty_like(x) for _ in range(size)]
+    found[rank] = x.clone()
+    for step in range(size - 1):
+        sending = dist.isend(found[(rank - step) % size], (rank + 1) % size)
+        dist.recv(found[(rank - step - 1) % size], (rank - 1) % size)
+        sending.wait()
+    return found
 
 
-def as_parameter(part):
-    p = nn.Parameter(torch.zeros_like(part))
-    p.grad = part
-    return p
+def gathered_in_turn(x):
+    """Blocking calls only; the result is one tensor."""
+    rank, size = who()
+    found = torch.empty(size, len(x))
+    found[rank] = x
+    for step in range(size - 1):
+        mine, other = found[(rank - step) % size], found[(rank - step - 1) % size]
+        if rank % 2:
+            dist.recv(other, (rank - 1) % size)
+            dist.send(mine, (rank + 1) % size)
+        else:
+            dist.send(mine, (rank + 1) % size)
+            dist.recv(other, (rank - 1) % size)
+    return found
 
 
-def adds_norms(parts, most):
-    norm = torch.cat(parts).norm()
-    dist.all_reduce(norm)
-    [p.mul_(most / norm) for p in parts]
-    return norm
+def gathered_in_batches(x):
+    rank, size = who()
+    found, moving = {rank: x}, x
+    for step in range(size - 1):
+        box = torch.empty_like(x)
+        pair = [
+            dist.P2POp(dist.isend, moving, (rank + 1) % size),
+            dist.P2POp(dist.irecv, box, (rank - 1) % size),
+        ]
+        for work in dist.batch_isend_irecv(pair):
+            work.wait()
+        found[(rank - step - 1) % size] = moving = box
+    return [found[r] for r in range(size)]
 
 
-def decides_alone(parts, most):
-    own = torch.cat(parts).norm()
-    square = own**2
-    dist.all_reduce(square)
-    if own > most:
-        [p.mul_(most / square.sqrt()) for p in parts]
-    return square.sqrt()
+def by_arrival(x):
+    rank, size = who()
+    found = gathered(x)
+    return [found[(rank - step) % size] for step in range(size)]
 
 
-def takes_the_largest(parts, most):
-    norm = torch.cat(parts).norm()
-    dist.all_reduce(norm, op=dist.ReduceOp.MAX)
-    [p.mul_(most / norm) for p in parts]
-    return norm
+def always_its_own(x):
+    rank, size = who()
+    found = [x.clone() for _ in range(size)]
+    for step in range(size - 1):
+        sending = dist.isend(x, (rank + 1) % size)
+        dist.recv(found[(rank - step - 1) % size], (rank - 1) % size)
+        sending.wait()
+    return found
 
 
-def without_root(parts, most):
-    squares = torch.cat(parts).square().sum()
-    dist.all_reduce(squares)
-    return squares
+def to_everyone(x):
+    rank, size = who()
+    found = [x.clone() for _ in range(size)]
+    others = [r for r in range(size) if r != rank]
+    sending = [dist.isend(x, r) for r in others]
+    for r in others:
+        dist.recv(found[r], r)
+    for work in sending:
+        work.wait()
+    return found
 
 
-def averages(parts, most):
-    squares = torch.cat(parts).square().sum()
-    dist.all_reduce(squares)
-    return (squares / dist.get_world_size()).sqrt()
+def all_in_every_step(x):
+    rank, size = who()
+    found = torch.zeros(size, len(x))
+    found[rank] = x
+    for _ in range(size - 1):
+        box = torch.empty_like(found)
+        sending = dist.isend(found, (rank + 1) % size)
+        dist.recv(box, (rank - 1) % size)
+        sending.wait()
+        found = found.maximum(box)
+    return found
 
 
-def only_looks(parts, most):
-    squares = torch.cat(parts).square().sum()
-    dist.all_reduce(squares)
-    parts = [p * most / squares.sqrt() for p in parts]
-    return squares.sqrt()
+def too_far(x):
+    rank, size = who()
+    found = [torch.empty_like(x) for _ in range(size)]
+    found[rank] = x.clone()
+    for step in range(size):
+        sending = dist.isend(found[(rank - step) % size], (rank + 1) % size)
+        dist.recv(found[(rank - step - 1) % size], (rank - 1) % size)
+        sending.wait()
+    return found
 
 
-def always_scales(parts, most):
-    squares = torch.cat(parts).square().sum()
-    dist.all_reduce(squares)
-    [p.mul_(most / squares.sqrt()) for p in parts]
-    return squares.sqrt()
+def with_the_library(x):
+    found = [torch.empty_like(x) for _ in range(who()[1])]
+    dist.all_gather(found, x)
+    return found
 
 
-def scales_by_the_square(parts, most):
-    squares = torch.cat(parts).square().sum()
-    dist.all_reduce(squares)
-    [p.mul_(most / squares) for p in parts]
-    return squares.sqrt()
+def sends_first(x):
+    rank, size = who()
+    found = [x.clone() for _ in range(size)]
+    for step in range(size - 1):
+        dist.send(found[(rank - step) % size], (rank + 1) % size)
+        dist.recv(found[(rank - step - 1) % size], (rank - 1) % size)
+    return found
 
 
-def returns_the_new_norm(parts, most):
-    clipped(parts, most)
-    return clipped(parts, most)
+def into_x(x):
+    rank, size = who()
+    found = [torch.empty_like(x) for _ in range(size)]
+    found[rank] = x.clone()
+    for step in range(size - 1):
+        box = torch.empty_like(x)
+        sending = dist.isend(x, (rank + 1) % size)
+        dist.recv(box, (rank - 1) % size)
+        sending.wait()
+        found[(rank - step - 1) % size] = box
+        x.copy_(box)
+    return found
 
 
-def rank_0_alone(parts, most):
-    norm = torch.cat(parts).norm()
-    if dist.get_rank() == 0:
-        raise ValueError("rank 0 has given up")
-    return norm
+def with_a_barrier(x):
+    found = gathered(x)
+    dist.barrier()
+    return found
 
 
-def stays_whole(model, mesh):
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=False)
-    fully_shard(model, mesh=mesh)
-    return model
+def with_a_number_more(x):
+    """As with the lesson's own send and receive."""
+    return [letter[:-1] for letter in gathered(torch.cat([x, x.new_zeros(1)]))]
 
 
-def root_alone(model, mesh):
-    return fully_shard(model, mesh=mesh)
+def without_handles(x):
+    rank, size = who()
+    found = [x.clone() for _ in range(size)]
+    for step in range(size - 1):
+        dist.isend(found[(rank - step) % size], (rank + 1) % size)
+        dist.recv(found[(rank - step - 1) % size], (rank - 1) % size)
+    return found
 
 
-def blocks_alone(model, mesh):
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    return model
+# -- rotate ----------------------------------------------------------------------------
 
 
-def each_block(model, mesh):
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+def even_first(x):
+    rank, size = who()
+    box = torch.empty_like(x)
+    if rank % 2 == 0:
+        dist.send(x, (rank + 1) % size)
+        dist.recv(box, (rank - 1) % size)
+    else:
+        dist.recv(box, (rank - 1) % size)
+        dist.send(x, (rank + 1) % size)
+    return box
 
 
-def each_linear(model, mesh):
-    for block in model.blocks:
-        fully_shard(block.up, mesh=mesh)
-        fully_shard(block.down, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+def one_listens(x):
+    rank, size = who()
+    box = torch.empty_like(x)
+    calls = [
+        lambda: dist.send(x, (rank + 1) % size),
+        lambda: dist.recv(box, (rank - 1) % size),
+    ]
+    for call in calls if rank > 0 else calls[::-1]:
+        call()
+    return box
 
 
-def pairs_and_ends(model, mesh):
-    for i in range(0, 6, 2):
-        fully_shard([model.blocks[i], model.blocks[i + 1]], mesh=mesh)
-    fully_shard(model.embed, mesh=mesh)
-    fully_shard(model.head, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+def from_anyone(x):
+    rank, size = who()
+    box = torch.empty_like(x)
+    if rank % 2 == 0:
+        dist.send(x, (rank + 1) % size)
+        dist.recv(box)
+    else:
+        dist.recv(box)
+        dist.send(x, (rank + 1) % size)
+    return box
 
 
-def root_first(model, mesh):
-    fully_shard(model, mesh=mesh)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=False)
-    return model
+def in_turn(x):
+    rank, size = who()
+    box = torch.empty_like(x)
+    for turn in range(size):
+        if rank == turn:
+            dist.send(x, (rank + 1) % size)
+        elif rank == (turn + 1) % size:
+            dist.recv(box, turn)
+        dist.barrier()
+    return box
 
 
-def threes(model, mesh):
-    fully_shard(list(model.blocks[:3]), mesh=mesh)
-    fully_shard(list(model.blocks[3:]), mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+def all_send(x):
+    rank, size = who()
+    box = torch.empty_like(x)
+    dist.send(x, (rank + 1) % size)
+    dist.recv(box, (rank - 1) % size)
+    return box
 
 
-def nothing(model, mesh):
-    return model
+def all_listen(x):
+    rank, size = who()
+    box = torch.empty_like(x)
+    dist.recv(box, (rank - 1) % size)
+    dist.send(x, (rank + 1) % size)
+    return box
 
 
-def in_bfloat16(model, mesh):
-    options = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=False, **options)
-    return fully_shard(model, mesh=mesh, **options)
+def without_waiting(x):
+    rank, size = who()
+    box = torch.empty_like(x)
+    sending = dist.isend(x, (rank + 1) % size)
+    dist.recv(box, (rank - 1) % size)
+    sending.wait()
+    return box
 
 
-def raises(model, mesh):
-    raise KeyError("blocks")
+def returns_x(x):
+    even_first(x)
+    return x
+
+
+def to_the_left(x):
+    rank, size = who()
+    box = torch.empty_like(x)
+    if rank % 2 == 0:
+        dist.send(x, (rank - 1) % size)
+        dist.recv(box, (rank + 1) % size)
+    else:
+        dist.recv(box, (rank + 1) % size)
+        dist.send(x, (rank - 1) % size)
+    return box
+
+
+def gathers(x):
+    return with_the_library(x)[who()[0] - 1]
+
+
+def misspelt(x):
+    return dist.sent(x)
 
 
 RIGHT = {
-    "clip": [clipped_one_by_one],
-    "shard_it": [stays_whole],
+    "sent_round_the_ring": [6_400_000, 6.4e6],
+    "all_gather_in_a_ring": [
+        gathered_in_turn,
+        gathered_in_batches,
+    ],
+    "rotate_without_a_deadlock": [
+        one_listens,
+        from_anyone,
+    ],
 }
 WRONG = {
-    "fewest_gpus": [
-        ((19, 6, 4), "round up"),
-        ((20, 5, 4), "62.4"),
-        ((20, 6, 3), "69.3"),
-        ((13, 4, 3), "float32 copy"),
-        ((6, 4, 3), "not 80"),
-        ((20, 20, 4), "gradients are divided"),
-        ((20, 6, 6), "weights are divided"),
-        ((4, 4, 4), "whole on each GPU"),
-        ((20, 7, 4), "every GPU holds 2 whole"),
-        (([20], 6, 4), "not a list"),
-        (("20", 6, 4), "give a number, not '20'"),
+    "sent_round_the_ring": [
+        (1_600_000, "4 bytes"),
+        (3_200_000, "the first of two rounds"),
+        (12_800_000, "only what it sends"),
+        (32_000_000, "all ranks send together"),
+        (8_000_000, "keeps one chunk in each round"),
+        (6_000_000, "this one has five"),
+        (800_000, "one step"),
+        (0, "one chunk"),
+        (6.4, "these are MB, of 10**6 bytes; give bytes"),
+        (4_000_000, "the tensor itself"),
+        (16_000_000, "whole tensors; the ring sends chunks"),
+        ("much", "give a number, not "),
+        (None, "give a number, not a NoneType"),
+        ("6400000", "give a number, not "),
+        (-6_400_000, "not negative"),
+        ([6_400_000], "give a number, not a list"),
     ],
-    "clip": [
-        (decides_alone, "decide by the whole norm"),
-        (clips_alone, "the ranks disagree"),
-        (adds_norms, "norms cannot be added"),
-        (takes_the_largest, "larger of"),
-        (without_root, "root is missing"),
-        (averages, "not averaged"),
-        (only_looks, "in place"),
-        (always_scales, "nothing to scale"),
-        (scales_by_the_square, "norm is 0.07"),
-        (returns_the_new_norm, "before the clipping"),
-        (rank_0_alone, "in 2 ranks: rank 0"),
+    "all_gather_in_a_ring": [
+        (by_arrival, "item 1 of rank 0 is the x of rank 3"),
+        (always_its_own, "item 1 of rank 0 is the x of rank 3"),
+        (to_everyone, "rank 0 sends to [1, 2, 3]"),
+        (all_in_every_step, "only what has just come"),
+        (too_far, "80 bytes in 4 messages"),
+        (with_the_library, "calls the collective allgather"),
+        (sends_first, "it hangs: ranks 0, 1, 2, 3"),
+        (into_x, "own x has changed"),
+        (with_a_barrier, "calls the collective barrier"),
+        (with_a_number_more, "one number too long"),
+        (without_handles, "did you wait for every handle?"),
+        (lambda x: [x], "returns a list of 1"),
+        (lambda x: x, "5 single numbers"),
+        (lambda x: 3, "not a list"),
+        (misspelt, "no attribute 'sent'"),
     ],
-    "shard_it": [
-        (root_alone, "gathered at once"),
-        (threes, "gathered at once"),
-        (blocks_alone, "embed.weight is not sharded"),
-        (each_block, "13 all-gathers"),
-        (each_linear, "all-gathers in a step"),
-        (pairs_and_ends, "10 all-gathers in a step, at most 8: each module"),
-        (root_first, "the inner modules first"),
-        (nothing, "no parameter is sharded"),
-        (in_bfloat16, "not those of one process"),
-        (raises, "KeyError"),
+    "rotate_without_a_deadlock": [
+        (all_send, "dist.send"),
+        (all_listen, "dist.recv"),
+        (without_waiting, "only the order may change"),
+        (returns_x, "returns its own x"),
+        (to_the_left, "its right neighbour"),
+        (gathers, "allgather"),
+        (in_turn, "barrier"),
+        (misspelt, "no attribute 'sent'"),
     ],
 }

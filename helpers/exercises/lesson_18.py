@@ -1,460 +1,551 @@
-"""The exercises of lesson 18: a job that moves, unequal parts, and a steady dropout."""
+"""The exercises of lesson 18: fewest GPUs, a norm in parts, and what to shard together.
 
-import numpy as np
+Two of them run the learner's function in two real ranks, which end the ranks that were
+open before.
+"""
+
+import contextlib
+
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy
 
-from helpers.exercises import ring
-from helpers.exercises.counted import (
-    counted,
-    number,
-)
+from helpers.exercises.counted import counted, number
 from helpers.exercises.exercise import (
+    NotYet,
     Wrong,
     call,
     exercise,
+    must_be_callable,
+    run,
     solution,
 )
-from helpers.exercises.learning import gradients
-from helpers.exercises.results import equal, near, tensor
+from helpers.exercises.in_ranks import device, in_ranks
+from helpers.exercises.learning import flat, weights
+from helpers.exercises.results import near
+
+TWO = 2  # ranks
 
 
 @exercise(
     "18.1",
     hints=(
-        "The losses stay the same only if a step still takes the same 512 rows. How "
-        "many of them does each GPU have now, and how many go through the model at a "
-        "time?",
-        "DDP with accumulation sends only after the last part, as the table under "
-        "*Cost* shows. Each of the two rounds of a ring leaves one chunk out: of 16 "
-        "chunks a rank sends how many?",
+        "Look at the formula under *Cost*: some of the bytes stay whole on each GPU, "
+        "and the others are divided by the number of GPUs. Which bytes are whole at "
+        "each stage, and how much of the 60 GB do they leave for the divided ones?",
+        "The float32 copy of the weights is part of the optimizer's 12 bytes, so all "
+        "12 are divided from stage 1 on. You can use whole GPUs only, so decide in "
+        "which direction to round.",
     ),
 )
-def moved_to_16(accumulate, nbytes) -> None:
-    """512 rows, 16 GPUs, 8 rows in a part; a ring of 16 ranks."""
+def fewest_gpus(zero_1, zero_2, zero_3) -> None:
+    """13 billion parameters, 2 + 2 + 12 bytes each, 60 GB."""
+    why = (
+        "of each parameter's 16 bytes every GPU holds {} whole, and a part of the "
+        "others"
+    )
     mistakes = {
-        64: "64 parts on each of 16 GPUs are 8192 rows a step: the 512 are split",
-        1: "32 rows for each GPU, and 8 fit",
-        32: "32 are the rows of each GPU in a step; 8 of them make a part",
-        8: "8 are the rows of a part; how many parts make a GPU's rows of a step?",
-        16: "16 are the GPUs; how many parts make one GPU's rows of a step?",
+        19: "19 GPUs need 60.2 GB each: round up",
+        13: "the float32 copy of the weights belongs to the optimizer's bytes",
+        6: "60 GB are left for this, not 80",
+        4: "at this stage weights and gradients are whole on each GPU",
     }
-    why = "512 rows, 16 GPUs, 8 rows a part"
-    counted(accumulate, 4, mistakes, why, what="accumulate")
-    right = ring.sent(16, 4 * 124_000_000)
+    counted(zero_1, 20, mistakes, why.format(4), what="ZeRO-1")
     mistakes = {
-        **ring.mistakes(16, 4 * 124_000_000),
-        4 * right: "DDP sends once in a step, after the last part, not after each",
+        5: "5 GPUs need 62.4 GB each: round up",
+        4: "the float32 copy of the weights counts, and of 80 GB 60 are left",
+        20: "at this stage the gradients are divided as well",
     }
-    why = "a ring of 16 ranks sends 2 · 15/16 of the gradient's bytes"
-    counted(nbytes, right, mistakes, why, what="nbytes", unit=1)
+    counted(zero_2, 6, mistakes, why.format(2), what="ZeRO-2")
+    mistakes = {
+        3: "3 GPUs need 69.3 GB each: 16 bytes a parameter, 60 GB, rounded up",
+        6: "at this stage the weights are divided as well",
+    }
+    counted(zero_3, 4, mistakes, why.format(0), what="ZeRO-3")
 
 
 @solution("18.1")
 def solution_1():
-    """A batch belongs to the step, so 16 GPUs share the 512 rows.
+    """Subtract what is whole on each GPU, then divide the rest by what remains.
 
-    Each GPU has a sixteenth of the rows, and cuts them into parts of 8, because that is
-    what fits. The parts of all GPUs together are still 64.
+    Every stage has the same 16 bytes for each parameter. At stage 1 the optimizer's 12
+    bytes are divided; weights and gradients are whole. At stage 2 the gradients are
+    divided as well, and at stage 3 everything is.
 
-    DDP averages once in a step, in the `backward()` of the last part. The number of
-    parts does not change the bytes. In a ring of N ranks an all-reduce sends
+        GPUs = divided bytes / (60 GB - whole bytes)
 
-        2 · (N - 1) / N · bytes of the gradient
-
-    because each of its two rounds sends all chunks but one.
+    The result is rounded up, because with fewer GPUs each one holds more than 60 GB.
     """
-    rows = 512
-    gpus = 16
-    rows_of_a_part = 8
-    rows_of_a_gpu = rows // gpus
-    accumulate = rows_of_a_gpu // rows_of_a_part
+    import math
 
-    gradient = 4 * 124_000_000
-    nbytes = 2 * (gpus - 1) * gradient // gpus
-    return accumulate, nbytes
+    parameters = 13 * 10**9
+    room = 60 * 10**9
+    weights = 2 * parameters
+    gradients = 2 * parameters
+    optimizer = 12 * parameters
+    everything = weights + gradients + optimizer
 
-
-# -- 18.2 ------------------------------------------------------------------------------
-
-LETTERS, PADDING = 7, -100
-
-
-class _Model(nn.Module):
-    """A layer for each letter; it notes how many rows it is given."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.letter, self.head = nn.Embedding(LETTERS, 8), nn.Linear(8, LETTERS)
-        self.seen: list[int] = []
-
-    def forward(self, x):
-        self.seen.append(len(x))
-        return self.head(self.letter(x).tanh())
+    zero_1 = math.ceil(optimizer / (room - weights - gradients))
+    zero_2 = math.ceil((gradients + optimizer) / (room - weights))
+    zero_3 = math.ceil(everything / room)
+    return zero_1, zero_2, zero_3
 
 
-def _texts() -> tuple[torch.Tensor, torch.Tensor]:
-    """Seven rows of six letters; their lengths differ."""
-    generator = torch.Generator().manual_seed(18)
-    x = torch.randint(LETTERS, (7, 6), generator=generator)
-    y = torch.randint(LETTERS, (7, 6), generator=generator)
-    for row, length in enumerate((6, 5, 1, 2, 6, 3, 1)):
-        y[row, length:] = PADDING
-    return x, y
+# -- two real ranks --------------------------------------------------------------------
 
 
-def _gradients(how) -> torch.Tensor:
-    """What a way to the gradients, of 3 rows at most, makes of them."""
-    model, (x, y) = _Model(), _texts()
-    how(model, x, y, 3)
-    return gradients(model)
+def _gradient() -> torch.Tensor:
+    """The whole gradient: its norm is 13, that of its halves 5 and 12."""
+    return torch.tensor([3.0, 4.0, 0.0, 0.0, 0.0, 12.0])
+
+
+def _clip(function, most: float) -> tuple[float, torch.Tensor]:
+    """What this rank's function returned, and this rank's parts afterwards."""
+    half = _gradient().chunk(TWO)[dist.get_rank()].to(device())
+    parts = [half[:2].clone(), half[2:].clone()]
+    given = list(parts)
+    norm = number(call(function, parts, most), "the norm")
+    return norm, flat(given)
 
 
 @exercise(
     "18.2",
     hints=(
-        "Look at the corrected `in_fives` under *Break it*. By which number does it "
-        "divide, and which number takes its place if some targets are -100?",
-        "The parts have different numbers of letters that count, and so do their "
-        "rows. The divisor belongs to the whole batch, so you need it before the "
-        "first part goes through the model.",
+        "The norm is the root of a sum over all numbers of the whole gradient. Which "
+        "part of this sum can a rank compute alone, and which collective brings the "
+        "total to all ranks?",
+        "Norms of parts cannot be added, and neither can they be compared with `most`. "
+        "All ranks must decide with the same number whether to scale, and scaling must "
+        "change the tensors that they were given.",
     ),
 )
-def padded(backward) -> None:
-    """The gradient of a batch in parts, where rows have different lengths."""
-    model, (x, y) = _Model(), _texts()
-    loss = call(backward, model, x, y, 3)
-    if max(model.seen, default=0) > 3:
-        raise Wrong(f"with most=3 the model was given {max(model.seen)} rows at once")
-    if sum(model.seen) != len(x):
+def clip(function) -> None:
+    """The norm of a gradient of which each rank has parts."""
+    must_be_callable(function)
+    (norm, low), (other, high) = in_ranks(TWO, _clip, function, 1.0)
+    if abs(norm - other) > 1e-4:
         raise Wrong(
-            f"the model was given {sum(model.seen)} rows, the batch has {len(x)}"
+            f"the ranks disagree on the norm ({norm:g} and {other:g}), and would "
+            "scale differently: ask all ranks"
         )
-    found = gradients(model)
-    if not near(found, _gradients(at_once), rtol=0, atol=1e-6):
-        for way, why in _MISTAKES.items():
-            if near(found, _gradients(way), rtol=0, atol=1e-6):
-                raise Wrong(why)
-        raise Wrong("the gradients are not those of the whole batch")
-    right, told = at_once(_Model(), x, y, 3), number(loss, "the mean loss")
-    if not abs(told - right) <= 1e-5:
+    mistakes = {
+        17.0: "norms cannot be added; add up the squares, then take the root",
+        12.0: "the whole norm is not the larger of the ranks' norms",
+        169.0: "that is the sum of squares; the root is missing",
+        119.0: "add up the squares of all parts, then take one root",
+        (169 / 2) ** 0.5: "squares are added up over the ranks, not averaged",
+        1.0: "return the norm before the clipping",
+    }
+    why = f"the whole norm is 13, yours is {norm:g}"
+    counted(norm, 13, mistakes, why, near=1e-4)
+    after = torch.cat([low, high])
+    if torch.equal(after, _gradient()):
+        raise Wrong("the parts are unchanged: scale them in place, as with `mul_`")
+    if not near(after, _gradient() / 13, rtol=0, atol=1e-4):
         raise Wrong(
-            f"the gradients are right; the mean loss is {right:.4f}, and you return "
-            f"{told:.4f}"
+            f"with most=1 the whole gradient's norm is {after.norm():g} afterwards"
         )
+    (_, low), (_, high) = in_ranks(TWO, _clip, function, 6.5)
+    if not near(torch.cat([low, high]), _gradient() / 2, rtol=0, atol=1e-4):
+        raise Wrong(
+            "with most=6.5 one rank scaled and the other did not: decide by the whole "
+            "norm, not by the rank's own"
+        )
+    (_, low), (_, high) = in_ranks(TWO, _clip, function, 20.0)
+    if not torch.equal(torch.cat([low, high]), _gradient()):
+        raise Wrong("with most=20 there is nothing to scale: 13 is less")
 
 
 @solution("18.2")
 def solution_2():
-    """A sum can be cut into parts, a mean cannot.
+    """Squares can be added over the ranks, norms cannot.
 
-    The mean loss is the sum over all letters that count, divided by their number in the
-    whole batch. Each part contributes its sum, divided by this same number. Gradients
-    add up in `backward()`, so they become those of the mean.
+    Each rank adds up the squares of its own parts. One all-reduce of a single number
+    makes the sum over all ranks, and its root is the norm of the whole gradient.
 
-    `cross_entropy` with `reduction="sum"` adds zero for a target of -100. `y.numel()`
-    would count these places, and a mean of the parts' means would give a letter of a
-    short part more weight than a letter of a long one.
+    All ranks have the same norm now, so all make the same decision and scale by the
+    same factor. A rank that asked its own norm would leave its parts alone while
+    another one scales, and the gradient would change its direction.
+
+    `mul_` works in place. `part = part * factor` would make a new tensor, and the
+    gradient would stay as it was.
     """
 
-    def backward(model, x, y, most):
-        letters = (y != -100).sum()
-        total = 0.0
-        for part_x, part_y in zip(x.split(most), y.split(most), strict=True):
-            scores = model(part_x).flatten(0, 1)
-            targets = part_y.flatten()
-            loss = cross_entropy(scores, targets, reduction="sum") / letters
-            loss.backward()
-            total += loss.item()
-        return total
+    def clip(parts, most):
+        squares = sum(part.square().sum() for part in parts)
+        dist.all_reduce(squares)
+        norm = squares.sqrt()
+        if norm > most:
+            for part in parts:
+                part.mul_(most / norm)
+        return norm
 
-    return backward
+    return clip
 
 
-# -- 18.3 ------------------------------------------------------------------------------
+# -- 15.3 ------------------------------------------------------------------------------
 
-WIDTH = 64
+WIDTH, BLOCKS, WORDS = 32, 6, 20
+MOST_GATHERS = 2 + BLOCKS
+
+
+class _Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class _Model(nn.Module):
+    """The model of the exercise, always with the same weights."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(_Block() for _ in range(BLOCKS))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def _steps(model: nn.Module, rank: int, size: int, where: str, messages=None) -> None:
+    """Three steps on this rank's rows; `messages` notes the last one."""
+    generator = torch.Generator().manual_seed(15)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(3):
+        x = torch.randint(0, WORDS, (32,), generator=generator)[rank::size].to(where)
+        with messages if messages and step == 2 else contextlib.nullcontext():
+            cross_entropy(model(x), (x + 1) % WORDS).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _train(function):
+    """Names of parameters that are not sharded, messages, whole weights."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+
+    from helpers import Messages
+
+    mesh = init_device_mesh(device(), (TWO,))
+    model = run(function, _Model(), mesh)
+    if not isinstance(model, nn.Module):
+        return None
+    plain = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
+    if plain:
+        return plain, [], None
+    messages = Messages()
+    run(_steps, model, dist.get_rank(), TWO, device(), messages)
+    log = [
+        (m.name, m.nbytes * (m.ranks if "gather" in m.name else 1))
+        for m in messages.log
+    ]
+    return plain, log, flat(p.full_tensor() for p in model.parameters())
+
+
+_MEANINGS = {
+    "Invariant encountered": (
+        "call fully_shard for the inner modules first and for the whole model last"
+    )
+}
 
 
 @exercise(
     "18.3",
     hints=(
-        "Compare with `rows_of_step`, which gives the same rows again after a "
-        "restart. What does it use as the seed, and on which numbers may the seed "
-        "depend here?",
-        "If one call draws the numbers for all `rows`, a row's mask depends on the "
-        "rows around it. Each pair of a step and a row needs a seed that no other "
-        "pair has. Try whether step 5 and row 6 differ from step 6 and row 5.",
+        "Look at the messages that the cell with `report.log` prints. How many "
+        "all-gathers does a module with its own `fully_shard` cost in a step, and how "
+        "many does the root cost?",
+        "One call for each block makes too many all-gathers, and one call for the "
+        "whole model makes a message that is too large. Look for groups in between. "
+        "Which call takes the embedding and the head, and does it come first or last?",
     ),
 )
-def steady_mask(mask) -> None:
-    """Zeros and ones that belong to a row and a step, and to nothing else."""
-
-    def ask(step: int, rows: torch.Tensor, width: int = WIDTH) -> torch.Tensor:
-        what = f"for {len(rows)} rows and width {width} the mask is"
-        return tensor(call(mask, step, rows, width), what, (len(rows), width)).float()
-
-    rows = torch.randperm(2990, generator=torch.Generator().manual_seed(3))[:32]
-    first = ask(5, rows)
-    if not torch.isin(first, torch.tensor([0.0, 1.0])).all():
-        raise Wrong("a mask has zeros and ones only")
-    torch.manual_seed(first.sum().int().item() + 1)  # as if other numbers were drawn
-    if not equal(ask(5, rows), first):
-        raise Wrong("asked again, as after a restart, the mask is another one")
-    for rank in range(4):
-        if not equal(ask(5, rows[rank::4]), first[rank::4]):
-            raise Wrong(
-                f"rank {rank} of 4 gets another mask for its rows than one process: "
-                "draw each row's by itself"
-            )
-    if equal(ask(6, rows), first):
-        raise Wrong("step 6 has the mask of step 5")
-    if torch.equal(first[0], first[1]):
-        raise Wrong("all rows have the same mask")
-    some = torch.arange(40)
-    many = torch.cat([ask(step, some, 256) for step in range(10)])
-    if len(many.unique(dim=0)) < len(many):
+def shard_it(function) -> None:
+    """Which modules are gathered together, counted; and trained as one process does."""
+    must_be_callable(function)
+    result = in_ranks(TWO, _train, function, meanings=_MEANINGS)[0]
+    if result is None:
+        raise NotYet("your function returns no model so far")
+    plain, log, found = result
+    if len(plain) == len(list(_Model().parameters())):
+        raise Wrong("no parameter is sharded")
+    if plain:
         raise Wrong(
-            "some row of some step has the mask of another: each pair of a step and a "
-            "row needs a seed of its own"
+            f"{plain[0]} is not sharded, so nobody averages its gradient: call "
+            "fully_shard for the whole model as well, at last"
         )
-    zeros = 1 - first.mean().item()
-    if not 0.07 < zeros < 0.13:
-        raise Wrong(f"{zeros:.0%} are zeros, it should be about 10 %")
+    block = sum(p.nbytes for p in _Block().parameters())
+    largest = max(nbytes for _, nbytes in log)
+    gathers = sum(name == "all_gather" for name, _ in log)
+    if largest > 2 * block:
+        raise Wrong(
+            f"a message carries {largest:,} bytes, which is {largest / block:.1f} "
+            "blocks: what one fully_shard takes is gathered at once"
+        )
+    if gathers > MOST_GATHERS:
+        raise Wrong(
+            f"{gathers} all-gathers in a step, at most {MOST_GATHERS}: each module "
+            "with a fully_shard of its own that is not kept whole costs two, one "
+            "forward and one backward; the root costs one"
+        )
+    model = _Model()
+    _steps(model, 0, 1, "cpu")
+    if not near(found, weights(model), rtol=0, atol=1e-4):
+        raise Wrong("the weights are not those of one process after three steps")
 
 
 @solution("18.3")
 def solution_3():
-    """Each row of each step has a random generator of its own, with a seed of its own.
+    """What one `fully_shard` takes is gathered in one message.
 
-    The seed is made of the step and the row's number, and of nothing else. A rank that
-    has other rows, a restart, or other random numbers drawn in between change nothing.
+    Each such group costs two all-gathers in a step, one in the forward pass and one in
+    the backward pass. The root costs one, because it stays whole in between.
 
-    The step is multiplied by a number that is larger than any row's number, so no two
-    pairs have the same seed. With `step + row` or `step * row` many pairs would share
-    one. (The generator of a CPU uses the lowest 32 bits of a seed. With 10,000 that is
-    enough for 429,000 steps.)
+        all-gathers = 2 · groups + 1
 
-    `torch.rand` draws evenly between 0 and 1, so about a tenth of the numbers are below
-    0.1 and become zeros.
+    Six groups of one block make 13, which is too many. Three groups of two blocks make
+    7, and no message is larger than two blocks. The list tells `fully_shard` to treat
+    two modules as one group.
+
+    The last call is for the whole model. The root takes what no other call has taken,
+    here the embedding and the head. Without this call nobody would average their
+    gradients.
+
+    Another answer is one call for each block with `reshard_after_forward=False`: then
+    no block is gathered again, and 6 + 1 all-gathers remain. A rank pays with memory,
+    because the whole model is there at the end of the forward pass.
     """
 
-    def mask(step, rows, width):
-        more_than_rows = 10_000
-        masks = []
-        for row in rows.tolist():
-            seed = step * more_than_rows + row
-            generator = torch.Generator().manual_seed(seed)
-            numbers = torch.rand(width, generator=generator)
-            masks.append((numbers >= 0.1).float())
-        return torch.stack(masks)
+    def shard_it(model, mesh):
+        for first in range(0, len(model.blocks), 2):
+            pair = [model.blocks[first], model.blocks[first + 1]]
+            fully_shard(pair, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model
 
-    return mask
+    return shard_it
 
 
 # -- answers ---------------------------------------------------------------------------
 
 
-def right(model, x, y, most):
-    letters, total = (y != -100).sum(), 0.0
-    for xs, ys in zip(x.split(most), y.split(most), strict=True):
-        loss = cross_entropy(model(xs).flatten(0, 1), ys.flatten(), reduction="sum")
-        (loss / letters).backward()
-        total += (loss / letters).item()
-    return total
+def clipped(parts, most):
+    squares = sum(p.square().sum() for p in parts)
+    dist.all_reduce(squares)
+    norm = squares.sqrt()
+    if norm > most:
+        for p in parts:
+            p *= most / norm
+    return norm
 
 
-def weighted(model, x, y, most):
-    total = 0
-    for i in range(0, len(x), most):
-        part = y[i : i + most]
-        share = (part != -100).sum() / (y != -100).sum()
-        loss = cross_entropy(model(x[i : i + most]).mT, part) * share
-        loss.backward()
-        total = total + loss.detach()
-    return total
-
-
-def in_parts(divide):
-    def backward(model, x, y, most):
-        pairs, total = list(zip(x.split(most), y.split(most), strict=True)), 0.0
-        for xs, ys in pairs:
-            loss = divide(model(xs).mT, ys, y, len(pairs))
-            loss.backward()
-            total += loss.item()
-        return total
-
-    return backward
-
-
-mean_of_means = in_parts(lambda scores, y, _, parts: cross_entropy(scores, y) / parts)
-means = in_parts(lambda scores, y, *_: cross_entropy(scores, y))
-all_places = in_parts(
-    lambda scores, y, every, _: (
-        cross_entropy(scores, y, reduction="sum") / every.numel()
-    )
-)
-sums = in_parts(lambda scores, y, *_: cross_entropy(scores, y, reduction="sum"))
-by_rows = in_parts(
-    lambda scores, y, every, _: cross_entropy(scores, y) * len(y) / len(every)
-)
-tenfold = in_parts(lambda scores, y, *_: 10 * cross_entropy(scores, y))
-
-
-def row_by_row(model, x, y, most):
+def clipped_one_by_one(parts, most):
     total = 0.0
-    for xs, ys in zip(x.split(1), y.split(1), strict=True):
-        loss = cross_entropy(model(xs).mT, ys) / len(x)
-        loss.backward()
-        total += loss.item()
-    return total
+    for p in parts:
+        square = p.norm() ** 2
+        dist.all_reduce(square)
+        total += square.item()
+    scale = min(1.0, most / total**0.5)
+    for p in parts:
+        p.mul_(scale)
+    return total**0.5
 
 
-_MISTAKES = {
-    mean_of_means: "the parts have different numbers of letters, so a mean of their "
-    "means is not the mean: add up, and divide by all letters that count",
-    means: "each part's mean counts fully; divide sums by all letters that count",
-    all_places: "you divide by all places; those with -100 do not count",
-    sums: "that is the sum; divide by the letters that count, in the whole batch",
-    by_rows: "weigh a part by its letters that count, not by its rows",
-    row_by_row: "that is the mean of each row's mean; a long row counts more than a "
-    "short one",
-}
+def clips_alone(parts, most):
+    return nn.utils.clip_grad_norm_([as_parameter(p) for p in parts], most)
 
 
-def at_once(model, x, y, most):
-    loss = cross_entropy(model(x).mT, y)
-    loss.backward()
-    return loss.item()
+def as_parameter(part):
+    p = nn.Parameter(torch.zeros_like(part))
+    p.grad = part
+    return p
 
 
-def drops_the_last(model, x, y, most):
-    whole = len(x) // most * most
-    return right(model, x[:whole], y[:whole], most)
+def adds_norms(parts, most):
+    norm = torch.cat(parts).norm()
+    dist.all_reduce(norm)
+    [p.mul_(most / norm) for p in parts]
+    return norm
 
 
-def only_forward(model, x, y, most):
-    for xs in x.split(most):
-        model(xs)
-    return 1.0
+def decides_alone(parts, most):
+    own = torch.cat(parts).norm()
+    square = own**2
+    dist.all_reduce(square)
+    if own > most:
+        [p.mul_(most / square.sqrt()) for p in parts]
+    return square.sqrt()
 
 
-def returns_the_last(model, x, y, most):
-    right(model, x, y, most)
-    return 0.5
+def takes_the_largest(parts, most):
+    norm = torch.cat(parts).norm()
+    dist.all_reduce(norm, op=dist.ReduceOp.MAX)
+    [p.mul_(most / norm) for p in parts]
+    return norm
 
 
-def returns_nan(model, x, y, most):
-    return right(model, x, y, most) * float("nan")
+def without_root(parts, most):
+    squares = torch.cat(parts).square().sum()
+    dist.all_reduce(squares)
+    return squares
 
 
-def steady(step, rows, width):
-    found = []
-    for row in rows.tolist():
-        generator = torch.Generator().manual_seed(step * 1_000_003 + row)
-        found.append(torch.rand(width, generator=generator) > 0.1)
-    return torch.stack(found)
+def averages(parts, most):
+    squares = torch.cat(parts).square().sum()
+    dist.all_reduce(squares)
+    return (squares / dist.get_world_size()).sqrt()
 
 
-def of_a_table(step, rows, width):
-    generator = torch.Generator().manual_seed(step)
-    table = torch.rand(3000, width, generator=generator)
-    return (table >= 0.1).float()[rows]
+def only_looks(parts, most):
+    squares = torch.cat(parts).square().sum()
+    dist.all_reduce(squares)
+    parts = [p * most / squares.sqrt() for p in parts]
+    return squares.sqrt()
 
 
-def of_the_moment(step, rows, width):
-    return (torch.rand(len(rows), width) > 0.1).float()
+def always_scales(parts, most):
+    squares = torch.cat(parts).square().sum()
+    dist.all_reduce(squares)
+    [p.mul_(most / squares.sqrt()) for p in parts]
+    return squares.sqrt()
 
 
-def of_the_step(step, rows, width):
-    generator = torch.Generator().manual_seed(step)
-    return (torch.rand(len(rows), width, generator=generator) > 0.1).float()
+def scales_by_the_square(parts, most):
+    squares = torch.cat(parts).square().sum()
+    dist.all_reduce(squares)
+    [p.mul_(most / squares) for p in parts]
+    return squares.sqrt()
 
 
-def of_the_row(step, rows, width):
-    return steady(0, rows, width)
+def returns_the_new_norm(parts, most):
+    clipped(parts, most)
+    return clipped(parts, most)
 
 
-def one_for_all(step, rows, width):
-    generator = torch.Generator().manual_seed(step)
-    return (torch.rand(width, generator=generator) > 0.1).repeat(len(rows), 1)
+def rank_0_alone(parts, most):
+    norm = torch.cat(parts).norm()
+    if dist.get_rank() == 0:
+        raise ValueError("rank 0 has given up")
+    return norm
 
 
-def of_the_sum(step, rows, width):
-    return steady(0, rows + step, width)
+def stays_whole(model, mesh):
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh)
+    return model
 
 
-def of_the_product(step, rows, width):
-    return steady(0, step * rows, width)
+def root_alone(model, mesh):
+    return fully_shard(model, mesh=mesh)
 
 
-def as_a_list(step, rows, width):
-    return steady(step, rows, width).tolist()
+def blocks_alone(model, mesh):
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return model
 
 
-def a_half(step, rows, width):
-    return of_a_table(step, rows, width) * (steady(step + 1, rows, width))
+def each_block(model, mesh):
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
-def with_scale(step, rows, width):
-    return steady(step, rows, width) / 0.9
+def each_linear(model, mesh):
+    for block in model.blocks:
+        fully_shard(block.up, mesh=mesh)
+        fully_shard(block.down, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
-def of_one_row(step, rows, width):
-    return steady(step, rows, width)[0]
+def pairs_and_ends(model, mesh):
+    for i in range(0, 6, 2):
+        fully_shard([model.blocks[i], model.blocks[i + 1]], mesh=mesh)
+    fully_shard(model.embed, mesh=mesh)
+    fully_shard(model.head, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def root_first(model, mesh):
+    fully_shard(model, mesh=mesh)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=False)
+    return model
+
+
+def threes(model, mesh):
+    fully_shard(list(model.blocks[:3]), mesh=mesh)
+    fully_shard(list(model.blocks[3:]), mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def nothing(model, mesh):
+    return model
+
+
+def in_bfloat16(model, mesh):
+    options = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=False, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def raises(model, mesh):
+    raise KeyError("blocks")
 
 
 RIGHT = {
-    "moved_to_16": [
-        (np.int64(4), np.float64(2 * 15 / 16 * 124e6 * 4)),
-    ],
-    "padded": [weighted],
-    "steady_mask": [of_a_table],
+    "clip": [clipped_one_by_one],
+    "shard_it": [stays_whole],
 }
 WRONG = {
-    "moved_to_16": [
-        ((64, 930_000_000), "8192 rows"),
-        ((1, 930_000_000), "8 fit"),
-        ((32, 930_000_000), "rows of each GPU"),
-        ((8, 930_000_000), "how many parts"),
-        ((5, 930_000_000), "512 rows, 16 GPUs"),
-        ((4, 496_000_000), "which a rank hands over once"),
-        ((4, 992_000_000), "15 of 16, not all"),
-        ((4, 465_000_000), "the first of two rounds"),
-        ((4, 3_720_000_000), "once in a step"),
-        ((4, 232_500_000), "4 bytes"),
-        ((4, 7), "ring of 16"),
-        ((4, float("nan")), "nbytes: give a number, not nan"),
-        ((4, 930), "these are MB, of 10**6 bytes; give bytes"),
-        ((16, 930_000_000), "16 are the GPUs"),
-        (("4", 930_000_000), "accumulate: give a number, not '4'"),
+    "fewest_gpus": [
+        ((19, 6, 4), "round up"),
+        ((20, 5, 4), "62.4"),
+        ((20, 6, 3), "69.3"),
+        ((13, 4, 3), "float32 copy"),
+        ((6, 4, 3), "not 80"),
+        ((20, 20, 4), "gradients are divided"),
+        ((20, 6, 6), "weights are divided"),
+        ((4, 4, 4), "whole on each GPU"),
+        ((20, 7, 4), "every GPU holds 2 whole"),
+        (([20], 6, 4), "not a list"),
+        (("20", 6, 4), "give a number, not '20'"),
     ],
-    "padded": [
-        (mean_of_means, "mean of their means"),
-        (means, "counts fully"),
-        (all_places, "those with -100"),
-        (sums, "that is the sum"),
-        (by_rows, "not by its rows"),
-        (tenfold, "not those of the whole batch"),
-        (at_once, "7 rows at once"),
-        (drops_the_last, "given 6 rows"),
-        (only_forward, "no gradient"),
-        (returns_the_last, "you return 0.5"),
-        (returns_nan, "give a number, not nan"),
-        (row_by_row, "each row's mean"),
+    "clip": [
+        (decides_alone, "decide by the whole norm"),
+        (clips_alone, "the ranks disagree"),
+        (adds_norms, "norms cannot be added"),
+        (takes_the_largest, "larger of"),
+        (without_root, "root is missing"),
+        (averages, "not averaged"),
+        (only_looks, "in place"),
+        (always_scales, "nothing to scale"),
+        (scales_by_the_square, "norm is 0.07"),
+        (returns_the_new_norm, "before the clipping"),
+        (rank_0_alone, "in 2 ranks: rank 0"),
     ],
-    "steady_mask": [
-        (of_the_moment, "asked again"),
-        (of_the_step, "of 4 gets another mask"),
-        (of_the_row, "step 6 has the mask"),
-        (one_for_all, "all rows have the same"),
-        (of_the_sum, "a seed of its own"),
-        (of_the_product, "a seed of its own"),
-        (as_a_list, "the mask is a list, not a tensor"),
-        (a_half, "are zeros"),
-        (with_scale, "zeros and ones only"),
-        (of_one_row, "the mask is (64,), not (32, 64)"),
+    "shard_it": [
+        (root_alone, "gathered at once"),
+        (threes, "gathered at once"),
+        (blocks_alone, "embed.weight is not sharded"),
+        (each_block, "13 all-gathers"),
+        (each_linear, "all-gathers in a step"),
+        (pairs_and_ends, "10 all-gathers in a step, at most 8: each module"),
+        (root_first, "the inner modules first"),
+        (nothing, "no parameter is sharded"),
+        (in_bfloat16, "not those of one process"),
+        (raises, "KeyError"),
     ],
 }

@@ -16,7 +16,7 @@ def allocator() -> Explorer:
 
     A GPU of 64 MiB of its own; the simulated GPUs of the notebook are not touched.
 
-    Taught in 03-count-memory.
+    Taught in 04-count-memory.
     """
     return Explorer(
         allocator_picture,

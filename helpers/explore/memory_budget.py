@@ -16,7 +16,7 @@ _BUDGETS = {"256 MiB": 256 * MIB} | {
 def budget() -> Explorer:
     """Bytes of a training step of transformer-like blocks, against a card's memory.
 
-    Taught in 07-fit-a-bigger-model.
+    Taught in 10-fit-a-bigger-model.
     """
     return Explorer(
         budget_picture,
@@ -40,7 +40,7 @@ def budget_bytes(
 ) -> dict[str, int]:
     """Bytes of each part at the worst moment of a step: by arithmetic.
 
-    A block is lesson 07's: `norm(x + down(gelu(up(x))))`, four times as wide inside.
+    A block is lesson 10's: `norm(x + down(gelu(up(x))))`, four times as wide inside.
     Gradients count in full, as from the second micro-batch on. Autocast keeps what
     `norm` reads and returns in float32, and for `backward()` a bfloat16 copy of each
     weight (not where it computes again: the block in turn makes its own). The best

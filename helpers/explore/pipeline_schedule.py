@@ -7,7 +7,7 @@ from helpers.explore.explorer import Explorer, choice, slider
 def pipeline() -> Explorer:
     """Stages that pass micro-batches on: who idles, and what each must keep.
 
-    Taught in 11-split-the-model.
+    Taught in 13-split-the-model.
     """
     return Explorer(
         pipeline_picture,

@@ -7,7 +7,7 @@ from helpers.explore.explorer import Explorer, slider
 def ring() -> Explorer:
     """A ring all-reduce, one step after the other.
 
-    Taught in 12-talk-between-ranks.
+    Taught in 15-talk-between-ranks.
     """
     return Explorer(
         ring_picture, ranks=slider("ranks", 4, 2, 6), step=slider("step", 2, 0, 10)

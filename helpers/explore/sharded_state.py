@@ -13,7 +13,7 @@ _STAGES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 def shards() -> Explorer:
     """Bytes of weights, gradients and optimizer state on each GPU.
 
-    Taught in 15-shard-everything.
+    Taught in 18-shard-everything.
     """
     return Explorer(
         shards_picture,

@@ -8,7 +8,7 @@ from simgpu.timing.cost import COPY_LATENCY
 def overlap() -> Explorer:
     """Copy and compute in chunks, on one stream and on two.
 
-    Taught in 04-overlap-with-streams.
+    Taught in 05-overlap-with-streams.
     """
     return Explorer(
         overlap_picture,

@@ -60,7 +60,7 @@ class Ranks:
         RuntimeError: if HELPERS_GPUS=real and the machine has fewer GPUs.
         RankError: if they do not come up.
 
-    Taught in 12-talk-between-ranks.
+    Taught in 15-talk-between-ranks.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Ranks:
                 that not all ranks have called.
         """
         if not self.simulated:
-            raise RankError("only simulated GPUs have a timeline; see lesson 05")
+            raise RankError("only simulated GPUs have a timeline; see lesson 07")
         # pickled by name, with no code of the notebook
         return JobTimeline(self.run(worker.timeline))
 

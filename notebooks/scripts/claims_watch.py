@@ -1,4 +1,4 @@
-"""The instruments of 19-test-the-claims: the claims, their table, programs to run.
+"""The instruments of 29-test-the-claims: the claims, their table, programs to run.
 
     table()              # all claims, with the verdicts that the lesson must reach
     tally(judged)        # at the end: every claim was judged, and as the table says
@@ -47,7 +47,7 @@ CLAIMS = {
         "`nn.DataParallel(net, gpu_ids=[0, 1, 2])`",
         "false",
         "`nn.DataParallel(net, device_ids=[0, 1, 2])`",
-        "10",
+        "12",
     ),
     2: Claim(
         "`torch.Tensor([1., 2.], device=cuda1)`",
@@ -84,67 +84,67 @@ CLAIMS = {
         "PyTorch's `model_parallel` class splits a model",
         "false",
         "a module of your own: `.to` for each part, and for `x` in `forward`",
-        "11",
+        "13",
     ),
     8: Claim(
         "mixed precision is `torch.cuda.amp`",
         "false",
         "`torch.autocast('cuda')`, `torch.amp.GradScaler('cuda')`",
-        "06",
+        "09",
     ),
     9: Claim(
         "call `scaler.unscale_(optimizer)` before `scaler.step(optimizer)`",
         "true when gradients are clipped",
         "only where something reads or changes gradients before the step",
-        "06",
+        "09",
     ),
     10: Claim(
         "DDP averages gradients in `optimizer.step()`",
         "false",
         "in `backward()`; after it every rank has the averages",
-        "13",
+        "16",
     ),
     11: Claim(
         "mixed precision halves the memory",
         "true when activations between products fill the GPU",
         "count weights, gradients, the optimizer's state and what norms give first",
-        "06",
+        "09",
     ),
     12: Claim(
         "`torch.cuda.empty_cache()` gives you more memory",
         "true when small tensors stay scattered",
         "PyTorch empties it by itself before it gives up",
-        "03",
+        "04",
     ),
     13: Claim(
         "mixed precision is 20 to 30 % faster",
         "true when layers are 640 x 640",
         "slower where launches take the time, many times faster where products do",
-        "06",
+        "09",
     ),
     14: Claim(
         "a GPU is at least 10 times as fast as a CPU",
         "true when 2048 x 2048 random numbers are made there",
         "say the operation, its size, the CPU's threads, and whether copies count",
-        "05",
+        "07",
     ),
     15: Claim(
         "1F1B has a smaller bubble than GPipe",
         "true when the first stage is slower",
         "with equal stages the same, (K - 1) / (M + K - 1); fewer parts kept",
-        "11",
+        "13",
     ),
     16: Claim(
         "pin a tensor first, then copy it: that is faster",
         "true when 1 MiB is copied three times",
         "`t.to(dev)`; pin what is copied often, or in a thread that nobody waits for",
-        "04",
+        "05",
     ),
     17: Claim(
         "a read on a new stream comes before the write on the old one",
         "true when the old stream is busy",
         "it may, so `side.wait_stream(old_stream)` first",
-        "04",
+        "05",
     ),
 }
 
@@ -249,7 +249,7 @@ def classes_named(pattern: str) -> list[str]:
 
 
 class Split(nn.Sequential):
-    """Part i runs on GPU i. Taught in 11-split-the-model."""
+    """Part i runs on GPU i. Taught in 13-split-the-model."""
 
     def forward(self, x):
         for i, part in enumerate(self):
@@ -298,7 +298,7 @@ class Trained(NamedTuple):
 
 
 def trained(limit: float | None, unscale: bool) -> Trained:
-    """Five steps in float16. Taught in 06-mix-precision.
+    """Five steps in float16. Taught in 09-mix-precision.
 
     Args:
         limit: to which gradients are clipped; None: they are not looked at.
@@ -354,7 +354,7 @@ def with_and_without(limit: float | None) -> Pair:
 def one_step(wrap: Callable, rows: list[slice]):
     """In a rank: gradients between backward() and step(), and all messages.
 
-    Taught in 13-average-gradients.
+    Taught in 16-average-gradients.
 
     Args:
         wrap: what is called in place of the model; DDP, for example.
@@ -410,7 +410,7 @@ def _take_step(model, optimizer, x, mixed: bool) -> None:
 def left_of_peak(layers: list[nn.Module], rows: int) -> float:
     """Which share of float32's peak a step with Adam needs under autocast.
 
-    Taught in 06-mix-precision.
+    Taught in 09-mix-precision.
     """
     peaks = []
     for mixed in (False, True):
@@ -442,7 +442,7 @@ def _mib(number: int) -> torch.Tensor:
 
 
 def grows(between: Callable) -> None:
-    """A tensor of 384 MiB goes, and one of 448 comes. Taught in 03-count-memory."""
+    """A tensor of 384 MiB goes, and one of 448 comes. Taught in 04-count-memory."""
     _mib(384)
     between()
     _mib(448)
@@ -506,7 +506,7 @@ TASKS = {
 def faster(task: Callable, n: int, stays: bool) -> float:
     """How many times as fast as one thread of the CPU a GPU is.
 
-    Taught in 05-time-it-right.
+    Taught in 07-time-it-right.
 
     Args:
         task: of two n x n tensors.
@@ -545,7 +545,7 @@ def _copy(t: torch.Tensor, times: int, pin: bool) -> None:
 def pinned_first(kib: int, times: int) -> float:
     """How many times as long copies to the GPU take if the tensor is pinned first.
 
-    Taught in 04-overlap-with-streams.
+    Taught in 05-overlap-with-streams.
     """
     t = torch.zeros(kib * 2**8)
     return gpu_seconds(_copy, t, times, True) / gpu_seconds(_copy, t, times, False)
@@ -570,7 +570,7 @@ def _races_shown() -> Iterator[None]:
 def total(busy: bool, wait: bool = False) -> float:
     """The sum of a thousand threes, read on another stream than written.
 
-    Taught in 04-overlap-with-streams.
+    Taught in 05-overlap-with-streams.
 
     Args:
         busy: the old stream may still be writing; a real one sleeps before it writes.
@@ -614,7 +614,7 @@ class Waits(NamedTuple):
 
 
 def tasks(order: str, stages: int, parts: int) -> list[list[tuple[str, int]]]:
-    """What each stage does, in order. Taught in 11-split-the-model."""
+    """What each stage does, in order. Taught in 13-split-the-model."""
     from helpers.explore import pipeline_order  # here: ranks need not load it
 
     return [pipeline_order(order, stages, stage, parts) for stage in range(stages)]

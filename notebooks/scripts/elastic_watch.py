@@ -1,4 +1,4 @@
-"""The instruments of 16-survive-failures: what breaks, what was done, and for how long.
+"""The instruments of 24-survive-failures: what breaks, what was done, and for how long.
 
     train(folder, save, load, accident)  # in a rank, with the lesson's own checkpoints
     job = start("--hold", "7", nodes=2)  # of torchrun; then job.add(), job.reach(6) …

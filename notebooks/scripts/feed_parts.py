@@ -1,6 +1,6 @@
 """Parts of loading: what takes its time, what counts, what dies, and a small /dev/shm.
 
-Used in 08-feed-the-gpu. Needs fork; `in_small_shm` needs Linux as well, and must run in
+Used in 11-feed-the-gpu. Needs fork; `in_small_shm` needs Linux as well, and must run in
 a process that may be thrown away. Times are measured but for `fed`, which moves the
 simulated host's clock on.
 """

@@ -1,4 +1,4 @@
-"""The instruments of 18-train-it-all: who takes which rows, what a way costs, curves.
+"""The instruments of 27-train-it-all: who takes which rows, what a way costs, curves.
 
     found = report("--parallel ddp")     # in a rank: train, then count one more step
     curves(losses, reference)            # in the notebook

@@ -1,4 +1,4 @@
-"""The instruments of 17-leave-one-machine: two machines played by this one, tables.
+"""The instruments of 25-leave-one-machine: two machines played by this one, tables.
 
     with two_machines(("127.0.0.1", "127.0.0.2"), "train_elastic.py", …) as job: …
     on_one_machine(steps)      # the weights of the same training, in two ranks of ours

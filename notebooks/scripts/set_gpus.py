@@ -5,7 +5,7 @@
     CUDA_VISIBLE_DEVICES=2,3,4 python set_gpus.py shell
 
 For a machine with five GPUs or more, or a simulated one; which cards they are is left
-to which_gpus.py. Used in 19-test-the-claims.
+to which_gpus.py. Used in 29-test-the-claims.
 """
 
 import os

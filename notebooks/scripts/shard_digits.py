@@ -4,7 +4,7 @@
     torchrun --standalone --nproc-per-node=2 shard_digits.py --steps 30 --load FOLDER
 
 `--batch` counts the rows of all ranks together, so 1, 2 or 4 ranks take the same steps.
-What 4 ranks have saved, 2 can load. Used in 15-shard-everything.
+What 4 ranks have saved, 2 can load. Used in 18-shard-everything.
 """
 
 import argparse

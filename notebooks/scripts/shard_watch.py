@@ -1,4 +1,4 @@
-"""The instruments of 15-shard-everything: what a rank holds, sends, and has whole.
+"""The instruments of 18-shard-everything: what a rank holds, sends, and has whole.
 
     report = three_steps(model, optimizer, data)   # in a rank
     picture(ranks, shard, data, "each block")      # in the notebook

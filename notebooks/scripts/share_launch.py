@@ -1,7 +1,7 @@
 """Start processes, hear how they end, and leave nothing running.
 
 A job is a function of a rank and of a folder that all ranks see. Used in
-09-share-tensors-between-processes. Needs fork.
+14-share-tensors-between-processes. Needs fork.
 """
 
 import contextlib

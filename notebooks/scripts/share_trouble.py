@@ -1,7 +1,7 @@
 """Ways to lose a shared tensor, each in processes of its own and within seconds.
 
 Every function here must run in a process that may be thrown away: it changes limits,
-threads or sharing strategies. Used in 09-share-tensors-between-processes, which runs
+threads or sharing strategies. Used in 14-share-tensors-between-processes, which runs
 them in a forked child. Needs fork, and `small_shm` needs Linux.
 """
 

@@ -1,4 +1,4 @@
-"""A slow network on one machine. Used in 12-talk-between-ranks.
+"""A slow network on one machine. Used in 15-talk-between-ranks.
 
 Linux paces what goes through the connections of a process; every message of `late`
 sets out 10 ms after it was sent. Elsewhere only the 10 ms are slow.

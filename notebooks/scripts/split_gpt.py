@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node=4 split_gpt.py --way pipeline
 
 Each way and each number of ranks reaches the loss of one process. Used in
-14-pipeline-and-slice, which also takes from here what every way needs: the model, a
+20-pipeline-the-layers, which also takes from here what every way needs: the model, a
 batch, `measure`, and a picture.
 """
 

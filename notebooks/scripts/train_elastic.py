@@ -6,7 +6,7 @@ Each step takes `--batch` rows, whatever the number of ranks; a rank takes every
 them. So the weights after a step do not depend on who computed it (but for rounding).
 A checkpoint is written to another name first, then renamed: whoever reads it finds all
 of it or none. Every rank notes what it does in FOLDER/log.jsonl.
-Used in 16-survive-failures, 17-leave-one-machine, 18-train-it-all and their tests.
+Used in 24-survive-failures, 25-leave-one-machine, 27-train-it-all and their tests.
 """
 
 import time

@@ -10,7 +10,7 @@ Without GPUs, `python -m simgpu --gpus 4 train_gpt.py …` simulates them. Each
 step takes the same `--batch` rows, whatever the number of ranks, and every way writes
 the same checkpoint. So a run may move from any way to any other, and its losses stay
 those of one process but for rounding. Needs `train_elastic.py` beside it.
-Used in 18-train-it-all.
+Used in 27-train-it-all.
 """
 
 import argparse

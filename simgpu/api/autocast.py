@@ -6,7 +6,7 @@ autocast is enabled, each of these operations goes to its kernel for AutocastCUD
 is ours while GPUs are simulated. This is above autograd, where no mode can be. Leaves
 out: that `autocast("cpu")` does not cast tensors of GPUs (here it does).
 
-Taught in 06-mix-precision.
+Taught in 09-mix-precision.
 """
 
 import functools

@@ -9,7 +9,7 @@ sum); the lock of the interpreter, for which the threads of a real `nn.DataParal
 wait (N replicas launch at once here); and that backward has a host thread for each GPU
 (here one launches for all).
 
-Taught in 10-split-the-batch.
+Taught in 12-split-the-batch.
 """
 
 import contextlib

@@ -3,7 +3,7 @@
 An event of another process is always over: what was recorded in it is done (see
 `sharing.py`). Leaves out: events of CUDA graphs.
 
-Taught in 04-overlap-with-streams.
+Taught in 05-overlap-with-streams.
 """
 
 import os

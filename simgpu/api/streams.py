@@ -7,7 +7,7 @@ wait for the default stream by itself. `cudart().cudaStreamCreate` makes others
 each backward step: backward runs on the current stream, which first waits for every
 other (so a gradient that another stream has not finished is not seen as a race).
 
-Taught in 04-overlap-with-streams.
+Taught in 05-overlap-with-streams.
 """
 
 import ctypes

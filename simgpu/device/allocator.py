@@ -10,7 +10,7 @@ libraries take is asked for elsewhere: `workspaces.py`, `overhead.py`,
 
 Source of the rules and names: c10/cuda/CUDACachingAllocator.cpp of PyTorch.
 
-Taught in 03-count-memory.
+Taught in 04-count-memory.
 """
 
 import math

@@ -51,7 +51,7 @@ class Message(NamedTuple):
 
     @property
     def sent(self) -> int:
-        """Bytes that a rank sends where the ranks form a ring (lesson 12)."""
+        """Bytes that a rank sends where the ranks form a ring (lesson 15)."""
         n, size = self.ranks, self.nbytes
         return {
             "all_reduce": 2 * (n - 1) * size // n,

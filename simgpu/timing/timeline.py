@@ -29,7 +29,7 @@ class Totals(NamedTuple):
 class Timeline:
     """What ran since the last `clear()`: a list of events that draws itself.
 
-    Taught in 00-start-here and 04-overlap-with-streams.
+    Taught in 00-start-here and 05-overlap-with-streams.
     """
 
     painter = None  # draws a timeline; None: a notebook shows a line of text

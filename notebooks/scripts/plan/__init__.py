@@ -13,7 +13,7 @@ context parallelism, torch.compile, float8, and GPUs or links that differ in spe
 
 The files: model.py, run.py, memory.py, communication.py, kernels.py, step_time.py,
 published.py, tracker.py with its process tracker_process.py, torch_private.py for
-PyTorch's private names, and explore.py with sliders. Lesson 17 uses this package.
+PyTorch's private names, and explore.py with sliders. Lesson 25 uses this package.
 """
 
 from scripts.plan.communication import traffic

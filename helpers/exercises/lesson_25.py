@@ -1,4 +1,4 @@
-"""The exercises of lesson 17: plans for several machines, by arithmetic."""
+"""The exercises of lesson 25: plans for several machines, by arithmetic."""
 
 import math
 
@@ -37,7 +37,7 @@ def _fewest(batch: int) -> int:
 
 
 @exercise(
-    "17.1",
+    "25.1",
     hints=(
         "`plan.bytes_per_gpu` takes a number of GPUs, and the `total` of its result "
         "is in bytes. How do you find the first number of machines with which the "
@@ -75,7 +75,7 @@ def fewest_machines(one_sequence, three_sequences) -> None:
         raise Wrong(why)
 
 
-@solution("17.1")
+@solution("25.1")
 def solution_1():
     """Add one machine after the other until a GPU needs no more than 60 GB.
 
@@ -106,7 +106,7 @@ def solution_1():
 
 
 @exercise(
-    "17.2",
+    "25.2",
     hints=(
         "Look at the third point under *Cost: a cable that is slow for real*, which "
         "has hybrid sharding on two hosts. Take one GPU first: how large "
@@ -146,7 +146,7 @@ def hybrid_bytes(function) -> None:
         counted(found, right, mistakes, why, what=what, near=1e-3)
 
 
-@solution("17.2")
+@solution("25.2")
 def solution_2():
     """Only the rings of the gradients leave a machine, one ring for each of its GPUs.
 
@@ -170,7 +170,7 @@ def solution_2():
 
 
 @exercise(
-    "17.3",
+    "25.3",
     hints=(
         "Write down two times for a model of P parameters, as in *What passes the "
         "card?*: the seconds that the card needs, and the seconds that a GPU "
@@ -216,7 +216,7 @@ def tokens_to_hide(function) -> None:
         counted(found, right, mistakes, why, what=what, near=1e-3)
 
 
-@solution("17.3")
+@solution("25.3")
 def solution_3():
     """Set the card's time equal to the time of computing, and solve for the tokens.
 

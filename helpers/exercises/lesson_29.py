@@ -1,4 +1,4 @@
-"""The exercises of lesson 19: five claims, a careful verdict, and a test of tests."""
+"""The exercises of lesson 29: five claims, a careful verdict, and a test of tests."""
 
 import contextlib
 
@@ -39,7 +39,7 @@ def _kind(answer) -> str | None:
 
 
 @exercise(
-    "19.1",
+    "29.1",
     hints=(
         "Take the first claim's cell as a pattern: a dictionary of cases, and one "
         "line that says whether the claim holds in a case. Which cases has the author "
@@ -57,7 +57,7 @@ def five_claims(*answers) -> None:
     listed(answers, _CLAIMS, what="verdicts", read=_kind, say=say)
 
 
-@solution("19.1", verdict=lambda: as_in_the_lesson)
+@solution("29.1", verdict=lambda: as_in_the_lesson)
 def solution_1(verdict):
     """Each claim gets cases that its author did not mention, and `verdict` judges them.
 
@@ -155,7 +155,7 @@ _CASES = (
 
 
 @exercise(
-    "19.2",
+    "29.2",
     hints=(
         "Go through the sentences of the exercise one by one, and write down what "
         "`verdict` says in each of these cases. For which dictionaries does it say "
@@ -177,7 +177,7 @@ def careful_judge(careful) -> None:
             raise Wrong(f"for {cases} you say {one!r}, not {right!r}: {why}")
 
 
-@solution("19.2")
+@solution("29.2")
 def solution_2():
     """A verdict needs at least one case that was run, and "true" needs all of them.
 
@@ -297,7 +297,7 @@ def _ask(test, average, what: str) -> bool:
 
 
 @exercise(
-    "19.3",
+    "29.3",
     hints=(
         "Write a list of the mistakes that you would make in such a function "
         "yourself, such as forgetting to divide. For each of them, with which "
@@ -335,7 +335,7 @@ def finds_the_liars(test) -> None:
         )
 
 
-@solution("19.3")
+@solution("29.3")
 def solution_3():
     """A test finds a mistake only with inputs for which the mistake changes the result.
 
