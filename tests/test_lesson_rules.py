@@ -294,6 +294,28 @@ def test_names(name):
     assert complaints(rules.name_sorts, new_notebook(), Path(f"{name}.ipynb"))
 
 
+def test_a_lesson_of_the_second_edition_has_other_sections(tmp_path):
+    cells = good_cells()
+    for section in rules.SECTIONS:
+        cells[section].source = f"## About {section}"
+    for section in rules.SECOND_EDITION:
+        cells[f"second {section}"] = new_markdown_cell(f"## {section}")
+    nb, path = store(tmp_path, cells, good_file())
+    assert complaints(rules.sections_in_order, nb, path) == []
+    cells["second Remember"].source = "A paragraph."
+    nb.cells = list(cells.values())
+    assert complaints(rules.sections_in_order, nb, path)
+
+
+def test_collapsed_code_may_be_longer(tmp_path):
+    cells = good_cells()
+    for number in range(20):
+        cells[f"long {number}"] = cell("a = 1\n" * 6)
+        cells[f"long {number}"].metadata["jupyter"] = {"source_hidden": True}
+    nb, path = store(tmp_path, cells, good_file())
+    assert complaints(rules.cells_are_short, nb, path) == []
+
+
 def test_first_and_last_lesson(tmp_path):
     nb, path = store(tmp_path, good_cells(), good_file())
     for other in ("00-begin-here.ipynb", "02-copy-a-tensor.ipynb"):

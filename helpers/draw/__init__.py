@@ -13,7 +13,7 @@ screen readers speak, and looks the same on every machine, so that tests compare
 
 from helpers.draw.collectives import collective
 from helpers.draw.course_map import ON_RANKS, course_map
-from helpers.draw.jobs import job_memory, job_timeline
+from helpers.draw.jobs import job_memory, job_timeline, overlap
 from helpers.draw.memory import (
     devices,
     history,
@@ -26,6 +26,6 @@ from helpers.draw.timelines import schedule, timeline
 
 __all__ = [
     "COLOURS", "HOST", "INK", "ON_RANKS", "Picture", "WIDEST", "collective", "colour",
-    "course_map", "devices", "history", "job_memory", "job_timeline", "parts",
-    "schedule", "segment_picture", "segments", "timeline",
+    "course_map", "devices", "history", "job_memory", "job_timeline", "overlap",
+    "parts", "schedule", "segment_picture", "segments", "timeline",
 ]  # fmt: skip

@@ -111,6 +111,49 @@ class _Axis:
             self.picture.text(x + long / 2, y + height / 2 + 4, fits[0], 12, "middle")
 
 
+def overlap(log, rank: int = 0) -> Picture:
+    """What a rank computes in a step of DDP, and which of its messages that hides.
+
+    Forward ends where autograd makes the gradient of the loss (`ones_like`), backward
+    with the last message. A message is in the rank's colour while the GPU computes as
+    well (hidden), and white while it does not.
+    """
+    in_order = sorted(log.events(rank), key=lambda event: event.start)
+    computing = [event for event in in_order if event.kind == "kernel"]
+    messages = [event for event in in_order if event.name.startswith("all_reduce")]
+    begin = next(event.start for event in computing if event.name == "ones_like")
+    last = messages[-1].end
+    end = max(event.end for event in computing if event.start < last)
+    hidden = sum(max(0.0, min(event.end, end) - event.start) for event in messages)
+    total = sum(event.end - event.start for event in messages)
+    title = (
+        f"Rank {rank}, simulated: backward hides {hidden * 1e6:,.0f} of "
+        f"{total * 1e6:,.0f} µs of all-reduce"
+    )
+    picture = Picture(WIDEST, 166, title)
+    picture.text(8, 20, title, 14, weight="bold")
+    picture.text(8, 58, "computing", 12)
+    picture.text(8, 98, "all-reduce", 12)
+    axis = _Axis(picture, 90, log.seconds)
+    axis._span(40, 26, computing[0].start, begin, HOST, "forward")
+    axis._span(40, 26, begin, end, HOST, "backward")
+    axis._span(40, 26, last, computing[-1].end, HOST, "step", "")
+    for number, event in enumerate(messages, 1):
+        middle = min(max(event.start, end), event.end)
+        if event.start < middle:
+            axis._span(80, 26, event.start, middle, COLOURS[rank % len(COLOURS)], "")
+        if middle < event.end:
+            axis._span(80, 26, middle, event.end, "white", "")
+        x = axis.left + (event.start + event.end) / 2 * axis.scale
+        words = "hidden" if middle == event.end else "the GPU waits"
+        picture.text(x, 120, f"bucket {number}", 12, "middle")
+        picture.text(x, 135, words, 12, "middle")
+    picture.text(axis.left, 158, "0", 12)
+    words = f"{log.seconds * 1e6:,.0f} µs (simulated)"
+    picture.text(WIDEST - 12, 158, words, 12, "end")
+    return picture
+
+
 def job_memory(rows) -> Picture:
     """The memory of `ranks.memory()`: a bar for each rank, one scale for all.
 
