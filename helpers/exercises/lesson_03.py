@@ -152,7 +152,8 @@ def _images() -> TensorDataset:
 
 
 def _accuracy(function) -> float:
-    return float(call(function, DistributedDataParallel(_classifier()), _images()))
+    answer = call(function, DistributedDataParallel(_classifier()), _images())
+    return float(number(answer))
 
 
 @exercise(
