@@ -11,7 +11,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from helpers import progress, solved
 from tests.launching import ROOT
 
-TITLES = {"03-one.ipynb": "# One", "07-another-one.ipynb": "# Another one\n\nText."}
+TITLES = {"04-one.ipynb": "# One", "07-another-one.ipynb": "# Another one\n\nText."}
 
 
 def write(path: Path, *cells) -> None:
@@ -34,11 +34,11 @@ def test_progress_is_what_the_notebooks_say(tmp_path: Path):
     cell = exercise()
     cell.outputs = [printed]
     cells = exercise("", right), exercise("", "7", wrong), exercise("", failed)
-    write(tmp_path / "03-one.ipynb", *cells)
+    write(tmp_path / "04-one.ipynb", *cells)
     write(tmp_path / "07-another-one.ipynb", cell, exercise(), new_code_cell("7"))
     found = progress(tmp_path)
     assert repr(found).splitlines() == [
-        "03 One          ● ✗ ?",
+        "04 One          ● ✗ ?",
         "07 Another one  ● ○",
         "solved: 2 of 5 exercises",
     ]
@@ -55,7 +55,7 @@ def test_the_stored_lessons_are_unsolved():
 
 
 def test_a_lesson_is_run_and_its_exercises_are_heard(tmp_path: Path, capsys):
-    path = tmp_path / "03-one.ipynb"
+    path = tmp_path / "04-one.ipynb"
     say = "from helpers.exercises.exercise import Verdict; Verdict('04.1', '{}')"
     fails = new_code_cell("1 / 0", metadata={"tags": ["raises-exception"]})
     cells = exercise(say.format("right")), fails, exercise("[].pop()"), exercise("7")
@@ -81,4 +81,4 @@ def test_a_lesson_that_is_not_there(number: str):
 
 
 def test_one_digit_will_do():
-    assert solved.find("3").name == "04-count-memory.ipynb"
+    assert solved.find("4").name == "04-count-memory.ipynb"
