@@ -37,6 +37,6 @@ def test_shard_refuses_wrong_arguments(monkeypatch):
 @pytest.mark.parametrize(
     "first, behind", [("def shard(", "def rows_of"), ("def save(", "@torch.no_grad()")]
 )
-def test_lesson_15_shows_the_functions_as_they_are(first, behind):
+def test_lesson_18_shows_the_functions_as_they_are(first, behind):
     function = first + text_of(SHARD).partition(first)[2].partition(behind)[0]
     assert shown(prose_of("18-shard-everything.ipynb"), function)

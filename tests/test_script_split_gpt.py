@@ -32,7 +32,7 @@ def test_a_split_that_does_not_come_out_even_is_refused(monkeypatch, capsys):
     assert not dist.is_initialized()
 
 
-def test_lesson_14_shows_the_code_as_it_is():
+def test_lesson_20_shows_the_code_as_it_is():
     text, prose = text_of(SPLIT), prose_of("20-pipeline-the-layers.ipynb")
     ring = text[text.index("def ring_attend(") : text.index("def split_tokens(")]
     assert shown(prose, ring)

@@ -230,7 +230,7 @@ def test_the_text():
         ("    def save(", "\n\n    def load("),
     ],
 )
-def test_lesson_18_shows_the_functions_as_they_are(first, behind):
+def test_lesson_27_shows_the_functions_as_they_are(first, behind):
     script = text_of(GPT)
     function = script[script.index(first) :].partition(behind)[0]
     assert f"```python\n{function}\n```" in prose_of("27-train-it-all.ipynb")
