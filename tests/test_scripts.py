@@ -70,12 +70,18 @@ def test_wrong_arguments_are_refused_before_anything_starts(script, monkeypatch)
     assert not dist.is_initialized()
 
 
+# Groups, until the process ends. A hook of DDP runs in gloo's thread and holds its
+# group: were it the last to do so, the thread would join itself, which aborts
+KEPT = []
+
+
 @pytest.fixture
 def one_rank(tmp_path, monkeypatch):
     for name, value in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1)):
         monkeypatch.setenv(name, str(value))
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    KEPT.append(dist.group.WORLD)
     yield
     dist.destroy_process_group()
 
