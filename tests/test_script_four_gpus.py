@@ -31,10 +31,12 @@ def run(folder: Path, *words: str) -> str:
 
 
 def torchrun(folder: Path, ranks: int) -> str:
-    """What `four_gpus.py` prints in so many ranks."""
-    flags = ("--standalone", f"--nproc-per-node={ranks}")
-    script = str(SCRIPTS / "four_gpus.py")
-    return run(folder, "-m", "torch.distributed.run", *flags, script)
+    """What `four_gpus.py` prints in so many ranks: the command that is taken home."""
+    command = f"torchrun --standalone --nproc-per-node={ranks} four_gpus.py"
+    if ranks == 4:
+        assert f"python -m simgpu --gpus 4 {command}" in prose_of(LESSON)
+    *words, script = command.split()
+    return run(folder, *words, str(SCRIPTS / script))
 
 
 def code_of(name: str) -> list[str]:

@@ -1,10 +1,7 @@
 """What a collective costs: against recordings, and where ranks lie in nodes."""
 
-import json
-import statistics
 import subprocess
 import sys
-import zlib
 from pathlib import Path
 
 import pytest
@@ -12,8 +9,11 @@ import pytest
 from simgpu.device.cards import CARDS
 from simgpu.timing.collective_cost import FACTORS, choose, collective_seconds
 from simgpu.timing.topology import Network, Topology, parse_bandwidth
+from tests.recorded.comparison import figures_of
+from tests.recorded.files import read
+from tests.recorded.operations import compare
 
-RECORDING = Path(__file__).parent / "recordings" / "nccl_nvlink.json"
+RECORDINGS = Path(__file__).parent / "recordings"
 MIB = 1024**2
 A100, H100, T4 = CARDS["A100"], CARDS["H100"], CARDS["T4"]
 ONE_NODE = Topology(A100, 8)
@@ -24,41 +24,15 @@ SIXTEEN_NODES = Topology(A100, 8, nodes=16)
 # -- recordings ------------------------------------------------------------------------
 
 
-def recorded(fitted: bool) -> list[list]:
-    """The rows that the constants were fitted to, or the others: about half each.
-
-    Only the constants: the form of the model was chosen with all rows in sight.
-    """
-    rows = json.loads(RECORDING.read_text(encoding="utf-8"))["rows"]
-    return [
-        row for row in rows if (zlib.crc32(json.dumps(row).encode()) % 2 == 0) == fitted
-    ]
-
-
-def ratio(row: list) -> float:
-    """Predicted over recorded."""
-    card, name, ranks, nbytes, microseconds = row
-    name = "send" if name == "send_recv" else name
-    topology = Topology(CARDS[card], ranks)
-    seconds = collective_seconds(name, nbytes, range(ranks), topology)
-    return seconds * 1e6 / microseconds
-
-
-def report(rows: list[list]) -> tuple[float, float, float, float]:
-    """Median, 10th and 90th percentile of the ratios, and the share within 1.3."""
-    ratios = [ratio(row) for row in rows]
-    deciles = statistics.quantiles(ratios, n=10)
-    within = sum(1 / 1.3 <= r <= 1.3 for r in ratios) / len(ratios)
-    return statistics.median(ratios), deciles[0], deciles[-1], within
-
-
 @pytest.mark.parametrize("fitted", [True, False])
 def test_recorded_times_are_predicted(fitted):
-    median, low, high, within = report(recorded(fitted))
-    print(f"fitted {fitted}: {median:.2f}, {low:.2f} to {high:.2f}, {within:.0%}")
-    assert 0.9 < median < 1.1
-    assert 0.7 < low and high < 1.45
-    assert within > 0.89
+    (recording,) = (r for r in read(RECORDINGS) if r.name == "nccl_nvlink")
+    rows, omitted = compare(recording)
+    assert len(rows) == 60 and omitted == []
+    found = figures_of(row for row in rows if row.fitted == fitted)
+    assert 0.9 < found.median < 1.1
+    assert 0.8 < found.low and found.high < 1.35
+    assert found.near > 0.89
 
 
 # kernel times on 8 H100, the smallest of the ranks: (collective, MiB, microseconds)

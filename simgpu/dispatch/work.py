@@ -79,10 +79,12 @@ def _product_of(call, out) -> Product | None:
     elif name in ("addmm", "baddbmm"):
         left, right = tensors[1:3]
     elif name in ("convolution", "cudnn_convolution"):
-        return _windows(tensors[0] if call.args[6] else out, tensors[1], call.args[8])
+        transposed, groups = call.argument(6, "transposed"), call.argument(8, "groups")
+        return _windows(tensors[0] if transposed else out, tensors[1], groups)
     elif name == "convolution_backward":
         gradient, x, weight = tensors
-        return _windows(x if call.args[7] else gradient, weight, call.args[9])
+        transposed, groups = call.argument(7, "transposed"), call.argument(9, "groups")
+        return _windows(x if transposed else gradient, weight, groups)
     else:
         return None
     batch = left.shape[0] if left.dim() == 3 else 1
