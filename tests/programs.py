@@ -6,6 +6,7 @@ depend on how Python itself begins and ends asks for a new one.
 """
 
 import faulthandler
+import functools
 import multiprocessing
 import os
 import runpy
@@ -114,4 +115,7 @@ def _become(arguments: list[str], folder: Path, printed: str, environ: dict) -> 
     sys.path.insert(0, str(folder))
     sys.argv = ["simgpu", *arguments]
     torch.set_num_threads(1)
+    # PyTorch renews its pool of threads at the first use after a fork; of two threads
+    # that are the first to use it, one may find none and abort.
+    os.register_at_fork(after_in_child=functools.partial(torch.set_num_threads, 1))
     runpy.run_module("simgpu", run_name="__main__", alter_sys=True)
