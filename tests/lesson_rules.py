@@ -16,6 +16,8 @@ from urllib.parse import unquote
 import nbformat
 from nbformat import NotebookNode
 
+from tests import take_home
+
 Found = Iterator[tuple[int | None, str]]
 Rule = Callable[[NotebookNode, Path], Found]
 
@@ -198,10 +200,10 @@ def cells_are_short(nb: NotebookNode, path: Path) -> Found:
             yield i, f"{len(lines)} lines of code; split it, 25 is the most"
         if not cell.metadata.get("jupyter", {}).get("source_hidden"):
             sizes.append(sum(1 for line in lines if line.strip()))
-    middle = median(sizes or [0])
-    if middle > 5:
+    middle, most = median(sizes or [0]), 8 if is_second_edition(nb) else 5
+    if middle > most:
         what = f"the median code cell has {middle:g} lines"
-        yield None, f"{what}; split some, 5 is the most"
+        yield None, f"{what}; split some, {most} is the most"
 
 
 def no_semicolons(nb: NotebookNode, path: Path) -> Found:
@@ -335,14 +337,17 @@ def sets_up(nb: NotebookNode, path: Path) -> Found:
         yield None, "the second code cell calls neither need_gpus( nor Ranks("
 
 
+def is_second_edition(nb: NotebookNode) -> bool:
+    """Whether a lesson is written anew: it ends with a script to take home."""
+    return (2, "Take it home") in headings(nb)
+
+
 def sections_in_order(nb: NotebookNode, path: Path) -> Found:
     """Other headings may stand between, and a section may have parts in a row.
 
-    A lesson that ends with a script to take home is of the second edition, where the
-    other headings say what a section is about.
+    In the second edition the other headings say what a section is about.
     """
-    second = (2, "Take it home") in headings(nb)
-    wanted = SECOND_EDITION if second else SECTIONS
+    wanted = SECOND_EDITION if is_second_edition(nb) else SECTIONS
     found: list[str] = []
     for level, text in headings(nb):
         name = text.partition(":")[0].strip()
@@ -350,6 +355,37 @@ def sections_in_order(nb: NotebookNode, path: Path) -> Found:
             found.append(name)
     if found != list(wanted):
         yield None, f"the `##` sections are {found}; they should be {list(wanted)}"
+
+
+def takes_a_script_home(nb: NotebookNode, path: Path) -> Found:
+    """The second edition: one script without the course, two commands for it."""
+    if not is_second_edition(nb):
+        return
+    i, text = next(
+        (i, cell.source)
+        for i, cell in enumerate(nb.cells, 1)
+        if "## Take it home" in cell.source.splitlines()
+    )
+    found = take_home.commands(text)
+    if len(found) != 2 or any("\n" in command for command in found):
+        yield i, f"{len(found)} blocks of bash; two with a line each are right"
+        return
+    real, simulated = found
+    prefix = take_home.SIMULATED.match(simulated)
+    if prefix is None or simulated[prefix.end() :] != real.removeprefix("python "):
+        what = "is not `python -m simgpu --gpus N` and the command for real GPUs"
+        yield i, f"{simulated!r} {what}, {real!r}"
+    names = [word for word in real.split() if word.endswith(".py")]
+    script = path.parent / "scripts" / "".join(names)
+    if len(names) != 1 or not script.is_file():
+        yield i, f"{real!r} names no script of the folder scripts"
+        return
+    code_of_script = script.read_text(encoding="utf-8")
+    ours = re.search(
+        r"^\s*(from|import) (helpers|simgpu|scripts)", code_of_script, re.M
+    )
+    if ours:
+        yield i, f"{script.name} imports {ours[2]}; it must run without the course"
 
 
 def breaks_something(nb: NotebookNode, path: Path) -> Found:
@@ -389,8 +425,9 @@ def closes_with_links(nb: NotebookNode, path: Path) -> Found:
 
 
 def has_its_length(nb: NotebookNode, path: Path) -> Found:
-    if not 30 <= len(nb.cells) <= 45:
-        yield None, f"{len(nb.cells)} cells; 30 to 45 are right"
+    least = 24 if is_second_edition(nb) else 30
+    if not least <= len(nb.cells) <= 45:
+        yield None, f"{len(nb.cells)} cells; {least} to 45 are right"
     share = 100 * len(prose(nb)) / max(1, len(nb.cells))
     if share < 45:
         yield None, f"{share:.0f} % of the cells are prose; 45 is the least"
@@ -422,6 +459,7 @@ RULES: tuple[Rule, ...] = (
     says_what_is_ahead,
     sets_up,
     sections_in_order,
+    takes_a_script_home,
     breaks_something,
     has_exercises,
     closes_with_links,

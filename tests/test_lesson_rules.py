@@ -307,6 +307,42 @@ def test_a_lesson_of_the_second_edition_has_other_sections(tmp_path):
     assert complaints(rules.sections_in_order, nb, path)
 
 
+HOME = """## Take it home
+
+```bash
+torchrun --nproc-per-node=4 train.py
+```
+
+```bash
+python -m simgpu --gpus 4 torchrun --nproc-per-node=4 train.py
+```"""
+
+
+@pytest.mark.parametrize(
+    "section, script, complaint",
+    [
+        (HOME, "import torch\n", None),
+        (HOME.replace("torchrun --nproc-per-node=4", "python", 1)
+         .replace("torchrun --nproc-per-node=4 ", ""), "import torch\n", None),
+        (HOME, None, "names no script"),
+        (HOME, "import torch\nfrom helpers import check\n", "imports helpers"),
+        (HOME.replace("gpus 4 torchrun", "gpus 4"), "import torch\n", "is not"),
+        (HOME.replace("-m simgpu --gpus 4", ""), "import torch\n", "is not"),
+        (HOME[: HOME.rindex("```bash")], "import torch\n", "1 blocks"),
+        (HOME.replace("torchrun", "cd\ntorchrun", 1), "import torch\n", "a line each"),
+    ],
+)  # fmt: skip
+def test_a_script_to_take_home(tmp_path, section, script, complaint):
+    cells = good_cells()
+    cells["home"] = new_markdown_cell(section)
+    nb, path = store(tmp_path, cells, good_file())
+    if script is not None:
+        (path.parent / "scripts").mkdir()
+        (path.parent / "scripts" / "train.py").write_text(script)
+    found = complaints(rules.takes_a_script_home, nb, path)
+    assert bool(found) == bool(complaint) and (complaint or "") in "".join(found)
+
+
 def test_collapsed_code_may_be_longer(tmp_path):
     cells = good_cells()
     for number in range(20):
@@ -326,7 +362,9 @@ def test_first_and_last_lesson(tmp_path):
 
 
 def test_every_rule_is_planted():
-    elsewhere = {rules.file_is_as_written, rules.name_sorts}
+    elsewhere = {
+        rules.file_is_as_written, rules.name_sorts, rules.takes_a_script_home
+    }  # fmt: skip
     assert PLANTED.keys() | elsewhere == set(rules.RULES)
 
 
