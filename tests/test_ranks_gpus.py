@@ -168,7 +168,7 @@ def test_a_rank_that_has_finished_is_named_by_those_that_wait_for_it(four):
     told = error_of(four.run, lambda: 0.0 if rank() == 0 else all_sum())
     assert time.monotonic() - begin < 10
     assert told.startswith("ranks 1, 2, 3: torch.distributed.DistBackendError: ")
-    assert "waits for rank 0, which has finished the call." in told
+    assert "waits for rank 0, which has come to the end of its function" in told
     assert "in all_sum: dist.all_reduce(x)" in told and told.endswith(AFRESH)
 
 

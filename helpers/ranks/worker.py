@@ -293,7 +293,8 @@ def _begin_turn(turn: int) -> None:
 def _end_turn(kind: str, answer: tuple) -> None:
     """Ranks that wait for this one know from now on that it does not come."""
     if (cluster := _cluster()) is not None:
-        why = f"has finished the {kind}"
+        what = {"call": "function"}.get(kind, kind)
+        why = f"has come to the end of its {what} without this call"
         if answer[0] == "error":
             why = f"has raised {answer[1].message.partition(':')[0]}"
         with contextlib.suppress(RuntimeError):  # the store is gone: so are all
