@@ -17,6 +17,7 @@ from helpers import (
     simgpu,
     timeline,
 )
+from helpers.draw.course_map import FAST_TRACK
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 
@@ -196,6 +197,8 @@ def test_pictures_have_titles_and_are_the_same_every_time():
     assert (
         f"<title>The course: {len(list(NOTEBOOKS.glob('*.ipynb')))} lessons" in course
     )
+    there = {int(path.name[:2]) for path in NOTEBOOKS.glob("*.ipynb")}
+    assert course.count(">fast track<") == len(FAST_TRACK & there)
     gpu_seconds(lambda: x @ x.T)
     svg = timeline()._repr_svg_()
     assert "<title>Timeline of 1 event on 2 GPUs, simulated time</title>" in svg
