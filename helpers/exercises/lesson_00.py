@@ -50,7 +50,7 @@ def solution_1():
     However many GPUs there are, each image goes to one of them, and its ten scores come
     back once. Every GPU needs a copy of the full model, so only the model's term grows
     with the number of GPUs. In the lesson, one line is enough:
-    `answer = 4 * (16384 * 64 + 2 * P + 16384 * 10)`.
+    `answer = 4 * (N * 64 + 2 * P + N * 10)`.
     """
     parameters = 1_126_410  # P in the lesson
     answer = 4 * (16384 * 64 + 2 * parameters + 16384 * 10)
