@@ -64,7 +64,6 @@ def test_the_saved_weights_are_on_the_cpu_and_fit(on_gpu_1):
 @pytest.mark.parametrize(
     "device, visible, says",
     [
-        ("cuda:4", "0,1,2,3", "sees cpu, cuda:0, cuda:1, cuda:2, cuda:3."),
         ("cuda:1", "2", "there is no cuda:1: this process sees cpu, cuda:0."),
         ("cuda", "", "there is no cuda: this process sees cpu."),
         ("gpu", "0", "'gpu' is not cpu, cuda or cuda:N"),
