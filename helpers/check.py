@@ -29,7 +29,7 @@ def same(result, reference, tolerance: float = 0.0) -> None:
     Raises:
         AssertionError: naming the first tensor that differs, and by how much.
 
-    Taught in 00-start-here.
+    Taught in 01-choose-a-device.
     """
     results = [result] if isinstance(result, torch.Tensor) else list(result)
     references = [reference] if isinstance(reference, torch.Tensor) else list(reference)

@@ -120,7 +120,7 @@ def count_copies() -> Iterator[Copies]:
             x.cuda()
         copies
 
-    Taught in 02-create-tensors-where-you-need-them.
+    Taught in 00-start-here.
     """
     copies = Copies()
     if simgpu.is_running():
@@ -216,7 +216,7 @@ def host_busy(seconds: float, what: str = "busy") -> None:
 def kind_of_time() -> str:
     """ "simulated" or "measured": what the seconds of `gpu_seconds` are.
 
-    Taught in 00-start-here.
+    Taught in 05-overlap-with-streams.
     """
     return "simulated" if simgpu.is_running() else "measured"
 

@@ -9,6 +9,7 @@ screen readers speak, and looks the same on every machine, so that tests compare
     timelines.py    what runs when: streams of GPUs, stages of a pipeline
     collectives.py  what each rank holds before and after a collective
     course_map.py   the lessons of the course
+    visible.py      which cards a program sees, and what it calls them
 """
 
 from helpers.draw.collectives import collective
@@ -23,9 +24,10 @@ from helpers.draw.memory import (
 )
 from helpers.draw.picture import COLOURS, HOST, INK, WIDEST, Picture, colour
 from helpers.draw.timelines import schedule, timeline
+from helpers.draw.visible import visible_cards
 
 __all__ = [
     "COLOURS", "HOST", "INK", "ON_RANKS", "Picture", "WIDEST", "collective", "colour",
     "course_map", "devices", "history", "job_memory", "job_timeline", "overlap",
-    "parts", "schedule", "segment_picture", "segments", "timeline",
+    "parts", "schedule", "segment_picture", "segments", "timeline", "visible_cards",
 ]  # fmt: skip

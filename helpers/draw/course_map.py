@@ -5,11 +5,14 @@ from pathlib import Path
 from helpers.draw.picture import Picture
 from helpers.solved import progress
 
+FAST_TRACK = {0, 3, 4, 16, 18, 24, 25, 27}
 ON_RANKS = {3, 14, 15, 16, 18, 20, 24, 25, 27}  # lessons; the others: on simulated GPUs
 
 
 def course_map(folder: Path | str = ".") -> Picture:
     """The lessons of the course, five a row, with the titles that stand in them.
+
+    Lessons of the fast track say so.
 
     Args:
         folder: of the notebooks.
@@ -31,6 +34,8 @@ def course_map(folder: Path | str = ".") -> Picture:
         fill = ranks if int(lesson.number) in ON_RANKS else simulated
         picture.box(x, y, width, height, fill)
         picture.text(x + 8, y + 19, lesson.number, 15, weight="bold")
+        if int(lesson.number) in FAST_TRACK:
+            picture.text(x + width - 8, y + 18, "fast track", 12, "end")
         for row, words in enumerate(_wrap(lesson.title, 14)):
             picture.text(x + 8, y + 38 + 17 * row, words, 14)
     y = rows * (height + gap) + 14

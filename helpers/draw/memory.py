@@ -17,7 +17,7 @@ def devices(**tensors) -> Picture:
     Args:
         tensors: name=tensor.
 
-    Taught in 01-choose-a-device.
+    Taught in 00-start-here.
     """
     import torch
 

@@ -1,52 +1,59 @@
-"""The exercises of lesson 00: copied bytes, and a tensor spread over GPUs."""
+"""The exercises of lesson 00: copied bytes, pieces on GPUs, the best number of GPUs."""
 
 import torch
 
-from helpers.exercises.counted import counted
-from helpers.exercises.exercise import Wrong, call, exercise, solution
+from helpers.exercises.counted import counted, number
+from helpers.exercises.exercise import (
+    Wrong,
+    call,
+    exercise,
+    must_be_callable,
+    solution,
+)
 from helpers.exercises.results import equal, sequence, tensor
 
-X, W = 2560 * 1024 * 4, 1024 * 1024 * 4  # bytes of each matrix
+IMAGES = 16384 * 64 * 4  # bytes
+SCORES = 16384 * 10 * 4
+PARAMETERS = 64 * 1024 + 1024 + 1024 * 1024 + 1024 + 1024 * 10 + 10
+MODEL = PARAMETERS * 4
 
 
 @exercise(
     "00.1",
     hints=(
-        "The prediction under *Cost* counts the bytes for four GPUs. Which of its "
-        "three terms changes with the number of GPUs, and which do not?",
-        "Follow one GPU through `program`: the rows that it gets, the layer that it "
-        "needs, and the result that goes back. Count bytes, not elements.",
+        "The formula under *Predict the copies* has three terms. Which of them "
+        "changes with the number of GPUs, and which do not?",
+        "Follow one GPU through `score`: the images that it gets, the model that it "
+        "needs, and the scores that go back. Count bytes, not elements.",
     ),
 )
 def copied_bytes(answer) -> None:
-    """Bytes that the four-line program copies with two GPUs."""
-    right = 2 * X + 2 * W
+    """Bytes that the lesson's `score` copies with two GPUs."""
+    right = IMAGES + 2 * MODEL + SCORES
     mistakes = {
-        2 * X: "X goes there, W goes to each GPU, and the result comes back",
-        2 * X + W: "every GPU needs its own copy of W",
-        2 * X + 4 * W: "that is for four GPUs; this time there are two",
+        IMAGES + SCORES: "the model goes to each GPU, too",
+        IMAGES + 2 * MODEL: "the scores come back to the CPU",
+        IMAGES + MODEL + SCORES: "every GPU needs its own copy of the model",
+        IMAGES + 4 * MODEL + SCORES: "that is for four GPUs; this time there are two",
+        2 * right: "a GPU gets only its part of the images",
+        2 * (IMAGES + MODEL + SCORES): "a GPU gets only its part of the images",
         right // 4: "that is the count of numbers; a float32 has 4 bytes",
     }
-    why = "count X once, W once for each GPU, and the result once"
+    why = "count the images once, the model once for each GPU, and the scores once"
     counted(answer, right, mistakes, why, unit=1)
 
 
 @solution("00.1")
 def solution_1():
-    """Rows are divided among the GPUs, and the layer is not.
+    """Images are divided among the GPUs, and the model is not.
 
-    However many GPUs there are, each row of `X` goes to one of them, and each row of
-    the result comes back once. But every row meets the whole of `W`, so every GPU
-    needs its own copy of it.
-
-    The copies of `W` are therefore the only part that grows with the number of GPUs.
+    However many GPUs there are, each image goes to one of them, and its ten scores come
+    back once. Every GPU needs a copy of the full model, so only the model's term grows
+    with the number of GPUs. In the lesson, one line is enough:
+    `answer = 4 * (N * 64 + 2 * P + N * 10)`.
     """
-    gpus = 2
-    bytes_per_element = 4  # float32
-    bytes_of_x = 2560 * 1024 * bytes_per_element
-    bytes_of_w = 1024 * 1024 * bytes_per_element
-    bytes_of_result = bytes_of_x
-    answer = bytes_of_x + gpus * bytes_of_w + bytes_of_result
+    parameters = 1_126_410  # P in the lesson
+    answer = 4 * (16384 * 64 + 2 * parameters + 16384 * 10)
     return answer
 
 
@@ -61,11 +68,11 @@ def solution_1():
 )
 def spread(function) -> None:
     """A function (x, n) -> n pieces of x, piece i on GPU i."""
-    for rows, number in ((8, 4), (6, 2), (5, 3), (5, 4)):
+    for rows, gpus in ((8, 4), (6, 2), (5, 3), (5, 4)):
         x = torch.arange(rows * 2.0).reshape(rows, 2)
-        pieces = sequence(call(function, x, number), "return a list of pieces")
-        if len(pieces) != number:
-            raise Wrong(f"{number} GPUs need {number} pieces, not {len(pieces)}")
+        pieces = sequence(call(function, x, gpus), "return a list of pieces")
+        if len(pieces) != gpus:
+            raise Wrong(f"{gpus} GPUs need {gpus} pieces, not {len(pieces)}")
         for i, piece in enumerate(pieces):
             if tensor(piece, f"piece {i} is").device != torch.device("cuda", i):
                 raise Wrong(f"piece {i} is on {piece.device}, not on cuda:{i}")
@@ -93,6 +100,72 @@ def solution_2():
         return pieces
 
     return spread
+
+
+# The seconds of a model's copy, of computing, the GPUs, and the best number of them
+RACES = (
+    (0.4, 11.0, 8, 5),
+    (0.4, 11.0, 4, 4),
+    (1.0, 0.5, 8, 1),
+    (0.0, 3.0, 6, 6),
+    (1.0, 9.0, 16, 3),
+    (3.0, 20.0, 8, 3),
+    (1.0, 6.1, 8, 3),
+)
+
+
+@exercise(
+    "00.3",
+    hints=(
+        "Write T(g) with the two numbers that you get: what grows with g, and what "
+        "shrinks? Then compute it for 1 GPU, 2 GPUs, 3 GPUs ...",
+        "A loop over `range(1, gpus + 1)` tries every number of GPUs. Remember the "
+        "smallest time so far, and the number that gave it.",
+    ),
+)
+def best_number(function) -> None:
+    """A function (seconds of a model's copy, of computing, GPUs) -> how many to use."""
+    must_be_callable(function)
+    for model, compute, gpus, best in RACES:
+        found = number(call(function, model, compute, gpus), "the function returns")
+        about = f"with {model} s to copy, {compute} s to compute and {gpus} GPUs"
+        if found == best:
+            continue
+        if abs(found - (best * model + compute / best)) < 1e-9:
+            raise Wrong("that is the time; return the number of GPUs")
+        if found != int(found) or not 1 <= found <= gpus:
+            raise Wrong(f"{about} it returns {found}, not a number from 1 to {gpus}")
+
+        def seconds(count, model=model, compute=compute):
+            return count * model + compute / count
+
+        took = f"{found} take {seconds(found):.2f} s, but {best} take"
+        raise Wrong(f"{about}, {took} {seconds(best):.2f} s")
+
+
+@solution("00.3")
+def solution_3():
+    """Copying grows with the number of GPUs, and computing shrinks.
+
+    T(g) = g * model_seconds + compute_seconds / g. The loop tries every number of GPUs
+    that the machine has and keeps the best one.
+
+    The formula alone gives the best number near the square root of compute_seconds /
+    model_seconds. A machine may have fewer GPUs, and their number must be whole, so
+    trying is safer.
+    """
+
+    def best_number(model_seconds, compute_seconds, gpus):
+        best = 1
+        best_time = model_seconds + compute_seconds
+        for count in range(2, gpus + 1):
+            time = count * model_seconds + compute_seconds / count
+            if time < best_time:
+                best = count
+                best_time = time
+        return best
+
+    return best_number
 
 
 # -- answers ---------------------------------------------------------------------------
@@ -127,17 +200,54 @@ def raises(x, n):
     return [x.to(n)]
 
 
+def tries_all(model, compute, gpus):
+    times = [count * model + compute / count for count in range(1, gpus + 1)]
+    return times.index(min(times)) + 1
+
+
+def always_all(model, compute, gpus):
+    return gpus
+
+
+def off_by_one(model, compute, gpus):
+    return tries_all(model, compute, gpus) - 1
+
+
+def only_the_root(model, compute, gpus):
+    return (compute / model) ** 0.5 if model else gpus
+
+
+def root_rounded_down(model, compute, gpus):
+    return min(gpus, max(1, int((compute / model) ** 0.5))) if model else gpus
+
+
+def root_rounded(model, compute, gpus):
+    return min(gpus, max(1, round((compute / model) ** 0.5))) if model else gpus
+
+
+def the_time(model, compute, gpus):
+    return min(count * model + compute / count for count in range(1, gpus + 1))
+
+
+def divides_both(model, compute, gpus):
+    times = [(model + compute) / count for count in range(1, gpus + 1)]
+    return times.index(min(times)) + 1
+
+
 RIGHT = {
-    "copied_bytes": [2 * X + 2 * W],
+    "copied_bytes": [IMAGES + 2 * MODEL + SCORES],
     "spread": [in_turn],
+    "best_number": [tries_all],
 }
 WRONG = {
     "copied_bytes": [
-        (2 * X, "W goes to each GPU"),
-        (2 * X + W, "its own copy of W"),
-        (2 * X + 4 * W, "there are two"),
-        ((2 * X + 2 * W) // 4, "a float32 has 4 bytes"),
-        (17, "count X once"),
+        (IMAGES + SCORES, "goes to each GPU"),
+        (IMAGES + 2 * MODEL, "come back"),
+        (IMAGES + MODEL + SCORES, "its own copy"),
+        (IMAGES + 4 * MODEL + SCORES, "there are two"),
+        (2 * (IMAGES + MODEL + SCORES), "only its part"),
+        ((IMAGES + 2 * MODEL + SCORES) // 4, "a float32 has 4 bytes"),
+        (17, "count the images once"),
         ("many", "give a number"),
     ],
     "spread": [
@@ -148,5 +258,16 @@ WRONG = {
         (rest_dropped, "put together"),
         (raises, "AcceleratorError"),
         (lambda x, n: list(torch.zeros(n)), "is on cpu"),
+    ],
+    "best_number": [
+        (always_all, "8 take 4.58 s, but 5 take 4.20 s"),
+        (off_by_one, "4 take 4.35 s, but 5 take 4.20 s"),
+        (only_the_root, "not a number from 1 to 8"),
+        (root_rounded_down, "2 take 16.00 s, but 3 take 15.67 s"),
+        (root_rounded, "2 take 5.05 s, but 3 take 5.03 s"),
+        (the_time, "that is the time"),
+        (divides_both, "but 5 take"),
+        (lambda model, compute, gpus: "5", "give a number"),
+        (lambda model, compute, gpus: gpus + 1, "from 1 to 8"),
     ],
 }

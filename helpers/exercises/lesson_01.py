@@ -1,4 +1,4 @@
-"""The exercises of lesson 01: where a tensor is, and the best device there is."""
+"""The exercises of lesson 01: visible GPUs, the best device, where a tensor is."""
 
 import contextlib
 import copy
@@ -20,53 +20,46 @@ def _device(answer) -> str | None:
 @exercise(
     "01.1",
     hints=(
-        "Ask of each line whether it computes with a tensor, makes a new one, or "
-        "moves one. Which rule under *where results live*, and which row of the "
-        "table of the two settings, belongs to it?",
-        "`a.shape` is only a size, without a device. In the last two lines, which of "
-        "the two `with` blocks changes what `cuda` without an index means?",
+        "Look at program B under *Choose GPUs from outside*, which got the cards "
+        "`2,3,4,5`. Which of these cards was its `cuda:0`, and why that one?",
+        "CUDA counts the cards of the machine from 0. Then put them in the order in "
+        "which the script counts them, which need not be ascending.",
     ),
 )
-def five_devices(*answers) -> None:
-    """The devices of five expressions with a tensor `a` on cuda:1."""
-    expected = (
-        ("cuda:1", "a result stays where its input lives"),
-        ("cpu", "a.shape is only numbers, so nothing says where"),
-        ("cuda:1", "..._like takes the device of its argument as well"),
-        ("cuda:2", "the block changes what the bare .cuda() means, and a is copied"),
-        (
-            "cuda:0",
-            'the default device is not the current GPU, which is what "cuda" means',
-        ),
-    )
-    say = "write the name of a device, and say which GPU, such as cuda:0"
-    listed(answers, expected, what="devices", read=_device, say=say)
+def visible_devices(answer) -> None:
+    """CUDA_VISIBLE_DEVICES that makes card 3 cuda:0 and card 1 cuda:1."""
+    if not isinstance(answer, str):
+        raise Wrong('an environment variable is text, such as "0,2"')
+    cards = [entry.strip() for entry in answer.split(",")]
+    if not all(card.isdigit() for card in cards):
+        raise Wrong("write nothing but the numbers of cards, with commas between")
+    if cards in (["4", "2"], ["2", "4"]):
+        raise Wrong("CUDA counts cards from 0: the fourth is 3")
+    if cards == ["1", "3"]:
+        raise Wrong("the order counts: the first in the list becomes cuda:0")
+    if cards[:2] == ["3", "1"] and len(cards) > 2:
+        raise Wrong("this shows the script more cards than the two")
+    if cards != ["3", "1"]:
+        names = ", ".join(f"cuda:{i} is card {card}" for i, card in enumerate(cards))
+        raise Wrong(f"with this, counted from 0, {names}")
 
 
 @solution("01.1")
 def solution_1():
-    """There is one rule for each kind of line.
+    """The position in the list becomes the index in the process.
 
-    A result stays where its inputs are, so `a.sum()` is on `cuda:1`. A new tensor goes
-    to the CPU if nobody says otherwise. `a.shape` says nothing, because a size has no
-    device; `rand_like` takes the device of its argument.
+    The first card of `CUDA_VISIBLE_DEVICES` is `cuda:0`, the second is `cuda:1`, and
+    cards that are not in the list do not exist for the script. The list may be in any
+    order.
 
-    The last two lines move a tensor to `cuda` without an index, which means the current
-    GPU. `torch.cuda.device(2)` makes GPU 2 the current one, so `a` is copied there.
-    `torch.device("cuda:2")` changes only where new tensors are made: `ones` begins on
-    `cuda:2`, and then moves to the current GPU, which is still 0.
+    The numbers in the list are those of the machine, which begin at 0. The fourth card
+    has the number 3 and comes first, because the script trains on `cuda:0`. The second
+    card has the number 1.
     """
-    a = torch.ones(3, device="cuda:1")
-    total = a.sum()
-    from_shape = torch.rand(a.shape)
-    like_a = torch.rand_like(a)
-    with torch.cuda.device(2):
-        to_current_gpu = a.cuda()
-    with torch.device("cuda:2"):
-        from_default_device = torch.ones(3).to("cuda")
-    results = [total, from_shape, like_a, to_current_gpu, from_default_device]
-    answers = [str(result.device) for result in results]
-    return (*answers,)
+    card_for_training = 4 - 1  # the fourth, counted from 0
+    card_for_evaluation = 2 - 1
+    visible = f"{card_for_training},{card_for_evaluation}"
+    return visible
 
 
 @contextlib.contextmanager
@@ -91,7 +84,7 @@ def _no_gpus():
 @exercise(
     "01.2",
     hints=(
-        "Under *Concise* a program asks once which device there is. What does "
+        "The first program of the lesson asks once which device there is. What does "
         "`current_accelerator` say on a machine that has CUDA in its PyTorch, but no "
         "GPU?",
         "A module moves in place, and a tensor does not. What does "
@@ -164,46 +157,59 @@ def _check_placed(model, batch, result, here: str, there: str) -> None:
 @exercise(
     "01.3",
     hints=(
-        "Look at program B under *choose from outside*, which was given the cards "
-        "`2,3,4,5`. Which of these cards was its `cuda:0`, and why that one?",
-        "CUDA counts the cards of the machine from 0. Then put them in the order in "
-        "which the script counts them, which need not be ascending.",
+        "Ask of each line whether it computes with a tensor, makes a new one, or "
+        "moves one. Which rule under *Where results live*, and which row of the "
+        "table of the two settings, belongs to it?",
+        "`a.shape` is only a size, without a device. Does a module that moves keep its "
+        "buffers, or does it get new ones? And which of the two `with` blocks changes "
+        "what `cuda` without an index means?",
     ),
 )
-def visible_devices(answer) -> None:
-    """CUDA_VISIBLE_DEVICES that makes card 3 cuda:0 and card 1 cuda:1."""
-    if not isinstance(answer, str):
-        raise Wrong('an environment variable is text, such as "0,2"')
-    cards = [entry.strip() for entry in answer.split(",")]
-    if not all(card.isdigit() for card in cards):
-        raise Wrong("write nothing but the numbers of cards, with commas between")
-    if cards in (["4", "2"], ["2", "4"]):
-        raise Wrong("CUDA counts cards from 0: the fourth is 3")
-    if cards == ["1", "3"]:
-        raise Wrong("the order counts: the first in the list becomes cuda:0")
-    if cards[:2] == ["3", "1"] and len(cards) > 2:
-        raise Wrong("this shows the script more cards than the two")
-    if cards != ["3", "1"]:
-        names = ", ".join(f"cuda:{i} is card {card}" for i, card in enumerate(cards))
-        raise Wrong(f"with this, counted from 0, {names}")
+def five_devices(*answers) -> None:
+    """The devices of five expressions with a tensor `a` on cuda:1."""
+    expected = (
+        ("cuda:1", "a result stays where its input lives"),
+        ("cpu", "a.shape is only numbers, so nothing says where"),
+        ("cpu", "the module gets a new buffer, and `mean` is the old one"),
+        ("cuda:2", "the block changes what the bare .cuda() means, and a is copied"),
+        (
+            "cuda:0",
+            'the default device is not the current GPU, which is what "cuda" means',
+        ),
+    )
+    say = "write the name of a device, and say which GPU, such as cuda:0"
+    listed(answers, expected, what="devices", read=_device, say=say)
 
 
 @solution("01.3")
 def solution_3():
-    """The position in the list becomes the index in the process.
+    """There is one rule for each kind of line.
 
-    The first card of `CUDA_VISIBLE_DEVICES` is `cuda:0`, the second is `cuda:1`, and
-    cards that are not in the list do not exist for the script. The list may be in any
-    order.
+    A result stays where its inputs are, so `a.sum()` is on `cuda:1`. A new tensor goes
+    to the CPU if nobody says otherwise. `a.shape` says nothing, because a size has no
+    device.
 
-    The numbers in the list are those of the machine, which begin at 0. The fourth card
-    has the number 3 and comes first, because the script trains on `cuda:0`. The second
-    card has the number 1.
+    A module that moves keeps its parameters and gets new buffers. `mean` is the old
+    buffer, which stayed on the CPU.
+
+    The last two lines move a tensor to `cuda` without an index, which means the current
+    GPU. `torch.cuda.device(2)` makes GPU 2 the current one, so `a` is copied there.
+    `torch.device("cuda:2")` changes only where new tensors are made: `ones` begins on
+    `cuda:2`, and then moves to the current GPU, which is still 0.
     """
-    card_for_training = 4 - 1  # the fourth, counted from 0
-    card_for_evaluation = 2 - 1
-    visible = f"{card_for_training},{card_for_evaluation}"
-    return visible
+    a = torch.ones(3, device="cuda:1")
+    total = a.sum()
+    from_shape = torch.rand(a.shape)
+    norm = torch.nn.BatchNorm1d(3)
+    mean = norm.running_mean
+    norm.to("cuda:3")
+    with torch.cuda.device(2):
+        to_current_gpu = a.cuda()
+    with torch.device("cuda:2"):
+        from_default_device = torch.ones(3).to("cuda")
+    results = [total, from_shape, mean, to_current_gpu, from_default_device]
+    answers = [str(result.device) for result in results]
+    return (*answers,)
 
 
 # -- answers ---------------------------------------------------------------------------
@@ -282,7 +288,7 @@ def mixes_up(model, batch):
     return model.to(fastest()), batch.too(fastest())
 
 
-DEVICES = ("cuda:1", "cpu", "cuda:1", "cuda:2", "cuda:0")
+DEVICES = ("cuda:1", "cpu", "cpu", "cuda:2", "cuda:0")
 
 
 def but(number: int, device) -> tuple:
@@ -303,7 +309,7 @@ WRONG = {
     "five_devices": [
         (but(1, "cpu"), "stays where its input lives"),
         (but(2, "cuda:1"), "only numbers"),
-        (but(3, "cpu"), "_like"),
+        (but(3, "cuda:3"), "`mean` is the old one"),
         (but(4, "cuda:1"), "a is copied"),
         (but(5, "cuda:2"), "not the current GPU"),
         (but(5, "cpu"), "not the current GPU"),
