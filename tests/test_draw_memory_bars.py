@@ -18,7 +18,7 @@ def svg() -> str:
 
 def test_the_title_says_every_prediction_and_count():
     assert (
-        "<title>Peaks (simulated). forward: predicted 6 MiB, counted 6.5 MiB;" in svg()
+        "<title>Peaks, simulated. forward: predicted 6 MiB, counted 6.5 MiB;" in svg()
     )
 
 

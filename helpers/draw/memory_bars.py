@@ -2,7 +2,8 @@
 
 from helpers.draw.picture import COLOURS, HOST, WIDEST, Picture, size_text
 
-LEFT, RIGHT = 118, 84  # pixels beside the bars: their names, their sums
+MIB = 2**20
+LEFT, RIGHT = 136, 136  # pixels beside the bars: their names, their sums
 TOP, ROW, LEGEND = 34, 48, 168
 
 
@@ -10,7 +11,7 @@ def memory_bars(
     title: str,
     rows: dict[str, dict[str, float]],
     counted: dict[str, float],
-    unit: str = "simulated",
+    whose: str = "simulated",
 ) -> Picture:
     """What a memory is made of at several moments, all on one axis.
 
@@ -21,7 +22,7 @@ def memory_bars(
         title: what the rows have in common.
         rows: moment -> predicted bytes of each named part.
         counted: moment -> bytes that were counted.
-        unit: whose memory this is: "simulated", or the name of a card.
+        whose: memory it is: "simulated", or the name of a card.
 
     Raises:
         ValueError: if the moments of both differ, or there are more parts than colours.
@@ -41,9 +42,9 @@ def memory_bars(
     )
     lines = -(-len(names) * LEGEND // (WIDEST - 16))
     height = TOP + ROW * len(rows) + 20 * lines + 12
-    picture = Picture(WIDEST, height, f"{title} ({unit}). {spoken}")
+    picture = Picture(WIDEST, height, f"{title}, {whose}. {spoken}")
     picture.text(8, 20, title, 14, weight="bold")
-    picture.text(WIDEST - 8, 20, unit, 12, "end")
+    picture.text(WIDEST - 8, 20, f"MiB, {whose}", 12, "end")
     most = max([*sums.values(), *counted.values()], default=0) or 1
     scale = (WIDEST - LEFT - RIGHT) / most
     for row, (moment, parts) in enumerate(rows.items()):
@@ -51,19 +52,19 @@ def memory_bars(
         picture.text(LEFT - 8, y + 17, moment, 13, "end", "bold")
         _stack(picture, y, parts, names, scale)
         end = LEFT + sums[moment] * scale + 6
-        picture.text(end, y + 17, size_text(sums[moment]), 12)
+        picture.text(end, y + 17, f"{size_text(sums[moment])} predicted", 12)
         picture.box(LEFT, y + 27, counted[moment] * scale, 8, HOST, stroke="none")
         end = LEFT + counted[moment] * scale + 6
-        picture.text(end, y + 35, f"{size_text(counted[moment])}", 12)
+        picture.text(end, y + 35, f"{size_text(counted[moment])} counted", 12)
     _legend(picture, TOP + ROW * len(rows), names)
     return picture
 
 
 def _stack(picture: Picture, y: float, parts: dict, names: list, scale: float) -> None:
-    """One bar of parts, each with its size where there is room."""
+    """One bar of parts, each with its MiB where there is room."""
     x = float(LEFT)
     for name, size in parts.items():
-        long, words = size * scale, size_text(size)
+        long, words = size * scale, f"{size / MIB:.1f}"
         if size:
             picture.box(x, y, long, 25, COLOURS[names.index(name)])
         if long > 7 * len(words):
