@@ -64,7 +64,7 @@ def _stack(picture: Picture, y: float, parts: dict, names: list, scale: float) -
     """One bar of parts, each with its MiB where there is room."""
     x = float(LEFT)
     for name, size in parts.items():
-        long, words = size * scale, f"{size / MIB:.1f}"
+        long, words = size * scale, f"{size / MIB:.2f}"
         if size:
             picture.box(x, y, long, 25, COLOURS[names.index(name)])
         if long > 7 * len(words):
