@@ -250,14 +250,14 @@ def test_hints_come_one_at_a_time():
 
 
 def test_a_solution_is_shown_after_a_try(monkeypatch):
-    monkeypatch.setattr(EXERCISES["mib_after_forward"], "tried", False)
+    monkeypatch.setattr(EXERCISES["bytes_of_training"], "tried", False)
     assert "try it first" in check.solution("04.1")
-    check.mib_after_forward(...)
+    check.bytes_of_training(...)
     assert "try it first" in check.solution("04.1")
-    check.mib_after_forward(17)
+    check.bytes_of_training(17)
     shown = check.solution("04.1")
-    assert shown.startswith("exercise 04.1, solved:\n\nOnly the tensors that live")
-    assert shown.endswith("answer = nbytes / 2**20\n\ncheck.mib_after_forward(answer)")
+    assert shown.startswith("exercise 04.1, solved:\n\nFour tensors of the same size")
+    assert shown.endswith("check.bytes_of_training(bytes_of_training)")
 
 
 def test_a_function_that_is_not_written_is_no_try(monkeypatch):

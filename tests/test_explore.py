@@ -54,7 +54,10 @@ def test_a_reader_without_a_kernel_sees_the_picture(make, monkeypatch):
 @pytest.mark.parametrize(
     "change, ending",
     [
-        ({}, "12 MiB more: out of memory with 34 MiB not taken"),
+        (
+            {},
+            "12 MiB more: out of memory. 34 MiB are not taken, at most 8 in one piece",
+        ),
         ({"more": 8}, "8 MiB more: found in the cache"),
         ({"more": 2}, "2 MiB more: found in the cache"),
         ({"tensors": 3}, "12 MiB more: found in a new segment"),

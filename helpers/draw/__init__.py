@@ -5,6 +5,7 @@ screen readers speak, and looks the same on every machine, so that tests compare
 
     picture.py      Picture, an SVG under construction, and the colours
     memory.py       which tensor is on which device; what a GPU's memory is made of
+    memory_bars.py  what memory is made of at several moments, predicted and counted
     jobs.py         what runs when on all ranks of a job, and their memory
     timelines.py    what runs when: streams of GPUs, stages of a pipeline
     collectives.py  what each rank holds before and after a collective
@@ -15,19 +16,14 @@ screen readers speak, and looks the same on every machine, so that tests compare
 from helpers.draw.collectives import collective
 from helpers.draw.course_map import ON_RANKS, course_map
 from helpers.draw.jobs import job_memory, job_timeline, overlap
-from helpers.draw.memory import (
-    devices,
-    history,
-    parts,
-    segment_picture,
-    segments,
-)
+from helpers.draw.memory import devices, parts, segment_picture, segments
+from helpers.draw.memory_bars import memory_bars
 from helpers.draw.picture import COLOURS, HOST, INK, WIDEST, Picture, colour
 from helpers.draw.timelines import schedule, timeline
 from helpers.draw.visible import visible_cards
 
 __all__ = [
     "COLOURS", "HOST", "INK", "ON_RANKS", "Picture", "WIDEST", "collective", "colour",
-    "course_map", "devices", "history", "job_memory", "job_timeline", "overlap",
+    "course_map", "devices", "job_memory", "job_timeline", "memory_bars", "overlap",
     "parts", "schedule", "segment_picture", "segments", "timeline", "visible_cards",
 ]  # fmt: skip

@@ -127,53 +127,6 @@ def parts(title: str = "", **sizes: float) -> Picture:
     return picture
 
 
-def history(device: int = 0) -> Picture:
-    """The bytes in use on a GPU, event by event, since recording began.
-
-    Needs `torch.cuda.memory._record_memory_history()` before the program.
-
-    Raises:
-        ValueError: if nothing was recorded.
-
-    Taught in 04-count-memory.
-    """
-    import torch
-
-    steps = {"alloc": 1, "free_completed": -1}
-    snapshot = torch.cuda.memory._snapshot()
-    live = sum(
-        s["requested_size"] for s in snapshot["segments"] if s["device"] == device
-    )
-    curve = [live]  # from its end back to its beginning
-    for event in reversed(snapshot["device_traces"][device]):
-        if event["action"] in steps:
-            live -= steps[event["action"]] * event["size"]
-            curve.append(live)
-    curve.reverse()
-    if len(curve) == 1:
-        raise ValueError(
-            "nothing was recorded; call torch.cuda.memory._record_memory_history() "
-            "before the program"
-        )
-    most = max(curve)
-    title = f"Bytes in use on cuda:{device} ({_whose()}), at most "
-    picture = Picture(WIDEST, 200, title + size_text(most))
-    left, bottom, tall, wide = 84, 160, 130, WIDEST - 104
-    picture.text(8, 20, title + size_text(most), 14, weight="bold")
-    step = wide / len(curve)
-    for i, nbytes in enumerate(curve):
-        height = tall * nbytes / (most or 1)
-        x, fill = left + i * step, colour(f"cuda:{device}")
-        picture.box(x, bottom - height, step, height, fill, stroke="none")
-    for share in (0, 0.5, 1):
-        y = bottom - tall * share
-        picture.line(left - 4, y, left + wide, y, HOST)
-        picture.text(left - 8, y + 4, size_text(most * share), 12, "end")
-    picture.text(left, bottom + 20, "first event", 12)
-    picture.text(left + wide, bottom + 20, "last event", 12, "end")
-    return picture
-
-
 def _whose() -> str:
     """Whether figures of GPUs are simulated, or of which card."""
     import torch

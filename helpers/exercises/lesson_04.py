@@ -1,90 +1,93 @@
-"""The exercises of lesson 04: bytes that live, bytes that are kept, and what fits."""
+"""The exercises of lesson 04: bytes of training, what is kept, what fits."""
 
 import gc
 
 import torch
 from torch import nn
-from torch.nn.functional import mse_loss
+from torch.nn.functional import cross_entropy
 
-from helpers.exercises.counted import MIB, counted, is_near, name_mistake, number
-from helpers.exercises.exercise import Wrong, call, exercise, solution
+from helpers.exercises.counted import MIB, name_mistake, number
+from helpers.exercises.exercise import (
+    Wrong,
+    call,
+    exercise,
+    must_be_callable,
+    solution,
+)
 from helpers.exercises.results import near, sequence, tensor
 
 
 @exercise(
     "04.1",
     hints=(
-        "Write a list of the tensors that live at this moment, and the MiB of each. "
-        "What has the first step left behind, and what has the graph of the second "
-        "one saved for `backward()`?",
-        "The GELU keeps its input, and the layer behind it keeps the GELU's output: "
-        "two tensors of the hidden size, where a ReLU would need one. And SGD with "
-        "momentum has a number for each weight.",
+        "`p.nbytes` is the memory of one parameter, and `model.parameters()` yields "
+        "all of them. How do you add them up in one line?",
+        "A gradient is as large as its parameter. How many numbers does Adam keep for "
+        "each parameter? Count the parameter itself, too.",
     ),
 )
-def mib_after_forward(answer) -> None:
-    """MiB of two weights, momentum, x, what GELU and its follower keep, the output."""
-    weights, inputs, hidden, output = 8, 4, 16, 4
-    right = 2 * weights + inputs + 2 * hidden + output
-    mistakes = {
-        right - hidden: "GELU keeps its input and the next layer keeps GELU's output: "
-        "two tensors, unlike with a ReLU",
-        right - weights: "from the first step on, momentum is one number a weight",
-        right - hidden - weights: "momentum and GELU's input are missing",
-        right - inputs: "count x, and the output that `square` keeps",
-        right + weights: "after zero_grad() there are no gradients, and momentum is "
-        "one number a weight, where Adam has two",
-        right + output: "neither the squares nor a loss from `mean` stay as large as "
-        "the output",
-    }
-    why = "add up, in MiB: weights, momentum, x, GELU's input and output, the output"
-    counted(answer, right, mistakes, why, near=0.0018, unit=MIB)
+def bytes_of_training(function) -> None:
+    """A function: model -> bytes of its parameters, gradients and Adam's moments."""
+    must_be_callable(function)
+    small = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+    normed = nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.Linear(32, 10))
+    for model in (small, normed):
+        found = number(call(function, model), "bytes")
+        bytes_of_all = sum(p.nbytes for p in model.parameters())
+        buffers = sum(b.nbytes for b in model.buffers())
+        mistakes = {
+            bytes_of_all: "these are the parameters alone",
+            2 * bytes_of_all: "Adam's moments are missing",
+            3 * bytes_of_all: "one part is missing: Adam keeps two averages for each "
+            "parameter, and each parameter has a gradient",
+            bytes_of_all / 4: "these are numbers, and a float32 number is 4 bytes",
+            bytes_of_all * 16: "`nbytes` is in bytes already",
+        }
+        if found == 4 * bytes_of_all:
+            continue
+        name_mistake(found, mistakes, 0.001)
+        if buffers and found > 4 * bytes_of_all:
+            raise Wrong("BatchNorm's buffers have no gradients and no moments")
+        raise Wrong(f"{found:,.0f} bytes for a model of {bytes_of_all:,} bytes")
 
 
 @solution("04.1")
 def solution_1():
-    """Only the tensors that live at this moment count.
+    """Four tensors of the same size for each parameter.
 
-    The first step has left the weights and their momentum; `zero_grad()` has dropped
-    the gradients. The graph of the second step keeps what `backward()` will need:
-    `x` for the first layer, the GELU's input for the GELU, the GELU's output for the
-    second layer, and the output for `square`. `mean` keeps nothing, and the loss is one
-    number.
+    They are the parameter, its gradient, and Adam's two moments.
     """
-    rows, width, hidden = 2048, 512, 2048
-    weights = 2 * width * hidden * 4
-    momentum = weights
-    x = rows * width * 4
-    gelu_input = rows * hidden * 4
-    gelu_output = gelu_input
-    output = rows * width * 4
-    nbytes = weights + momentum + x + gelu_input + gelu_output + output
-    answer = nbytes / 2**20
-    return answer
+
+    def bytes_of_training(model):
+        return 4 * sum(p.nbytes for p in model.parameters())
+
+    return bytes_of_training
+
+
+# -- what a function keeps -------------------------------------------------------------
+
+ROWS, WIDTH, BATCHES = 2048, 64, 12
 
 
 @exercise(
     "04.2",
     hints=(
-        "Three things are kept that nobody asked for: the graph of each batch, the "
-        "storage of each output, and the storage of each loss. Which call gives up "
-        "which of them?",
-        "`torch.no_grad()` does without the graph. A row is a view of the whole "
-        "output, and `mse_loss` makes its result as large as the output: `detach()` "
-        "keeps both storages. Which call makes a storage of its own, and when must it "
-        "come?",
+        "Two things are kept that nobody asked for: the graph of each batch, and the "
+        "memory of each full output. Which call gives up which of them?",
+        "`torch.no_grad()` does without the graph. A row is a view of the full output. "
+        "Which call makes a tensor with memory of its own, and when must it come?",
     ),
 )
 def lean_evaluation(function) -> None:
-    """A function (model, batches) -> (losses, first rows), which keeps nothing else."""
+    """A function (model, batches) -> (losses, scores), which keeps nothing else."""
     generator = torch.Generator().manual_seed(0)
-    model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256)).cuda()
-    data = torch.rand(4, 2, 512, 256, generator=generator).cuda()
-    batches = [(x, y) for x, y in data]
+    model = nn.Sequential(nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10)).cuda()
+    images = torch.rand(BATCHES, ROWS, 64, generator=generator)
+    batches = [(x.cuda(), x[:, :10].argmax(1).cuda()) for x in images]
     wanted = [[], []]
     with torch.no_grad():
         for x, y in batches:
-            wanted[0].append(mse_loss(model(x), y).cpu())
+            wanted[0].append(cross_entropy(model(x), y).cpu())
             wanted[1].append(model(x)[0].cpu())
     gc.collect()
     model(batches[0][0]).sum().backward()  # takes what libraries take at first use
@@ -95,22 +98,23 @@ def lean_evaluation(function) -> None:
     gc.collect()
     held = torch.cuda.memory_allocated() - before
     peak = torch.cuda.max_memory_allocated() - before
-    why = "it should return two lists, a loss and a row for each batch"
+    why = "it should return two lists, a loss and ten scores for each batch"
     results = [sequence(part, why) for part in sequence(results, why)]
-    if [len(part) for part in results] != [4, 4]:
+    if [len(part) for part in results] != [BATCHES, BATCHES]:
         raise Wrong(why)
-    for what, part, right in zip(("loss", "row"), results, wanted, strict=True):
+    kinds = ("loss", "row of scores")
+    for what, part, right in zip(kinds, results, wanted, strict=True):
         _check_values(what, part, right)
-    for what, part in zip(("loss", "row"), results, strict=True):
+    for what, part in zip(kinds, results, strict=True):
         nbytes = part[0].untyped_storage().nbytes()
         if nbytes > 4096 and part[0].data_ptr() != part[1].data_ptr():
             raise Wrong(
                 f"a {what} of {part[0].nbytes:,} bytes keeps a storage of "
                 f"{nbytes:,}; detach() is not enough"
             )
-    if held > 8 * 1024 + 4096:
+    if held > BATCHES * 1024 + 4096:
         raise Wrong(f"{held:,} bytes live when it has returned; who holds them?")
-    most = 5.5 * MIB  # a hidden layer's input and output, an output, a loss and an old
+    most = 1.3 * MIB  # a hidden layer's input and output, and an old output
     if peak > most:
         raise Wrong(
             f"its peak is {peak / MIB:.1f} MiB, and {most / MIB:.1f} would do: run the "
@@ -120,20 +124,20 @@ def lean_evaluation(function) -> None:
 
 @solution("04.2")
 def solution_2():
-    """Without gradients there is no graph, and a clone has a storage of its own.
+    """Without gradients there is no graph, and a clone has memory of its own.
 
-    `clone()` must come inside the loop. Then the output and the large storage of the
-    loss are dropped in each step, when their names get the next batch's.
+    `clone()` must come inside the loop. The full output is then freed as soon as the
+    name `output` gets the next batch's.
     """
 
     def evaluate(model, batches):
-        losses, rows = [], []
+        losses, scores = [], []
         with torch.no_grad():
             for x, y in batches:
                 output = model(x)
-                losses.append(mse_loss(output, y).clone())
-                rows.append(output[0].clone())
-        return losses, rows
+                losses.append(cross_entropy(output, y))
+                scores.append(output[0].clone())
+        return losses, scores
 
     return evaluate
 
@@ -150,68 +154,144 @@ def _check_values(what: str, part: list, wanted: list[torch.Tensor]) -> None:
             raise Wrong(f"{what} {i} has another value than before")
 
 
+# -- what fits -------------------------------------------------------------------------
+
+ROOM = 72 * MIB  # of which a sample takes 4: 16 samples fit, 32 do not
+
+
+class _Trainer:
+    """A stand-in for training: four tensors of 1 MiB a sample, one after the other."""
+
+    def __init__(self, bug_at: int = 0):
+        self.tried: list[int] = []
+        self.bug_at = bug_at
+
+    def __call__(self, samples):
+        if not isinstance(samples, int) or samples < 1:
+            raise Wrong(f"it calls train({samples!r}); give a whole number of samples")
+        self.tried.append(samples)
+        if samples == self.bug_at:
+            raise RuntimeError("a bug in train, not a lack of memory")
+        tensors = []
+        for _ in range(4):
+            tensors.append(torch.empty(samples * MIB, dtype=torch.uint8, device="cuda"))
+
+
 @exercise(
     "04.3",
     hints=(
-        "The table under *Cost* lists who holds memory and when. Part of it grows with "
-        "the rows, the rest does not. Which line of a step is the highest moment with "
-        "Adam, and what is there then?",
-        "At the last ReLU of `backward()`, count the tensors of 2048 bytes a row: what "
-        "you hold, what the ReLUs have returned, the loss, and two gradients. Then set "
-        "aside the weights, Adam's state and the last layer's gradient.",
+        "Catch `torch.OutOfMemoryError` and nothing else. What is alive as long as you "
+        "are inside the `except` block, and where should the next call of `train` be?",
+        "Use a loop: `try` returns if the call succeeds, `except` does nothing but "
+        "`pass`, and the line after the block halves the samples with `//`.",
     ),
 )
-def largest_batch(rows) -> None:
-    """Rows of a three-layer model that trains with Adam on 512 MiB.
+def first_that_fits(function) -> None:
+    """A function (train, samples) -> the first of samples, samples // 2, ... that fits.
 
-    Tried: 35,840 fit, and 35,841 do not, because segments are rounded to 2 MiB.
+    It runs with little room on the GPU, which it gives back at the end.
     """
-    rows, fits = number(rows, "rows"), 35_840
-    if is_near(rows, fits, 0.04):
-        return
+    must_be_callable(function)
+    gc.collect()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    limit = torch.cuda.get_per_process_memory_fraction()
+    room = torch.cuda.memory_reserved() + ROOM
+    torch.cuda.set_per_process_memory_fraction(min(room / total, 1.0))
+    try:
+        _check_fits(function)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(limit)
+        gc.collect()
+        torch.cuda.empty_cache()
 
-    def guess(parts: int, memory: float = 512 * MIB) -> float:
-        """Rows, if so many tensors as large as x are there at once."""
-        return (memory - 10 * MIB) / (parts * 2048)
 
-    mistakes = {
-        guess(8): "8 tensors are never there at once: nobody names the output, so it "
-        "is free before the worst moment; or one gradient is counted twice",
-        guess(6): "one of 7 tensors is missing: x, y, two activations, the loss, and "
-        "two gradients of activations",
-        guess(5): "the gradients of activations come in twos: one comes in, one goes "
-        "out",
-        guess(4): "in backward() there are also two gradients of activations, and "
-        "mse_loss's result",
-        guess(7, 512 * MIB / 4): "a number is 4 bytes",
-        guess(7, 512 * MIB * 4): "a number is 4 bytes",
-    }
-    name_mistake(rows, mistakes, 0.03)
-    if rows > fits:
-        raise Wrong(f"{rows:,} rows do not fit: what is there at the last ReLU?")
-    raise Wrong(f"{rows:,} rows fit with room to spare")
+def _check_fits(function) -> None:
+    for samples, fits in ((128, 16), (8, 8), (48, 12)):
+        train = _Trainer()
+        found = number(call(function, train, samples), "samples")
+        tried = ", ".join(map(str, train.tried)) or "nothing"
+        if found == fits:
+            continue
+        if max(train.tried, default=0) < samples:
+            raise Wrong(f"of {samples} samples it tries {tried}; try all of them first")
+        if fits in train.tried:
+            raise Wrong(
+                f"{fits} samples would fit, and it returns {found:g}. It tries {tried}."
+                " Inside the `except` block the error holds what failed attempts took"
+            )
+        raise Wrong(f"of {samples} samples, {fits} fit; it tries {tried}")
+    never = _Trainer()
+    blocker = torch.empty(70 * MIB, dtype=torch.uint8, device="cuda")
+    found = number(call(function, never, 4), "samples")
+    del blocker
+    if found != 0:
+        raise Wrong(f"not even one sample fits, and it returns {found:g}")
+    _check_other_errors(function)
+
+
+def _check_other_errors(function) -> None:
+    """What is no lack of memory must reach the caller."""
+    try:
+        function(_Trainer(bug_at=64), 128)
+    except RuntimeError as error:
+        if "a bug in train" in str(error):
+            return
+        raise
+    raise Wrong("it swallows an error that is no lack of memory")
 
 
 @solution("04.3")
 def solution_3():
-    """The highest moment is in `backward()`, at the last ReLU.
+    """Leave the `except` block before the next try.
 
-    Seven tensors as large as `x` are there: `x`, `y`, what the two ReLUs have returned,
-    the loss of `mse_loss`, and two gradients of activations, of which one comes in and
-    one goes out. The output is not: no variable holds it. Weights, Adam's two numbers
-    for each and the gradient of the last layer take 10 MiB, whatever the rows.
-
-    That makes 36,700 rows. Trying it out shows 35,840: a tensor of more than 10 MiB has
-    a segment of its own, which is rounded up to 2 MiB.
+    Inside the block the error is alive. Its traceback has the frame of `train`, and the
+    frame has the tensors. After the block they are gone. `torch.OutOfMemoryError` is a
+    kind of `RuntimeError`, so an `except RuntimeError` would hide other errors.
     """
-    layer = (512 * 512 + 512) * 4
-    fixed = 3 * layer + 2 * 3 * layer + layer
-    each_row = 7 * 512 * 4
-    rows = (512 * 2**20 - fixed) // each_row
-    return rows
+
+    def first_that_fits(train, samples):
+        while samples >= 1:
+            try:
+                train(samples)
+                return samples
+            except torch.OutOfMemoryError:
+                pass
+            samples = samples // 2
+        return 0
+
+    return first_that_fits
 
 
 # -- answers ---------------------------------------------------------------------------
+
+
+def four_times(model):
+    return sum(4 * p.numel() * p.element_size() for p in model.parameters())
+
+
+def parameters_only(model):
+    return sum(p.nbytes for p in model.parameters())
+
+
+def without_moments(model):
+    return 2 * parameters_only(model)
+
+
+def one_moment(model):
+    return 3 * parameters_only(model)
+
+
+def numbers_of(model):
+    return sum(p.numel() for p in model.parameters())
+
+
+def twice_bytes(model):
+    return 16 * parameters_only(model)
+
+
+def with_buffers(model):
+    return 4 * sum(value.nbytes for value in model.state_dict().values())
 
 
 def with_clones(model, batches):
@@ -219,7 +299,7 @@ def with_clones(model, batches):
     for x, y in batches:
         with torch.no_grad():
             output = model(x)
-            losses.append(mse_loss(output, y).clone())
+            losses.append(cross_entropy(output, y).clone())
             rows.append(output[0].clone())
     return losses, rows
 
@@ -229,7 +309,7 @@ def stacked(model, batches):
     losses, rows = [], []
     for x, y in batches:
         output = model(x)
-        losses.append(mse_loss(output, y).clone())
+        losses.append(cross_entropy(output, y))
         rows.append(output[0].clone())
         del output
     return torch.stack(losses), torch.stack(rows)
@@ -239,7 +319,7 @@ def as_given(model, batches):
     losses, rows = [], []
     for x, y in batches:
         output = model(x)
-        losses.append(mse_loss(output, y))
+        losses.append(cross_entropy(output, y))
         rows.append(output[0])
     return losses, rows
 
@@ -254,21 +334,16 @@ def no_grad_only(model, batches):
         return as_given(model, batches)
 
 
-def only_losses_cloned(model, batches):
-    losses, rows = no_grad_only(model, batches)
-    return [loss.clone() for loss in losses], rows
-
-
 def cloned_late(model, batches):
     losses, rows = no_grad_only(model, batches)
-    return [loss.clone() for loss in losses], [row.clone() for row in rows]
+    return losses, [row.clone() for row in rows]
 
 
 def cloned_with_graph(model, batches):
     losses, rows = [], []
     for x, y in batches:
         output = model(x)
-        losses.append(mse_loss(output, y).detach().clone())
+        losses.append(cross_entropy(output, y).detach())
         rows.append(output[0].detach().clone())
     return losses, rows
 
@@ -284,14 +359,14 @@ def numbers(model, batches):
 
 
 def whole_outputs(model, batches):
+    losses, _ = with_clones(model, batches)
     with torch.no_grad():
-        losses = [mse_loss(model(x), y).clone() for x, y in batches]
         return losses, [model(x) for x, _ in batches]
 
 
 def last_rows(model, batches):
+    losses, _ = with_clones(model, batches)
     with torch.no_grad():
-        losses = [mse_loss(model(x), y).clone() for x, y in batches]
         return losses, [model(x)[-1].clone() for x, _ in batches]
 
 
@@ -304,46 +379,101 @@ def kept_elsewhere(model, batches):
     return with_clones(model, batches)
 
 
+def after_the_block(train, samples):
+    while samples:
+        fits = True
+        try:
+            train(samples)
+        except torch.cuda.OutOfMemoryError:
+            fits = False
+        if fits:
+            return samples
+        samples //= 2
+    return 0
+
+
+def inside_the_block(train, samples):
+    try:
+        train(samples)
+    except torch.OutOfMemoryError:
+        return inside_the_block(train, samples // 2) if samples > 1 else 0
+    return samples
+
+
+def any_runtime_error(train, samples):
+    while samples:
+        try:
+            train(samples)
+            return samples
+        except RuntimeError:
+            pass
+        samples //= 2
+    return 0
+
+
+def one_less(train, samples):
+    return after_the_block(train, samples // 2)
+
+
+def never_halves(train, samples):
+    try:
+        train(samples)
+        return samples
+    except torch.OutOfMemoryError:
+        return 0
+
+
+def never_zero(train, samples):
+    return after_the_block(train, samples) or 1
+
+
+def with_a_half(train, samples):
+    while samples:
+        try:
+            train(samples)
+            return samples
+        except torch.OutOfMemoryError:
+            pass
+        samples = samples / 2
+
+
 RIGHT = {
-    "mib_after_forward": [56, 56.0005],
+    "bytes_of_training": [four_times],
     "lean_evaluation": [with_clones, stacked],
-    "largest_batch": [35_840, 36_700, 34_816],
+    "first_that_fits": [after_the_block],
 }
 WRONG = {
-    "mib_after_forward": [
-        (40, "two tensors, unlike with a ReLU"),
-        (48, "momentum is one number"),
-        (32, "momentum and GELU's input"),
-        (52, "count x"),
-        (64, "no gradients"),
-        (60, "stay as large"),
-        (56 * 2**20, "give MiB"),
-        ("many", "give a number"),
-        (17, "add up"),
+    "bytes_of_training": [
+        (parameters_only, "parameters alone"),
+        (without_moments, "moments are missing"),
+        (one_moment, "one part is missing"),
+        (numbers_of, "4 bytes"),
+        (twice_bytes, "in bytes already"),
+        (with_buffers, "buffers"),
+        (lambda model: 12345, "12,345 bytes for a model"),
+        (17, "give a function"),
     ],
     "lean_evaluation": [
         (as_given, "still has its graph"),
         (detached, "detach() is not enough"),
-        (no_grad_only, "a loss of 4 bytes keeps a storage of"),
-        (only_losses_cloned, "a row of 1,024 bytes keeps a storage of"),
+        (no_grad_only, "keeps a storage of"),
         (cloned_late, "its peak is"),
         (cloned_with_graph, "without gradients"),
         (on_the_cpu, "leave it on the GPU"),
         (numbers, "is a float, not a tensor"),
-        (whole_outputs, "row 0 is (512, 256)"),
+        (whole_outputs, "row of scores 0 is (2048, 10)"),
         (last_rows, "another value"),
         (kept_elsewhere, "who holds them"),
         (lambda model, batches: [], "two lists"),
         (lambda model, batches: 1.0, "two lists"),
     ],
-    "largest_batch": [
-        (32_000, "8 tensors are never there"),
-        (42_800, "one of 7 tensors is missing"),
-        (51_400, "come in twos"),
-        (64_000, "in backward() there are also"),
-        (8_400, "a number is 4 bytes"),
-        (100_000, "do not fit"),
-        (1000, "room to spare"),
-        ("all", "give a number"),
+    "first_that_fits": [
+        (inside_the_block, "the error holds"),
+        (any_runtime_error, "swallows"),
+        (one_less, "try all of them first"),
+        (never_halves, "16 fit"),
+        (never_zero, "not even one"),
+        (with_a_half, "whole number"),
+        (17, "give a function"),
     ],
 }

@@ -50,8 +50,10 @@ def allocator_picture(tensors: int, size: int, free: str, more: int) -> draw.Pic
             found = "in the cache" if memory.reserved == before else "in a new segment"
             ending = f"{more} MiB more: found {found}"
         except torch.OutOfMemoryError:
+            unused, piece = unused // MIB, _largest_free(memory) // MIB
             ending = (
-                f"{more} MiB more: out of memory with {unused // MIB} MiB not taken"
+                f"{more} MiB more: out of memory. {unused} MiB are not taken, "
+                f"at most {piece} in one piece"
             )
     whose = "64 MiB of memory (simulated)"
     picture = draw.segment_picture(memory.history.snapshot(), whose, "cuda:0")
@@ -59,3 +61,9 @@ def allocator_picture(tensors: int, size: int, free: str, more: int) -> draw.Pic
     picture.height += 24
     picture.text(8, picture.height - 10, ending, 14, weight="bold")
     return picture
+
+
+def _largest_free(memory: CachingAllocator) -> int:
+    """Bytes of the largest free block in any segment."""
+    blocks = [b for s in memory.history.snapshot() for b in s["blocks"]]
+    return max((b["size"] for b in blocks if b["state"] == "inactive"), default=0)
