@@ -1,5 +1,6 @@
 """Explorers: the picture follows the controls, and readers without a kernel see one."""
 
+import re
 from xml.etree import ElementTree
 
 import pytest
@@ -15,7 +16,7 @@ from simgpu.timing.cost import COPY_LATENCY
 
 ALL = [
     explore.allocator, explore.overlap, explore.ring, explore.pipeline, explore.shards,
-    explore.budget, plan_explorer.plan,
+    explore.budget, explore.loss_scale, plan_explorer.plan,
 ]  # fmt: skip
 ALLOCATOR = dict(tensors=9, size=6, free="every second", more=12)
 OVERLAP = dict(chunks=4, megabytes=64, speed=12, compute=6)
@@ -249,6 +250,33 @@ def test_budget_says_what_fits():
     title = explore.budget_picture(**large, card="A100").title
     assert title.startswith("51,545.1 million weights")
     assert "does not fit into A100 (79.2 GiB)" in title
+
+
+# -- a loss scale ----------------------------------------------------------------------
+
+
+def test_a_loss_scale_moves_gradients_between_zero_and_infinity():
+    gradients = torch.tensor([0.0, 2.0**-30, -(2.0**-20), 1.0, 2.0])
+    assert explore.loss_scale_shares(gradients, 0) == (0.25, 0.0)  # 0 cannot be lost
+    assert explore.loss_scale_shares(gradients, 10) == (0.0, 0.0)
+    assert explore.loss_scale_shares(gradients, 15) == (0.0, 0.25)
+    title = explore.loss_scale_picture(gradients, 16).title
+    assert title == "Gradients in float16, scale 2^16: 0% become 0, 50% become inf"
+
+
+@pytest.mark.parametrize("power", [0, 8, 16, 40])
+def test_the_zones_of_the_picture_are_those_of_float16(power):
+    picture = explore.loss_scale_picture(2.0 ** torch.arange(-48, 24), power)
+    text = picture._repr_svg_()
+    for words in ("becomes 0", "loses digits", "all digits", "becomes inf"):
+        assert words in text
+
+
+def test_the_classifier_loses_its_gradients_without_a_scale():
+    explorer = explore.loss_scale()
+    assert re.search(r"(8|9)\d% become 0, 0% become inf", explorer.html.value)
+    explorer.controls["power"].value = 16
+    assert "scale 2^16: 0% become 0, 0% become inf" in explorer.html.value
 
 
 # -- plans -----------------------------------------------------------------------------

@@ -8,6 +8,7 @@ screen readers speak, and looks the same on every machine, so that tests compare
     memory_bars.py  what memory is made of at several moments, predicted and counted
     jobs.py         what runs when on all ranks of a job, and their memory
     timelines.py    what runs when: streams of GPUs, stages of a pipeline
+    precision.py    numbers of 16 bits, and where a step of mixed precision has them
     collectives.py  what each rank holds before and after a collective
     course_map.py   the lessons of the course
     visible.py      which cards a program sees, and what it calls them
@@ -19,11 +20,13 @@ from helpers.draw.jobs import job_memory, job_timeline, overlap
 from helpers.draw.memory import devices, parts, segment_picture, segments
 from helpers.draw.memory_bars import memory_bars
 from helpers.draw.picture import COLOURS, HOST, INK, WIDEST, Picture, colour
+from helpers.draw.precision import mixed_step, number_formats
 from helpers.draw.timelines import schedule, timeline
 from helpers.draw.visible import visible_cards
 
 __all__ = [
     "COLOURS", "HOST", "INK", "ON_RANKS", "Picture", "WIDEST", "collective", "colour",
-    "course_map", "devices", "job_memory", "job_timeline", "memory_bars", "overlap",
-    "parts", "schedule", "segment_picture", "segments", "timeline", "visible_cards",
+    "course_map", "devices", "job_memory", "job_timeline", "memory_bars", "mixed_step",
+    "number_formats", "overlap", "parts", "schedule", "segment_picture", "segments",
+    "timeline", "visible_cards",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The exercises of lesson 09: what is held, a clipped step, a scale that rescues."""
+"""The exercises of lesson 09: lost gradients, what is held, a clipped step."""
 
 import copy
 
@@ -9,15 +9,92 @@ from torch.nn.utils import clip_grad_norm_
 
 from helpers import digits
 from helpers.exercises.counted import GB, counted, is_near, number
-from helpers.exercises.exercise import Later, Wrong, call, exercise, solution
-from helpers.exercises.learning import flat, weights
-from helpers.exercises.results import a, equal
+from helpers.exercises.exercise import (
+    Wrong,
+    call,
+    exercise,
+    must_be_callable,
+    solution,
+)
+from helpers.exercises.learning import weights
+from helpers.exercises.results import equal
 
 
 @exercise(
     "09.1",
     hints=(
-        "The table under *Cost: half the memory?* has a row for each thing that "
+        "In which order does a step do it: first the scale, or first the rounding to "
+        "float16? And which gradients can be lost at all?",
+        "`there = gradients[gradients != 0]` leaves out those that were 0 before. "
+        "`.half()` rounds, and the mean of `(... == 0).float()` is a share.",
+    ),
+)
+def share_lost(function) -> None:
+    """A function (float32 gradients, scale) -> the share that float16 makes 0."""
+    must_be_callable(function)
+    gradients = _gradients()
+    there = gradients[gradients != 0]
+    for scale in (1.0, 16.0):
+        found = float(number(call(function, gradients.clone(), scale), "the share"))
+        scaled = there * scale
+        right = _share(scaled.half() == 0)
+        mistakes = {
+            _share((gradients * scale).half() == 0):
+                "gradients that were 0 before cannot be lost; leave them out",
+            _share(there.half() * scale == 0):
+                "scale first, then round: what is 0 stays 0",
+            _share(scaled.half() != 0): "this is the share of those that are kept",
+            _share(scaled.abs() < torch.finfo(torch.float16).tiny):
+                "below tiny float16 loses digits; 0 comes only far below: many "
+                "gradients are smaller than tiny and not 0",
+            _share(scaled.bfloat16() == 0): "round to float16, with .half()",
+            _share(gradients * scale == 0): "nothing is rounded; call .half()",
+        }  # fmt: skip
+        if not 0 <= found <= 1:
+            raise Wrong(f"{found:g} is no share between 0 and 1")
+        if is_near(found, right, 1e-5):
+            continue
+        for wrong, why in mistakes.items():
+            if abs(found - wrong) < 1e-5:
+                raise Wrong(why)
+        raise Wrong(f"with a scale of {scale:g} it says {found:.3f}, not {right:.3f}")
+
+
+def _gradients() -> torch.Tensor:
+    """Of many sizes, and a tenth of them 0."""
+    generator = torch.Generator().manual_seed(0)
+    powers = -40 + 34 * torch.rand(4000, generator=generator)
+    powers[:100] = -140.0
+    gradients = 2.0**powers
+    gradients[::2] *= -1
+    gradients[-400:] = 0
+    return gradients
+
+
+def _share(flags: torch.Tensor) -> float:
+    return flags.float().mean().item()
+
+
+@solution("09.1")
+def solution_1():
+    """Scale, round, and count the zeros among those that were not 0.
+
+    The multiplication happens in float32 here, as in the scaled loss. `.half()` rounds.
+    A gradient that was 0 before has nothing to lose, so it is left out.
+    """
+
+    def share_lost(gradients, scale):
+        there = gradients[gradients != 0]
+        rounded = (there * scale).half()
+        return (rounded == 0).float().mean().item()
+
+    return share_lost
+
+
+@exercise(
+    "09.2",
+    hints=(
+        "The table under *How much memory?* has a row for each thing that "
         "fills a GPU. Which rows count at this moment, and which of them become "
         "smaller in mixed precision?",
         "The masters stay in float32, and so do Adam's two numbers for each weight. "
@@ -47,7 +124,7 @@ def held_after_forward(float32, mixed) -> None:
         right - casts: "the casts of the weights are missing",
         right - parameters: "the masters stay in float32, and so does Adam's state; "
         "casts come on top",
-        right + kept / 2: "what the forward pass keeps between products is float16: "
+        right + kept / 2: "what the forward pass keeps between matmuls is float16: "
         "half",
         right + parameters: "at this moment there are no gradients",
         right + casts: "a cast is 2 bytes a weight",
@@ -55,8 +132,8 @@ def held_after_forward(float32, mixed) -> None:
     counted(mixed, right, mistakes, why, what="mixed", near=0.005, unit=GB)
 
 
-@solution("09.1")
-def solution_1():
+@solution("09.2")
+def solution_2():
     """Only what the forward pass keeps becomes smaller.
 
     After the first step, Adam has two numbers for each weight. Right after the second
@@ -64,7 +141,7 @@ def solution_1():
     state and what the forward pass keeps.
 
     Mixed precision changes one of the three. Everything that is kept lies between
-    products, so it is float16, and half as large. The weights stay in float32 as
+    matmuls, so it is float16, and half as large. The weights stay in float32 as
     masters, and Adam's state stays too. One thing is new: the forward pass keeps a
     cast of all weights in float16.
     """
@@ -131,9 +208,9 @@ def _leaves_gradients(model: nn.Module) -> bool:
 
 
 @exercise(
-    "09.2",
+    "09.3",
     hints=(
-        "Begin with `step` from the section on `autocast` and `GradScaler`. At which "
+        "Begin with the program at the top of the lesson. At which "
         "place in it are the gradients complete, but not yet used by the optimizer?",
         "At that place the gradients are still multiplied by the scale, and "
         "`clip_grad_norm_` cannot know that. Which call divides them first, and do "
@@ -171,8 +248,8 @@ def clipped_step(function) -> None:
         raise Wrong("it leaves gradients behind when one of them is infinite")
 
 
-@solution("09.2")
-def solution_2():
+@solution("09.3")
+def solution_3():
     """Clip gradients only after they have been divided by the scale.
 
     Forward pass and loss are inside of `autocast`, and `backward()` is outside. The
@@ -243,86 +320,6 @@ def _check_calls(scaler: _Watch) -> None:
             f"clip to a norm of 1, not {norm:.2g}; or the loss that goes backward is "
             "not the scaled one"
         )
-
-
-@exercise(
-    "09.3",
-    hints=(
-        "A loop under *gradients that vanish* computes the lost share for a fresh "
-        "model and several scales. What must change in it for the trained model, and "
-        "for every power from 0 on?",
-        "Count only gradients that are not 0 in float32, and among these the ones "
-        "that are 0 in float16. The smallest power is asked for, so what must be "
-        "true of the power just below it?",
-    ),
-)
-def rescuing_scale(power, model) -> None:
-    """The exponent of the smallest scale that loses less than 3 % of the gradients."""
-    power = number(power, "power")
-    if power != int(power):
-        raise Wrong("the answer is an exponent, a whole number")
-    if not isinstance(model, nn.Sequential):
-        raise Wrong(f"give the trained model, not {a(type(model).__name__)}")
-    if any(p.dtype != torch.float32 for p in model.parameters()):
-        raise Wrong(
-            "the model is no longer float32: .half() changes the model itself. Run the "
-            "cell of the oracle again, and use copy.deepcopy(model).half()"
-        )
-    shares = lost_shares(model)
-    right = next(i for i, share in enumerate(shares) if share < 0.03)
-    if power == right:
-        return
-    if power == 2**right:
-        raise Wrong("this is the scale; answer with its exponent")
-    if not 0 <= power < len(shares):
-        raise Wrong(f"look between 0 and {len(shares) - 1}")
-    if power < right:
-        raise Wrong(f"2**{power} still loses {shares[int(power)]:.1%}")
-    raise Wrong(f"2**{power} is enough, but 2**{power - 1} is, too")
-
-
-@solution("09.3", results=lambda: {"float32": trained()}, gradients=lambda: gradients)
-def solution_3(results, gradients):
-    """Try one power after the other, and stop at the first that is enough.
-
-    The gradients of the float32 model say which ones are there at all. A float16 copy
-    computes the same gradients for a scale, and the lost ones are those that have
-    become 0. A larger scale loses fewer of them, so the first power that loses less
-    than 3 % is the smallest one.
-
-    The copy is made once, before `.half()`, because `.half()` would change the trained
-    model itself, and its float32 weights would be gone.
-    """
-    right = gradients(results["float32"])
-    half = copy.deepcopy(results["float32"]).half()
-
-    def share_lost(power):
-        found = gradients(half, 2.0**power)
-        lost = found[right != 0] == 0
-        return lost.float().mean().item()
-
-    power = 0
-    while share_lost(power) >= 0.03:
-        power += 1
-    return power, results["float32"]
-
-
-def lost_shares(model: nn.Module, powers: int = 33) -> list[float]:
-    """For the scales 2**0, 2**1, ...: which share of the gradients becomes 0."""
-    data = digits()
-    x, y = data.x[:256].cuda(), data.y[:256].cuda()
-
-    def gradients_of(net, scale=1.0):
-        scores = net(x.to(net[0].weight.dtype)).float()
-        loss = cross_entropy(scores, y) / 2**14 * scale
-        return flat(torch.autograd.grad(loss, [*net.parameters()]))
-
-    there = gradients_of(model) != 0
-    half = copy.deepcopy(model).half()
-    return [
-        (gradients_of(half, 2.0**power)[there] == 0).float().mean().item()
-        for power in range(powers)
-    ]
 
 
 # -- answers ---------------------------------------------------------------------------
@@ -455,43 +452,58 @@ def repairs_inf(model, optimizer, scaler, x, y):
     return loss
 
 
-def gradients(model, scale=1.0):
-    """As in the notebook."""
-    data = digits()
-    x, y = data.x[:256].cuda(), data.y[:256].cuda()
-    scores = model(x.to(model[0].weight.dtype))
-    loss = cross_entropy(scores.float(), y) / 2**14 * scale
-    return flat(torch.autograd.grad(loss, [*model.parameters()])).float()
+def lost(gradients, scale):
+    there = gradients[gradients != 0]
+    return ((there * scale).half() == 0).float().mean()
 
 
-def trained():
-    data = digits()
-    x, y = data.x.cuda(), data.y.cuda()
-    torch.manual_seed(0)
-    layers = nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU()
-    model = nn.Sequential(*layers, nn.Linear(64, 10)).cuda()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for _ in range(30):
-        optimizer.zero_grad()
-        cross_entropy(model(x), y).backward()
-        optimizer.step()
-    return model
+def lost_counted(gradients, scale):
+    zeros = (gradients != 0) & ((gradients * scale).half() == 0)
+    return zeros.sum().item() / (gradients != 0).sum().item()
 
 
-def scale(more=0, exponent=True):
-    """The arguments of exercise 3, with the right exponent plus `more`."""
-    model = trained()
-    shares = lost_shares(model)
-    power = next(i for i, share in enumerate(shares) if share < 0.03)
-    return (power + more if exponent else 2**power), model
+def of_all(gradients, scale):
+    return ((gradients * scale).half() == 0).float().mean()
+
+
+def rounded_first(gradients, scale):
+    there = gradients[gradients != 0]
+    return (there.half() * scale == 0).float().mean()
+
+
+def never_rounded(gradients, scale):
+    return (gradients * scale == 0).float().mean()
+
+
+def kept(gradients, scale):
+    return 1 - lost(gradients, scale)
+
+
+def in_bfloat16(gradients, scale):
+    there = gradients[gradients != 0]
+    return ((there * scale).bfloat16() == 0).float().mean()
+
+
+def below_tiny(gradients, scale):
+    there = gradients[gradients != 0].abs() * scale
+    return (there < torch.finfo(torch.float16).tiny).float().mean()
 
 
 RIGHT = {
+    "share_lost": [lost, lost_counted],
     "held_after_forward": [(7.2, 4.4), (7.2, 4.401)],
     "clipped_step": [right_step, with_upcast],
-    "rescuing_scale": [Later(lambda: scale())],
 }
 WRONG = {
+    "share_lost": [
+        (of_all, "were 0 before"),
+        (rounded_first, "scale first"),
+        (never_rounded, "nothing is rounded"),
+        (kept, "that are kept"),
+        (in_bfloat16, "round to float16"),
+        (below_tiny, "smaller than tiny"),
+        (lambda gradients, scale: 2.0, "no share"),
+    ],
     "held_after_forward": [
         ((7.2, 3.6), "half of everything"),
         ((7.2, 4.2), "casts of the weights are missing"),
@@ -534,13 +546,5 @@ WRONG = {
         (lambda *args: 0.0, "does not call model(x)"),
         (lambda model, optimizer, scaler, x, y:
                   right_step(model, optimizer, scaler, x, y) * 0, "the loss is"),
-    ],
-    "rescuing_scale": [
-        (Later(lambda: scale(-1)), "still loses"),
-        (Later(lambda: scale(1)), "is, too"),
-        (Later(lambda: scale(exponent=False)), "answer with its exponent"),
-        (Later(lambda: (8.5, trained())), "a whole number"),
-        (Later(lambda: (8, trained().half())), "no longer float32"),
-        (Later(lambda: (99, trained())), "look between"),
     ],
 }  # fmt: skip

@@ -5,6 +5,11 @@ well, since lessons and exercises use them.
 """
 
 from helpers.explore.caching_allocator import allocator, allocator_picture
+from helpers.explore.loss_scale import (
+    loss_scale,
+    loss_scale_picture,
+    loss_scale_shares,
+)
 from helpers.explore.memory_budget import budget, budget_bytes, budget_picture
 from helpers.explore.pipeline_schedule import (
     most_held,
@@ -19,7 +24,8 @@ from helpers.explore.stream_overlap import overlap, overlap_picture, overlap_tim
 
 __all__ = [
     "allocator", "allocator_picture", "budget", "budget_bytes", "budget_picture",
-    "most_held", "overlap", "overlap_picture", "overlap_times", "pipeline",
-    "pipeline_order", "pipeline_picture", "pipeline_times", "ring", "ring_picture",
-    "ring_states", "shards", "shards_bytes",
+    "loss_scale", "loss_scale_picture", "loss_scale_shares", "most_held", "overlap",
+    "overlap_picture", "overlap_times", "pipeline", "pipeline_order",
+    "pipeline_picture", "pipeline_times", "ring", "ring_picture", "ring_states",
+    "shards", "shards_bytes",
 ]  # fmt: skip
