@@ -4,6 +4,7 @@ The same device has the same colour in every lesson. Every picture has a title, 
 screen readers speak, and looks the same on every machine, so that tests compare it.
 
     picture.py      Picture, an SVG under construction, and the colours
+    budgets.py      what ways to train a step take, beside what the card has
     memory.py       which tensor is on which device; what a GPU's memory is made of
     jobs.py         what runs when on all ranks of a job, and their memory
     timelines.py    what runs when: streams of GPUs, stages of a pipeline
@@ -11,6 +12,7 @@ screen readers speak, and looks the same on every machine, so that tests compare
     course_map.py   the lessons of the course
 """
 
+from helpers.draw.budgets import Budget, budgets
 from helpers.draw.collectives import collective
 from helpers.draw.course_map import ON_RANKS, course_map
 from helpers.draw.jobs import job_memory, job_timeline, overlap
@@ -25,7 +27,8 @@ from helpers.draw.picture import COLOURS, HOST, INK, WIDEST, Picture, colour
 from helpers.draw.timelines import schedule, timeline
 
 __all__ = [
-    "COLOURS", "HOST", "INK", "ON_RANKS", "Picture", "WIDEST", "collective", "colour",
-    "course_map", "devices", "history", "job_memory", "job_timeline", "overlap",
-    "parts", "schedule", "segment_picture", "segments", "timeline",
+    "Budget", "COLOURS", "HOST", "INK", "ON_RANKS", "Picture", "WIDEST", "budgets",
+    "collective", "colour", "course_map", "devices", "history", "job_memory",
+    "job_timeline", "overlap", "parts", "schedule", "segment_picture", "segments",
+    "timeline",
 ]  # fmt: skip
