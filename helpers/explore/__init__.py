@@ -5,7 +5,6 @@ well, since lessons and exercises use them.
 """
 
 from helpers.explore.caching_allocator import allocator, allocator_picture
-from helpers.explore.memory_budget import budget, budget_bytes, budget_picture
 from helpers.explore.pipeline_schedule import (
     most_held,
     pipeline,
@@ -18,8 +17,7 @@ from helpers.explore.sharded_state import shards, shards_bytes
 from helpers.explore.stream_overlap import overlap, overlap_picture, overlap_times
 
 __all__ = [
-    "allocator", "allocator_picture", "budget", "budget_bytes", "budget_picture",
-    "most_held", "overlap", "overlap_picture", "overlap_times", "pipeline",
-    "pipeline_order", "pipeline_picture", "pipeline_times", "ring", "ring_picture",
-    "ring_states", "shards", "shards_bytes",
+    "allocator", "allocator_picture", "most_held", "overlap", "overlap_picture",
+    "overlap_times", "pipeline", "pipeline_order", "pipeline_picture",
+    "pipeline_times", "ring", "ring_picture", "ring_states", "shards", "shards_bytes",
 ]  # fmt: skip
