@@ -4,19 +4,20 @@ import re
 from xml.etree import ElementTree
 
 import pytest
-import torch
 from scripts import plan
 from scripts.plan import explore as plan_explorer
-from torch.utils.checkpoint import checkpoint
 
-from helpers import explore, simgpu
+from helpers import explore
 from helpers.explore import explorer as base
-from helpers.explore.memory_budget import PRECISIONS
 from simgpu.timing.cost import COPY_LATENCY
 
 ALL = [
     explore.allocator, explore.overlap, explore.ring, explore.pipeline, explore.shards,
+<<<<<<< HEAD
     explore.budget, explore.loss_scale, plan_explorer.plan,
+=======
+    plan_explorer.plan,
+>>>>>>> lg
 ]  # fmt: skip
 ALLOCATOR = dict(tensors=9, size=6, free="every second", more=12)
 OVERLAP = dict(chunks=4, megabytes=64, speed=12, compute=6)
@@ -181,6 +182,7 @@ def test_shards_of_float32():
     assert sizes == {"weights": 40, "gradients": 40, "optimizer state": 0}
 
 
+<<<<<<< HEAD
 # -- a budget of memory ----------------------------------------------------------------
 
 STEP = dict(width=64, blocks=4, rows=2048, precision="float32", optimizer="Adam")
@@ -279,6 +281,8 @@ def test_the_classifier_loses_its_gradients_without_a_scale():
     assert "scale 2^16: 0% become 0, 0% become inf" in explorer.html.value
 
 
+=======
+>>>>>>> lg
 # -- plans -----------------------------------------------------------------------------
 
 PLAN = dict(machines=8, model="70B", strategy="fsdp", card="H100", batch=1,

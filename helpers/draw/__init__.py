@@ -4,6 +4,7 @@ The same device has the same colour in every lesson. Every picture has a title, 
 screen readers speak, and looks the same on every machine, so that tests compare it.
 
     picture.py      Picture, an SVG under construction, and the colours
+    budgets.py      what ways to train a step take, beside what the card has
     memory.py       which tensor is on which device; what a GPU's memory is made of
     memory_bars.py  what memory is made of at several moments, predicted and counted
     jobs.py         what runs when on all ranks of a job, and their memory
@@ -14,6 +15,7 @@ screen readers speak, and looks the same on every machine, so that tests compare
     visible.py      which cards a program sees, and what it calls them
 """
 
+from helpers.draw.budgets import Budget, budgets
 from helpers.draw.collectives import collective
 from helpers.draw.course_map import ON_RANKS, course_map
 from helpers.draw.jobs import job_memory, job_timeline, overlap
@@ -25,8 +27,8 @@ from helpers.draw.timelines import schedule, timeline
 from helpers.draw.visible import visible_cards
 
 __all__ = [
-    "COLOURS", "HOST", "INK", "ON_RANKS", "Picture", "WIDEST", "collective", "colour",
-    "course_map", "devices", "job_memory", "job_timeline", "memory_bars", "mixed_step",
-    "number_formats", "overlap", "parts", "schedule", "segment_picture", "segments",
-    "timeline", "visible_cards",
+    "Budget", "COLOURS", "HOST", "INK", "ON_RANKS", "Picture", "WIDEST", "budgets",
+    "collective", "colour", "course_map", "devices", "job_memory", "job_timeline",
+    "memory_bars", "mixed_step", "number_formats", "overlap", "parts", "schedule",
+    "segment_picture", "segments", "timeline", "visible_cards",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The exercises of lesson 10: segments, a step in parts, and a step in 256 MiB."""
+"""The exercises of lesson 10: segments, a step in parts, and a step in 32 MiB."""
 
 import functools
 import math
@@ -6,16 +6,12 @@ import warnings
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, gelu
+from torch.nn.functional import cross_entropy
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import checkpoint
 
 from helpers import digits, gpu_seconds, need_gpus, simgpu
 from helpers.exercises.counted import MIB, name_mistake, number
@@ -27,8 +23,8 @@ from helpers.exercises.results import near
 @exercise(
     "10.1",
     hints=(
-        "Under *Cost: the square root*, 64 layers that keep one tensor each needed "
-        "`k + 64 / k` tensors. Which of the two terms becomes another one for these "
+        "Under *How many segments?*, 16 layers that keep one tensor each needed "
+        "`k + 16 / k + 1` tensors. Which of the terms becomes another one for these "
         "blocks?",
         "The segment whose turn it is has `40 / k` blocks, and each of them keeps "
         "ten tensors, not one. A sum of this kind is lowest where its two terms are "
@@ -100,9 +96,9 @@ def _tools(model) -> tuple:
 @exercise(
     "10.2",
     hints=(
-        "`train` under *three ways to get it wrong* does the same for its parts. By "
-        "what must the mean loss of a part be multiplied, so that the sum over the "
-        "parts is the mean over all rows?",
+        "The lesson divides by the number of parts, which is right for equal parts. "
+        "By what must the mean loss of a part be multiplied, so that the sum over "
+        "the parts is the mean over all samples?",
         "The gradients of all parts add up before the optimizer steps. Which calls "
         "belong inside the loop over the parts, which come once after it, and what "
         "must be gone before the next batch?",
@@ -152,7 +148,7 @@ def one_step(function) -> None:
         if not rows:
             raise Wrong("the model has not seen any part")
         if max(rows) > max(sizes):
-            raise Wrong("one forward pass got more rows than a part has")
+            raise Wrong("one forward pass got more samples than a part has")
         if most[0] > 1:
             raise Wrong(
                 f"the activations of {most[0]} parts were there at once: call "
@@ -175,11 +171,11 @@ def one_step(function) -> None:
 
 @solution("10.2")
 def solution_2():
-    """Each part counts as much as it has rows.
+    """Each part counts as much as it has samples.
 
-    `cross_entropy` returns the mean over the rows of a part. The mean over all rows is
-    the sum of these means, each times its share of the rows. With equal shares, a part
-    of 7 rows would weigh as much as a part of 100.
+    `cross_entropy` returns the mean over the samples of a part. The mean over all
+    samples is the sum of these means, each times its share of the samples. With equal
+    shares, a part of 7 would weigh as much as a part of 100.
 
     `backward()` is inside the loop. It adds the gradient of the part to `.grad`, and
     frees the activations of the part before the next one comes.
@@ -190,9 +186,9 @@ def solution_2():
     """
 
     def one_step(model, optimizer, schedule, parts):
-        all_rows = sum(len(x) for x, y in parts)
+        all_samples = sum(len(x) for x, y in parts)
         for x, y in parts:
-            share = len(x) / all_rows
+            share = len(x) / all_samples
             loss = share * cross_entropy(model(x), y)
             loss.backward()
         optimizer.step()
@@ -203,7 +199,7 @@ def solution_2():
 
 
 def _gradients(model, x, y) -> torch.Tensor:
-    """Of the mean loss of these rows, as one vector."""
+    """Of the mean loss of these samples, as one vector."""
     loss = cross_entropy(model(x), y)
     return flat(torch.autograd.grad(loss, [*model.parameters()]))
 
@@ -214,43 +210,45 @@ def _typical(model, parts, before) -> dict[str, torch.Tensor]:
     sizes = [len(x) for x, _ in parts]
     whole = sum(n * g for n, g in zip(sizes, means, strict=True)) / sum(sizes)
     return {
-        "parts of 100, 7 and 60 rows must not weigh the same": sum(means),
+        "parts of 100, 7 and 60 samples must not weigh the same": sum(means),
         "only the last part's gradient is left": means[-1],
         "the second step begins with the first one's gradients": whole + before,
     }
 
 
-# -- within 256 MiB --------------------------------------------------------------------
+# -- within 32 MiB ---------------------------------------------------------------------
 
-MOST_MIB, MOST_MS = 256, 16.2
+MOST_MIB, MOST_MS = 32, 5.1
+SAMPLES, WIDTH, LAYERS = 2048, 128, 40
 LR = 1e-3
 
 
-class Block(nn.Module):
-    """As in the lesson."""
-
-    def __init__(self, d: int):
-        super().__init__()
-        self.up, self.down = nn.Linear(d, 4 * d), nn.Linear(4 * d, d)
-        self.norm = nn.LayerNorm(d)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(x + self.down(gelu(self.up(x))))
-
-
 def deep() -> nn.Sequential:
-    """The model of the exercise, on the CPU: 80 blocks, BatchNorm, ten scores."""
+    """The model of the exercise, on the CPU: 40 layers, BatchNorm, ten scores."""
     torch.manual_seed(0)
-    blocks = [Block(64) for _ in range(80)]
-    return nn.Sequential(*blocks, nn.BatchNorm1d(64), nn.Linear(64, 10))
+    layers = [nn.Linear(64, WIDTH), nn.ReLU()]
+    for _ in range(LAYERS - 1):
+        layers += [nn.Linear(WIDTH, WIDTH), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 10))
+    for weight in model.parameters():
+        if weight.dim() == 2:
+            nn.init.kaiming_normal_(weight)
+    return model
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """Random images, whose label is the largest of their first ten numbers."""
+    torch.manual_seed(1)
+    x = torch.randn(SAMPLES, 64)
+    return x, x[:, :10].argmax(1)
 
 
 @functools.cache
 def _reference() -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of a plain step with all rows, and the weights after it."""
-    model, data = deep(), digits()
+    """Gradients of a plain step with all samples, and the weights after it."""
+    model, (x, y) = deep(), batch()
     optimizer = torch.optim.Adam(model.parameters(), lr=LR)
-    cross_entropy(model(data.x), data.y).backward()
+    cross_entropy(model(x), y).backward()
     optimizer.step()
     return gradients(model), weights(model)
 
@@ -258,22 +256,20 @@ def _reference() -> tuple[torch.Tensor, torch.Tensor]:
 @exercise(
     "10.3",
     hints=(
-        "A checkpointed block keeps its input and gives up its other nine tensors. "
-        "How many MiB are these for 1437 rows of 64 numbers, and how many blocks "
-        "must be computed again to come from 317 MiB to 256?",
-        "BatchNorm has to see all rows together, and only once, so it belongs "
-        "neither into parts nor into a checkpoint. Then look at the time of the "
-        "optimizer. How many kernels does Adam launch for 80 blocks, and which of "
-        "its options changes that?",
+        "Each layer keeps 1 MiB, and a step without checkpoints is about 18 MiB too "
+        "large. Each layer that is computed again costs time, and they need not all "
+        "be. When the first layers are computed again, which activations are free?",
+        "BatchNorm has to see all samples together, and only once, so it belongs "
+        "neither into parts nor into a checkpoint. Then look at the optimizer: "
+        "which of Adam's options takes one kernel for all weights?",
     ),
 )
-def within_256(frugal) -> None:
+def within_32(frugal) -> None:
     """A function of the model that returns a step: a function of x and y."""
     if simgpu.is_running() and torch.cuda.get_device_name(0) != "Tesla T4":
         simgpu.stop()  # the milliseconds are those of a T4
-        simgpu.start(1, "T4", "512MB")
-    data = digits()
-    x, y = data.x.to("cuda"), data.y.to("cuda")
+        simgpu.start(1, "T4", "128MB")
+    x, y = (tensor.to("cuda") for tensor in batch())
     before = torch.cuda.memory_allocated()
     model = deep().to("cuda")
     step = call(frugal, model)
@@ -285,7 +281,7 @@ def within_256(frugal) -> None:
         milliseconds = 1e3 * run(gpu_seconds, step, x, y)
     except Wrong as wrong:
         if isinstance(wrong.__cause__, torch.OutOfMemoryError):
-            raise Wrong("it needs more than the 512 MiB of the card") from None
+            raise Wrong("it needs more than the 128 MiB of the card") from None
         raise
     peak = (torch.cuda.max_memory_allocated() - before) / MIB
     score = f"{peak:.1f} MiB, {milliseconds:.2f} ms"
@@ -294,7 +290,7 @@ def within_256(frugal) -> None:
     limit = MOST_MS if simgpu.is_running() else _slow_ms(x, y)
     if milliseconds > limit:
         raise Wrong(
-            f"{score}: it fits, and {limit:.1f} ms are enough. How many blocks must "
+            f"{score}: it fits, and {limit:.1f} ms are enough. How many layers must "
             "be computed again? And how many kernels does Adam launch?"
         )
     print(score)
@@ -302,38 +298,32 @@ def within_256(frugal) -> None:
 
 @solution("10.3")
 def solution_3():
-    """Compute again as few blocks as needed, and let the optimizer make up for it.
+    """Compute again half of the layers, and let the optimizer make up for it.
 
-    Parts of the batch are no way here, because BatchNorm has to see all rows together.
-    Checkpointing leaves the batch whole. A checkpointed block gives up nine tensors as
-    large as its input, about 3.2 MiB, and the plain step is 61.2 MiB too large. So 20
-    of the 80 blocks are enough, and each block more would only cost time. BatchNorm is
-    not computed again, so it counts the batch once.
+    Parts of the batch are no way here, because BatchNorm has to see all samples
+    together. Checkpointing leaves the batch in one piece.
 
-    The time for 20 forward passes is more than the limit leaves. `fused=True` wins
-    enough of it back, because Adam then updates all weights in one kernel. The weights
-    after the step are those of plain Adam.
+    Each layer keeps one tensor of 1 MiB. Put the first 20 layers into one segment. The
+    forward pass then keeps the activations of the other 20 only. When backward comes to
+    the segment, these are free, and the 20 tensors that are computed again take their
+    place. So the peak has 20 tensors fewer than the plain step, for half of a forward
+    pass. More segments would save more and cost more. BatchNorm is not computed again,
+    so it counts the batch once.
 
-    The lesson's own score comes from computing 22 blocks again with
-    `selective(keep_down)`, which keeps the result of `down`.
+    `fused=True` wins some of the time back, because Adam then updates all weights in
+    one kernel, without the temporary roots. The weights after the step are those of
+    plain Adam.
     """
-    need_gpus(1, card="T4", memory="512MB")
-    mib_of_a_tensor = 1437 * 64 * 4 / 2**20
-    mib_of_a_block = 9 * mib_of_a_tensor  # what a checkpoint does not keep
-    too_much = 317.2 - 256
-    number_again = int(too_much // mib_of_a_block) + 1
+    need_gpus(1, card="T4", memory="128MB")
 
     def frugal(model):
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
+        first_half = model[:40]  # 20 layers, each a Linear and a ReLU
+        rest = model[40:]
 
         def step(x, y):
-            h = x
-            for index, block in enumerate(model[:80]):
-                if index < number_again:
-                    h = checkpoint(block, h, use_reentrant=False)
-                else:
-                    h = block(h)
-            loss = cross_entropy(model[80:](h), y)
+            h = checkpoint(first_half, x, use_reentrant=False)
+            loss = cross_entropy(rest(h), y)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -365,8 +355,8 @@ def _check_step(model, step, x, y) -> None:
             handle.remove()
     if rows and min(rows) < len(x):
         raise Wrong(
-            f"BatchNorm has seen {min(rows)} rows, not all {len(x)} together: parts of "
-            "a batch are another model to it"
+            f"BatchNorm has seen {min(rows)} samples, not all {len(x)} together: "
+            "parts of a batch are another model to it"
         )
     batches = int(norm.num_batches_tracked)
     if batches > 1:
@@ -382,8 +372,8 @@ def _check_step(model, step, x, y) -> None:
     error = off(flat(own), wanted)
     if not error < 1e-4:
         raise Wrong(
-            f"the gradients are off by {error:.1%}: do all rows count, and is anything "
-            "of lower precision?"
+            f"the gradients are off by {error:.1%}: do all samples count, and is "
+            "anything of lower precision?"
         )
     if batches == 0:
         raise Wrong("BatchNorm has not counted the batch; its running mean is old")
@@ -392,17 +382,14 @@ def _check_step(model, step, x, y) -> None:
 
 
 def _slow_ms(x, y) -> float:
-    """What a step takes on this GPU if every block is computed again, less 7 %."""
-    step = trainer(first(80))(deep().to("cuda"))
-    return 0.93 * 1e3 * gpu_seconds(step, x, y)
+    """What a step takes on this GPU if every layer is computed again, less 5 %."""
+    step = trainer(segments_of(LAYERS, 5))(deep().to("cuda"))
+    return 0.95 * 1e3 * gpu_seconds(step, x, y)
 
 
 # -- answers ---------------------------------------------------------------------------
 
 again = functools.partial(checkpoint, use_reentrant=False)
-kept = functools.partial(
-    create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default]
-)
 
 # -- a step in unequal parts -----------------------------------------------------------
 
@@ -411,7 +398,7 @@ def in_parts(
     *end,
     begin=(),
     each=("backward",),
-    share=lambda rows, all_rows, parts: rows / all_rows,
+    share=lambda samples, all_samples, parts: samples / all_samples,
     most=None,
 ):
     """A step: what comes first, what for each of `most` parts, and what at the end.
@@ -420,7 +407,7 @@ def in_parts(
     """
 
     def step(model, optimizer, schedule, parts):
-        all_rows = sum(len(x) for x, y in parts)
+        all_samples = sum(len(x) for x, y in parts)
         actions = {
             "step": optimizer.step,
             "zero": optimizer.zero_grad,
@@ -431,7 +418,7 @@ def in_parts(
         for x, y in parts[:most]:
             for action in each:
                 if action == "backward":
-                    times = share(len(x), all_rows, len(parts))
+                    times = share(len(x), all_samples, len(parts))
                     (times * cross_entropy(model(x), y)).backward()
                 else:
                     actions[action]()
@@ -444,7 +431,7 @@ def in_parts(
 
 
 END = ("step", "zero", "schedule")
-by_rows = in_parts(*END)
+by_samples = in_parts(*END)
 
 
 def with_a_closure(model, optimizer, schedule, parts):
@@ -460,7 +447,7 @@ def with_a_closure(model, optimizer, schedule, parts):
 
 def joined(model, optimizer, schedule, parts):
     x, y = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-    by_rows(model, optimizer, schedule, [(x, y)])
+    by_samples(model, optimizer, schedule, [(x, y)])
 
 
 def one_backward(model, optimizer, schedule, parts):
@@ -473,14 +460,25 @@ def one_backward(model, optimizer, schedule, parts):
 
 
 def generator(model, optimizer, schedule, parts):
-    yield by_rows(model, optimizer, schedule, parts)
+    yield by_samples(model, optimizer, schedule, parts)
 
 
-# -- within 256 MiB --------------------------------------------------------------------
+# -- within 32 MiB ---------------------------------------------------------------------
 
 
-def trainer(run, adam=None, parts=1):
-    """A function of the model: `run(index, block, h)` runs a block."""
+def segments_of(count, segments):
+    """A forward pass that computes the first layers again, in so many segments."""
+
+    def forward(model, h):
+        for start in range(0, 2 * count, 2 * count // max(segments, 1) or 1):
+            h = again(model[start : start + 2 * count // segments], h)
+        return model[2 * count :](h)
+
+    return forward
+
+
+def trainer(forward, adam=None, parts=1):
+    """A function of the model: `forward(model, x)` returns the scores."""
 
     def frugal(model):
         how = {"lr": 1e-3, **(adam or {"fused": True})}
@@ -488,12 +486,7 @@ def trainer(run, adam=None, parts=1):
 
         def step(x, y):
             for px, py in zip(x.chunk(parts), y.chunk(parts), strict=True):
-                h = px
-                for index, block in enumerate(model[:80]):
-                    h = run(index, block, h)
-                loss = cross_entropy(model[80:](h), py) / parts
-                del h
-                loss.backward()
+                (cross_entropy(forward(model, px), py) / parts).backward()
             optimizer.step()
             optimizer.zero_grad()
 
@@ -502,26 +495,9 @@ def trainer(run, adam=None, parts=1):
     return frugal
 
 
-def first(count, how=again):
-    """The first blocks are computed again, and the others are not."""
-    return lambda index, block, h: how(block, h) if index < count else block(h)
-
-
-def keep_down(ctx, op, *args, **kwargs):
-    """What `down` returns is kept: a product that is smaller than what it reads."""
-    keep = op is torch.ops.aten.addmm.default and args[2].shape[0] > args[2].shape[1]
-    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-down_kept = functools.partial(
-    again,
-    context_fn=functools.partial(create_selective_checkpoint_contexts, keep_down),
-)
-
-
-def part_of_the_rows(model):
-    """Trains on 256 of the digits."""
-    step = trainer(first(0))(model)
+def part_of_the_samples(model):
+    """Trains on 256 of the samples."""
+    step = trainer(segments_of(0, 0))(model)
     return lambda x, y: step(x[:256], y[:256])
 
 
@@ -554,10 +530,7 @@ def with_sgd(model):
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def step(x, y):
-        h = x
-        for index, block in enumerate(model[:80]):
-            h = first(20)(index, block, h)
-        cross_entropy(model[80:](h), y).backward()
+        cross_entropy(segments_of(20, 1)(model, x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -571,14 +544,13 @@ RIGHT = {
         torch.tensor(20),
     ],
     "one_step": [
-        by_rows,
+        by_samples,
         in_parts("step", "schedule", begin=["zero"]),
         with_a_closure,
     ],
-    "within_256": [
-        trainer(first(20)),
-        trainer(first(22, down_kept)),  # the lesson's own
-        trainer(first(45, functools.partial(again, context_fn=kept))),
+    "within_32": [
+        trainer(segments_of(20, 1)),
+        trainer(segments_of(20, 2)),
     ],
 }
 WRONG = {
@@ -612,7 +584,7 @@ WRONG = {
             "stepped 3 times, not once",
         ),
         (in_parts("step", "schedule"), "begins with the first one's gradients"),
-        (joined, "more rows than a part has"),
+        (joined, "more samples than a part has"),
         (in_parts("step", "zero"), "the schedule has counted 0"),
         (one_backward, "activations of 3 parts were there at once"),
         (
@@ -626,15 +598,16 @@ WRONG = {
         (in_parts(*END, most=2), "the gradient is off by "),
         (generator, "the model has not seen any part"),
     ],
-    "within_256": [
-        (trainer(first(0)), "more than 256 MiB"),
-        (trainer(first(80)), "it fits, and 16.2 ms are enough"),
+    "within_32": [
+        (trainer(segments_of(0, 0)), "more than 32 MiB"),
+        (trainer(segments_of(40, 40)), "more than 32 MiB"),
+        (trainer(segments_of(40, 5)), "it fits, and 5.1 ms are enough"),
         (
-            trainer(first(20), {"foreach": True}),
+            trainer(segments_of(20, 1), {"foreach": True}),
             "how many kernels does Adam",
         ),
-        (trainer(first(0), parts=2), "BatchNorm has seen 718 rows"),
-        (part_of_the_rows, "has seen 256 rows, not all 1437 together"),
+        (trainer(segments_of(0, 0), parts=2), "BatchNorm has seen 1024 samples"),
+        (part_of_the_samples, "has seen 256 samples, not all 2048 together"),
         (autocast, "is anything of lower precision?"),
         (all_again, "BatchNorm has counted one batch 2 times"),
         (with_sgd, "not those of Adam"),

@@ -5,11 +5,7 @@ well, since lessons and exercises use them.
 """
 
 from helpers.explore.caching_allocator import allocator, allocator_picture
-from helpers.explore.loss_scale import (
-    loss_scale,
-    loss_scale_picture,
-    loss_scale_shares,
-)
+from helpers.explore.loss_scale import loss_scale, loss_scale_picture, loss_scale_shares
 from helpers.explore.memory_budget import budget, budget_bytes, budget_picture
 from helpers.explore.pipeline_schedule import (
     most_held,
