@@ -7,6 +7,7 @@ screen readers speak, and looks the same on every machine, so that tests compare
     memory.py       which tensor is on which device; what a GPU's memory is made of
     jobs.py         what runs when on all ranks of a job, and their memory
     timelines.py    what runs when: streams of GPUs, stages of a pipeline
+    loaders.py      what loader workers and the GPU do when
     steps.py        one step of several runs on one axis: copying, computing, idle
     collectives.py  what each rank holds before and after a collective
     course_map.py   the lessons of the course
@@ -15,6 +16,7 @@ screen readers speak, and looks the same on every machine, so that tests compare
 from helpers.draw.collectives import collective
 from helpers.draw.course_map import ON_RANKS, course_map
 from helpers.draw.jobs import job_memory, job_timeline, overlap
+from helpers.draw.loaders import loaders
 from helpers.draw.memory import (
     devices,
     history,
@@ -28,6 +30,6 @@ from helpers.draw.timelines import schedule, timeline
 
 __all__ = [
     "COLOURS", "HOST", "INK", "ON_RANKS", "Picture", "WIDEST", "collective", "colour",
-    "course_map", "devices", "history", "job_memory", "job_timeline", "overlap",
-    "parts", "schedule", "segment_picture", "segments", "steps", "timeline",
+    "course_map", "devices", "history", "job_memory", "job_timeline", "loaders",
+    "overlap", "parts", "schedule", "segment_picture", "segments", "steps", "timeline",
 ]  # fmt: skip
