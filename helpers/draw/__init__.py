@@ -10,6 +10,8 @@ screen readers speak, and looks the same on every machine, so that tests compare
     jobs.py         what runs when on all ranks of a job, and their memory
     timelines.py    what runs when: streams of GPUs, stages of a pipeline
     precision.py    numbers of 16 bits, and where a step of mixed precision has them
+    loaders.py      what loader workers and the GPU do when
+    steps.py        one step of several runs on one axis: copying, computing, idle
     collectives.py  what each rank holds before and after a collective
     course_map.py   the lessons of the course
     visible.py      which cards a program sees, and what it calls them
@@ -19,16 +21,18 @@ from helpers.draw.budgets import Budget, budgets
 from helpers.draw.collectives import collective
 from helpers.draw.course_map import ON_RANKS, course_map
 from helpers.draw.jobs import job_memory, job_timeline, overlap
+from helpers.draw.loaders import loaders
 from helpers.draw.memory import devices, parts, segment_picture, segments
 from helpers.draw.memory_bars import memory_bars
 from helpers.draw.picture import COLOURS, HOST, INK, WIDEST, Picture, colour
 from helpers.draw.precision import mixed_step, number_formats
+from helpers.draw.steps import steps
 from helpers.draw.timelines import schedule, timeline
 from helpers.draw.visible import visible_cards
 
 __all__ = [
     "Budget", "COLOURS", "HOST", "INK", "ON_RANKS", "Picture", "WIDEST", "budgets",
     "collective", "colour", "course_map", "devices", "job_memory", "job_timeline",
-    "memory_bars", "mixed_step", "number_formats", "overlap", "parts", "schedule",
-    "segment_picture", "segments", "timeline", "visible_cards",
+    "loaders", "memory_bars", "mixed_step", "number_formats", "overlap", "parts",
+    "schedule", "segment_picture", "segments", "steps", "timeline", "visible_cards",
 ]  # fmt: skip

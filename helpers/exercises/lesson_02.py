@@ -14,8 +14,67 @@ from helpers.gpus import count_copies
 @exercise(
     "02.1",
     hints=(
-        "The table under *Cost* explains what an index and an `if` copy. Which lines "
-        "of this loop are of these two kinds, and how often does each of them run?",
+        "One family of functions takes the shape, the dtype and the device from `x`. "
+        "How do their names end?",
+        "The table under *Where a new tensor goes* has the function that draws normal "
+        "random numbers in this way. What does it need besides `x`?",
+    ),
+)
+def noise_like(function) -> None:
+    """A function x -> normal random numbers beside x."""
+    for device, dtype in (
+        ("cuda:1", torch.float32),
+        ("cuda:3", torch.float64),
+        ("cpu", torch.float16),
+    ):
+        x = torch.ones(40, 50, dtype=dtype, device=device, requires_grad=True)
+        beside = f"beside an x of {dtype} on {device}"
+        with count_copies() as copies:
+            noise = call(function, x, when=beside)
+        if tensor(noise, "it returns").device != x.device:
+            raise Wrong(f"{beside} the noise is on {noise.device}")
+        tensor(noise, "the noise is", x.shape)
+        if noise.dtype != dtype:
+            raise Wrong(f"{beside} the noise is {noise.dtype}, not {dtype}")
+        if copies:
+            raise Wrong(f"{beside} it copies {copies.nbytes:,} bytes; make it there")
+        if noise.requires_grad:
+            raise Wrong("the noise wants a gradient; new random numbers have none")
+        if not bool((x == 1).all()):
+            raise Wrong("it writes its numbers into x")
+        numbers = noise.cpu().double()
+        again = tensor(call(function, x, when=beside), "asked again, it returns")
+        if equal(numbers, again.detach().double()):
+            raise Wrong("two calls give the same numbers")
+        if abs(numbers.mean()) > 0.2 or abs(numbers.std() - 1) > 0.2:
+            raise Wrong(
+                f"mean {numbers.mean():.1f} and deviation {numbers.std():.1f} are not "
+                "those of normal numbers, 0 and 1"
+            )
+        if numbers.abs().max() < 2:  # of 2000 normal numbers, 90 are beyond
+            raise Wrong("no number is beyond 2, so they are not normal ones")
+
+
+@solution("02.1")
+def solution_1():
+    """A `_like` function takes its shape, dtype and device from `x`.
+
+    `torch.randn_like(x)` draws its numbers on the device of `x`, so nothing has to be
+    copied. Like every new tensor, they want no gradient.
+    """
+
+    def noise_like(x):
+        return torch.randn_like(x)
+
+    return noise_like
+
+
+@exercise(
+    "02.2",
+    hints=(
+        "The table under *Six copies in a step* says what an index and an `assert` "
+        "copy; `if` copies as `assert` does. Which lines of this loop are of these two "
+        "kinds, and how often does each of them run?",
         "`seen[rows] += 1` is short for `seen[rows] = seen[rows] + 1`. How often is "
         "`rows` used as an index there, how many bytes has one element of `rows`, "
         "and what exactly does Python's `if` need from the GPU?",
@@ -42,8 +101,8 @@ def bytes_of_the_loop(answer) -> None:
     counted(answer, steps * right, mistakes, why)
 
 
-@solution("02.1")
-def solution_1():
+@solution("02.2")
+def solution_2():
     """An index on the CPU travels each time it is used.
 
     `seen[rows] += 1` first reads the elements at `rows` and then writes them. Both need
@@ -65,81 +124,11 @@ def solution_1():
 
 
 @exercise(
-    "02.2",
-    hints=(
-        "The table under *Concise* shows what each function takes from `x`. Which of "
-        "them makes normal random numbers, and for which `x` must you overrule one "
-        "of the properties?",
-        "Normal random numbers cannot be integers or booleans, so for such an `x` "
-        "the dtype has to be named. How can you ask a tensor whether its dtype is a "
-        "floating-point one?",
-    ),
-)
-def noise_like(function) -> None:
-    """A function x -> normal random numbers beside x."""
-    for device, dtype in (
-        ("cuda:1", torch.float32),
-        ("cuda:3", torch.float64),
-        ("cpu", torch.float16),
-        ("cuda:2", torch.int64),
-        ("cuda:0", torch.bool),
-    ):
-        x = torch.ones(40, 50, dtype=dtype, device=device)
-        if dtype.is_floating_point:
-            x.requires_grad_(True)
-        beside = f"beside an x of {dtype} on {device}"
-        with count_copies() as copies:
-            noise = call(function, x, when=beside)
-        wanted = dtype if dtype.is_floating_point else torch.float32
-        if tensor(noise, "it returns").device != x.device:
-            raise Wrong(f"{beside} the noise is on {noise.device}")
-        tensor(noise, "the noise is", x.shape)
-        if noise.dtype != wanted:
-            raise Wrong(f"{beside} the noise is {noise.dtype}, not {wanted}")
-        if copies:
-            raise Wrong(f"{beside} it copies {copies.nbytes:,} bytes; make it there")
-        if noise.requires_grad:
-            raise Wrong("the noise wants a gradient; new random numbers have none")
-        if not bool((x == 1).all()):
-            raise Wrong("it writes its numbers into x")
-        numbers = noise.cpu().double()
-        again = tensor(call(function, x, when=beside), "asked again, it returns")
-        if equal(numbers, again.detach().double()):
-            raise Wrong("two calls give the same numbers")
-        if abs(numbers.mean()) > 0.2 or abs(numbers.std() - 1) > 0.2:
-            raise Wrong(
-                f"mean {numbers.mean():.1f} and deviation {numbers.std():.1f} are not "
-                "those of normal numbers, 0 and 1"
-            )
-        if numbers.abs().max() < 2:  # of 2000 normal numbers, 90 are beyond
-            raise Wrong("no number is beyond 2, so they are not normal ones")
-
-
-@solution("02.2")
-def solution_2():
-    """A `_like` function takes everything from `x`, except what you name.
-
-    `torch.randn_like(x)` makes its numbers on the device of `x`, in the shape of `x`,
-    so nothing has to be copied. Like every new tensor, they want no gradient.
-
-    The dtype comes from `x` as well, and there are no normal random numbers in
-    integers or booleans. Name the dtype in every call: that of `x` if it is a
-    floating-point one, and otherwise float32.
-    """
-
-    def noise_like(x):
-        dtype = x.dtype if x.is_floating_point() else torch.float32
-        return torch.randn_like(x, dtype=dtype)
-
-    return noise_like
-
-
-@exercise(
     "02.3",
     hints=(
-        "`PastNew` makes its mask beside its input. How can one comparison of "
-        "positions with lengths make the whole mask here, without a loop over the "
-        "sequences?",
+        "`NormalizeBeside` makes its constants beside its input. How can one "
+        "comparison of positions with lengths make the full mask here, without a loop "
+        "over the sequences?",
         "A position belongs to the sequence if it is smaller than the length, since "
         "positions count from 0. Which shapes must positions and lengths have, so "
         "that the mask fits `(batch, n, features)`, and which dtype must the mask "
@@ -210,18 +199,11 @@ def solution_3():
 
 
 def with_device(x):
-    dtype = x.dtype if x.is_floating_point() else torch.float32
-    return torch.randn(x.shape, dtype=dtype, device=x.device)
-
-
-def with_like(x):
-    dtype = x.dtype if x.dtype.is_floating_point else torch.float32
-    return torch.randn_like(x, dtype=dtype)
+    return torch.randn(x.shape, dtype=x.dtype, device=x.device)
 
 
 def filled(x):
-    noise = x.new_empty(x.shape) if x.is_floating_point() else x.float()
-    return noise.normal_()
+    return x.new_empty(x.shape).normal_()
 
 
 def on_the_cpu(x):
@@ -229,7 +211,7 @@ def on_the_cpu(x):
 
 
 def moved(x):
-    return torch.randn(x.shape).to(x.device)
+    return torch.randn(x.shape).to(x)
 
 
 def on_the_current_gpu(x):
@@ -240,37 +222,30 @@ def always_float32(x):
     return torch.randn_like(x, dtype=torch.float32)
 
 
-def its_dtype_whatever(x):
-    return x.new_zeros(x.shape).float().normal_().to(x.dtype)
-
-
-def uniform(x):
-    dtype = x.dtype if x.is_floating_point() else torch.float32
-    return torch.rand_like(x, dtype=dtype)
-
-
 def too_wide(x):
-    return with_device(x) * 10
+    return torch.randn_like(x) * 10
 
 
 def wants_gradient(x):
-    return with_device(x).requires_grad_()
+    return torch.randn_like(x).requires_grad_()
 
 
 def in_place(x):
-    if x.is_floating_point():
-        return x.detach().normal_()
-    return with_device(x)
+    return x.detach().normal_()
 
 
 def seeded(x):
     torch.cuda.manual_seed_all(0)
     torch.manual_seed(0)
-    return with_device(x)
+    return torch.randn_like(x)
 
 
 def as_one_row(x):
-    return with_device(x.reshape(-1))
+    return torch.randn_like(x.reshape(-1))
+
+
+def stretched_uniform(x):
+    return (torch.rand_like(x) - 0.5) * 12**0.5
 
 
 class Compared(nn.Module):
@@ -358,14 +333,9 @@ class ToTheHost(nn.Module):
         return Compared()(x, lengths).cpu()
 
 
-def stretched_uniform(x):
-    dtype = x.dtype if x.is_floating_point() else torch.float32
-    return (torch.rand(x.shape, dtype=dtype, device=x.device) - 0.5) * 12**0.5
-
-
 RIGHT = {
+    "noise_like": [torch.randn_like, with_device, filled],
     "bytes_of_the_loop": [16_100],
-    "noise_like": [with_device, with_like, filled],
     "hide_padding": [Compared, Filled, Where],
 }
 WRONG = {
@@ -383,20 +353,17 @@ WRONG = {
     ],
     "noise_like": [
         (stretched_uniform, "beyond 2"),
-        (lambda x: torch.randn_like(x), "torch.int64 on cuda:2 your code"),
         (on_the_cpu, "the noise is on cpu"),
         (moved, "make it there"),
         (on_the_current_gpu, "the noise is on cuda:0"),
         (always_float32, "is torch.float32, not torch.float64"),
-        (its_dtype_whatever, "is torch.int64, not torch.float32"),
-        (uniform, "not those of normal numbers"),
+        (torch.rand_like, "not those of normal numbers"),
         (too_wide, "not those of normal numbers"),
         (torch.zeros_like, "the same numbers"),
         (wants_gradient, "wants a gradient"),
         (in_place, "into x"),
         (seeded, "the same numbers"),
         (as_one_row, "the noise is (2000,)"),
-        (torch.randn_like, "your code raised"),
         (lambda x: 0.5, "not a tensor"),
     ],
     "hide_padding": [

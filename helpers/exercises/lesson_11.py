@@ -20,6 +20,180 @@ PATIENCE = 5  # seconds
 @exercise(
     "11.1",
     hints=(
+        "The formula is under *How many workers*, and the default factor is under "
+        "*What is in flight*. Does a worker that waits for the network need a core?",
+        "The formula counts items, and the GPU takes batches of them. The number of "
+        "workers is a whole number, and `prefetch_factor` is meant for each worker. "
+        "How many bytes does a picture in uint8 have?",
+    ),
+)
+def feeding(workers, in_flight, megabytes) -> None:
+    """0.012 s an item, 64 items in 0.04 s: 19.2 workers; 40 batches of 9.63 MB."""
+    mistakes = {
+        19.2: "19.2 is the bound; there are only whole workers",
+        19: "19 workers load 1583 items a second, and the GPU takes 1600",
+        1: "one worker loads 83 items a second, and the GPU takes 1600",
+        4: "items wait for the network: cores do not limit them",
+    }
+    why = "seconds to load an item times items a second"
+    counted(workers, 20, mistakes, why, what="workers")
+    mistakes = {2: "prefetch_factor counts the batches of each worker"}
+    why = "workers times prefetch_factor"
+    counted(in_flight, 40, mistakes, why, what="in flight")
+    right = 40 * 64 * 3 * 224 * 224 / MB
+    mistakes = {
+        4 * right: "a uint8 takes one byte, not four",
+        right / 64: "that is one item of each batch",
+        right / 40: "that is one batch; how many are in flight?",
+    }
+    why = "batches in flight, times 64 items, times 3 * 224 * 224 bytes"
+    counted(megabytes, right, mistakes, why, what="megabytes", near=0.02, unit=MB)
+
+
+@solution("11.1")
+def solution_1():
+    """A worker waits 12 ms for each item, and the GPU takes 64 items every 40 ms.
+
+    The formula multiplies seconds per item and items per second. The result is rounded
+    up, because a fraction of a worker does not exist. The four cores do not matter,
+    because a worker that waits for the network needs no core.
+
+    By default each worker may have been asked for two batches, so the batches in flight
+    are twice the workers. A uint8 is one byte.
+    """
+    import math
+
+    seconds_per_item = 0.012
+    items_per_second = 64 / 0.040
+    workers = math.ceil(seconds_per_item * items_per_second)
+    prefetch_factor = 2
+    in_flight = workers * prefetch_factor
+    bytes_per_batch = 64 * 3 * 224 * 224
+    megabytes = in_flight * bytes_per_batch / 10**6
+    return workers, in_flight, megabytes
+
+
+@exercise(
+    "11.2",
+    hints=(
+        "*The same random numbers twice* shows what happens to a generator that "
+        "the data set keeps. When must a generator be made so that no earlier item "
+        "has changed its state?",
+        "The seed, the epoch and `i` must each change the noise, and no two "
+        "combinations may have the same noise. Why is the sum of the three numbers "
+        "a bad seed? Look also at the dtype of the numbers that NumPy draws.",
+    ),
+)
+def jitter(dataset) -> None:
+    """A class (x, seed) with set_epoch: noise by seed, epoch and item alone."""
+    if not isinstance(dataset, type):
+        raise Wrong("give the class itself, check.jitter(Jittered)")
+    if getattr(dataset, "__getitem__", None) in (None, Dataset.__getitem__):
+        raise NotYet("your class has no __getitem__ so far")
+    x = torch.zeros(8, 16)
+    first = run(_noise, dataset, x, 0, 0)
+    if first.shape[:2] != (2, 8):
+        raise Wrong(f"an epoch of 8 items became {tuple(first.shape[1:])}")
+    if first.shape[2:] != (16,) or first.dtype != torch.float32:
+        raise Wrong(
+            f"an item should be 16 numbers in float32, not {tuple(first.shape[2:])} in "
+            f"{first.dtype}"
+        )
+    if not first.any():
+        raise Wrong("there is no noise")
+    if len(first[0].unique(dim=0)) < 8:
+        raise Wrong("in one epoch two items have the same noise")
+    if torch.equal(first[0], first[1]):
+        raise Wrong("without workers: the second epoch has the noise of the first")
+    with_workers = run(_noise, dataset, x, 2, 0)
+    if len(with_workers[0].unique(dim=0)) < 8:
+        raise Wrong("with two workers, two items of an epoch have the same noise")
+    if torch.equal(with_workers[0], with_workers[1]):
+        raise Wrong("with two workers, the second epoch has the noise of the first")
+    if not equal(with_workers, first):
+        raise Wrong("with two workers the noise is not that of none")
+    if not equal(run(_noise, dataset, x, 0, 0, True), first):
+        raise Wrong("the noise of an item depends on which items came before it")
+    other = run(_noise, dataset, x, 0, 1)
+    if equal(other, first):
+        raise Wrong("another seed has the same noise")
+    every = torch.cat([first, other]).flatten(0, 1)  # of two seeds and two epochs
+    if len(every.unique(dim=0)) < len(every):
+        raise Wrong(
+            "an item has the noise of another in another epoch, or with another seed: "
+            "do not add the three numbers, give all of them as the seed"
+        )
+    if min(len(row.unique()) for row in every) < 16:
+        raise Wrong("each of an item's 16 numbers needs noise of its own")
+    if abs(every.mean()) > 0.2 or not 0.8 < every.std() < 1.2:
+        raise Wrong(
+            "the noise should be normal, with mean 0 and standard deviation 1; yours "
+            f"has {every.mean():.2f} and {every.std():.2f}"
+        )
+    x = torch.arange(128.0).view(8, 16)
+    if not near(run(_noise, dataset, x, 0, 0), x + first):
+        raise Wrong("an item should be x[i] plus the noise, which does not depend on x")
+
+
+@solution("11.2")
+def solution_2():
+    """Each item makes its own generator, from the seed, the epoch and `i`.
+
+    A generator that the data set keeps has a state, which depends on the items that
+    this process has drawn before. Each worker has a copy of that state. A generator
+    that is made in `__getitem__` has no past, so neither the workers nor the order of
+    the items can change the noise.
+
+    All three numbers go in as a list. With their sum, item 1 of epoch 0 and item 0 of
+    epoch 1 would have the same noise. NumPy draws float64, and `.float()` makes it
+    float32.
+    """
+
+    class Jittered(Dataset):
+        def __init__(self, x, seed):
+            self.x = x
+            self.seed = seed
+            self.epoch = 0
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __len__(self):
+            return len(self.x)
+
+        def __getitem__(self, i):
+            generator = np.random.default_rng([self.seed, self.epoch, i])
+            noise = torch.from_numpy(generator.normal(size=16)).float()
+            return self.x[i] + noise
+
+    return Jittered
+
+
+def _noise(dataset, x, workers: int, seed: int, backwards: bool = False):
+    """Two epochs, (2, 8, 16), in the order of the items. Runs the learner's class."""
+    gc.collect()
+    made, epochs = dataset(x, seed), []
+    order = list(range(len(x)))[:: -1 if backwards else 1]
+    for epoch in range(2):
+        made.set_epoch(epoch)
+        with warnings.catch_warnings():  # of two workers on one core
+            warnings.simplefilter("ignore")
+            loader = DataLoader(
+                made,
+                batch_size=2,
+                sampler=order,
+                num_workers=workers,
+                multiprocessing_context="fork" if workers else None,
+            )
+            rows = torch.cat([torch.as_tensor(batch) for batch in loader])
+        epochs.append(rows.flip(0) if backwards else rows)
+        del loader
+    return torch.stack(epochs)
+
+
+@exercise(
+    "11.3",
+    hints=(
         "Look at `fill`, the function that runs in the thread. What happens to an "
         "error that is raised there, and what does the loop find in the queue "
         "afterwards?",
@@ -68,8 +242,8 @@ def prefetch_safely(function) -> None:
         )
 
 
-@solution("11.1")
-def solution_1():
+@solution("11.3")
+def solution_3():
     """The queue carries batches, an error or the end, and each entry says which.
 
     An error in a thread ends only the thread, and the loop waits for ever. Here the
@@ -168,181 +342,6 @@ def _check_ahead(function) -> None:
             f"with depth=3, {ahead} batches were loaded while the loop used the first: "
             "bound the queue, or a slow loop fills the memory"
         )
-
-
-@exercise(
-    "11.2",
-    hints=(
-        "The formula is under *Cost: how many workers*, and the default factor is "
-        "under *Cost: what is in flight*. Does a worker that waits for the network "
-        "need a core?",
-        "The formula counts items, and the GPU takes batches of them. The number of "
-        "workers is a whole number, and `prefetch_factor` is meant for each worker. "
-        "How many bytes does a picture in uint8 have?",
-    ),
-)
-def feeding(workers, in_flight, megabytes) -> None:
-    """0.012 s an item, 64 items in 0.04 s: 19.2 workers; 40 batches of 9.63 MB."""
-    mistakes = {
-        19.2: "19.2 is the bound; there are only whole workers",
-        19: "19 workers load 1583 items a second, and the GPU takes 1600",
-        1: "one worker loads 83 items a second, and the GPU takes 1600",
-        4: "items wait for the network: cores do not limit them",
-    }
-    why = "seconds to load an item times items a second"
-    counted(workers, 20, mistakes, why, what="workers")
-    mistakes = {2: "prefetch_factor counts the batches of each worker"}
-    why = "workers times prefetch_factor"
-    counted(in_flight, 40, mistakes, why, what="in flight")
-    right = 40 * 64 * 3 * 224 * 224 / MB
-    mistakes = {
-        4 * right: "a uint8 takes one byte, not four",
-        right / 64: "that is one item of each batch",
-        right / 40: "that is one batch; how many are in flight?",
-    }
-    why = "batches in flight, times 64 items, times 3 * 224 * 224 bytes"
-    counted(megabytes, right, mistakes, why, what="megabytes", near=0.02, unit=MB)
-
-
-@solution("11.2")
-def solution_2():
-    """A worker waits 12 ms for each item, and the GPU takes 64 items every 40 ms.
-
-    The formula multiplies seconds per item and items per second. The result is rounded
-    up, because a fraction of a worker does not exist. The four cores do not matter,
-    because a worker that waits for the network needs no core.
-
-    By default each worker may have been asked for two batches, so the batches in flight
-    are twice the workers. A uint8 is one byte.
-    """
-    import math
-
-    seconds_per_item = 0.012
-    items_per_second = 64 / 0.040
-    workers = math.ceil(seconds_per_item * items_per_second)
-    prefetch_factor = 2
-    in_flight = workers * prefetch_factor
-    bytes_per_batch = 64 * 3 * 224 * 224
-    megabytes = in_flight * bytes_per_batch / 10**6
-    return workers, in_flight, megabytes
-
-
-@exercise(
-    "11.3",
-    hints=(
-        "*Break it: the same random numbers* shows what happens to a generator that "
-        "the data set keeps. When must a generator be made so that no earlier item "
-        "has changed its state?",
-        "The seed, the epoch and `i` must each change the noise, and no two "
-        "combinations may have the same noise. Why is the sum of the three numbers "
-        "a bad seed? Look also at the dtype of the numbers that NumPy draws.",
-    ),
-)
-def jitter(dataset) -> None:
-    """A class (x, seed) with set_epoch: noise by seed, epoch and item alone."""
-    if not isinstance(dataset, type):
-        raise Wrong("give the class itself, check.jitter(Jittered)")
-    if getattr(dataset, "__getitem__", None) in (None, Dataset.__getitem__):
-        raise NotYet("your class has no __getitem__ so far")
-    x = torch.zeros(8, 16)
-    first = run(_noise, dataset, x, 0, 0)
-    if first.shape[:2] != (2, 8):
-        raise Wrong(f"an epoch of 8 items became {tuple(first.shape[1:])}")
-    if first.shape[2:] != (16,) or first.dtype != torch.float32:
-        raise Wrong(
-            f"an item should be 16 numbers in float32, not {tuple(first.shape[2:])} in "
-            f"{first.dtype}"
-        )
-    if not first.any():
-        raise Wrong("there is no noise")
-    if len(first[0].unique(dim=0)) < 8:
-        raise Wrong("in one epoch two items have the same noise")
-    if torch.equal(first[0], first[1]):
-        raise Wrong("without workers: the second epoch has the noise of the first")
-    with_workers = run(_noise, dataset, x, 2, 0)
-    if len(with_workers[0].unique(dim=0)) < 8:
-        raise Wrong("with two workers, two items of an epoch have the same noise")
-    if torch.equal(with_workers[0], with_workers[1]):
-        raise Wrong("with two workers, the second epoch has the noise of the first")
-    if not equal(with_workers, first):
-        raise Wrong("with two workers the noise is not that of none")
-    if not equal(run(_noise, dataset, x, 0, 0, True), first):
-        raise Wrong("the noise of an item depends on which items came before it")
-    other = run(_noise, dataset, x, 0, 1)
-    if equal(other, first):
-        raise Wrong("another seed has the same noise")
-    every = torch.cat([first, other]).flatten(0, 1)  # of two seeds and two epochs
-    if len(every.unique(dim=0)) < len(every):
-        raise Wrong(
-            "an item has the noise of another in another epoch, or with another seed: "
-            "do not add the three numbers, give all of them as the seed"
-        )
-    if min(len(row.unique()) for row in every) < 16:
-        raise Wrong("each of an item's 16 numbers needs noise of its own")
-    if abs(every.mean()) > 0.2 or not 0.8 < every.std() < 1.2:
-        raise Wrong(
-            "the noise should be normal, with mean 0 and standard deviation 1; yours "
-            f"has {every.mean():.2f} and {every.std():.2f}"
-        )
-    x = torch.arange(128.0).view(8, 16)
-    if not near(run(_noise, dataset, x, 0, 0), x + first):
-        raise Wrong("an item should be x[i] plus the noise, which does not depend on x")
-
-
-@solution("11.3")
-def solution_3():
-    """Each item makes its own generator, from the seed, the epoch and `i`.
-
-    A generator that the data set keeps has a state, which depends on the items that
-    this process has drawn before. Each worker has a copy of that state. A generator
-    that is made in `__getitem__` has no past, so neither the workers nor the order of
-    the items can change the noise.
-
-    All three numbers go in as a list. With their sum, item 1 of epoch 0 and item 0 of
-    epoch 1 would have the same noise. NumPy draws float64, and `.float()` makes it
-    float32.
-    """
-
-    class Jittered(Dataset):
-        def __init__(self, x, seed):
-            self.x = x
-            self.seed = seed
-            self.epoch = 0
-
-        def set_epoch(self, epoch):
-            self.epoch = epoch
-
-        def __len__(self):
-            return len(self.x)
-
-        def __getitem__(self, i):
-            generator = np.random.default_rng([self.seed, self.epoch, i])
-            noise = torch.from_numpy(generator.normal(size=16)).float()
-            return self.x[i] + noise
-
-    return Jittered
-
-
-def _noise(dataset, x, workers: int, seed: int, backwards: bool = False):
-    """Two epochs, (2, 8, 16), in the order of the items. Runs the learner's class."""
-    gc.collect()
-    made, epochs = dataset(x, seed), []
-    order = list(range(len(x)))[:: -1 if backwards else 1]
-    for epoch in range(2):
-        made.set_epoch(epoch)
-        with warnings.catch_warnings():  # of two workers on one core
-            warnings.simplefilter("ignore")
-            loader = DataLoader(
-                made,
-                batch_size=2,
-                sampler=order,
-                num_workers=workers,
-                multiprocessing_context="fork" if workers else None,
-            )
-            rows = torch.cat([torch.as_tensor(batch) for batch in loader])
-        epochs.append(rows.flip(0) if backwards else rows)
-        del loader
-    return torch.stack(epochs)
 
 
 # -- answers ---------------------------------------------------------------------------
