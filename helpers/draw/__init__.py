@@ -7,6 +7,7 @@ screen readers speak, and looks the same on every machine, so that tests compare
     memory.py       which tensor is on which device; what a GPU's memory is made of
     jobs.py         what runs when on all ranks of a job, and their memory
     timelines.py    what runs when: streams of GPUs, stages of a pipeline
+    roofline.py     what a card can reach, and the kernels below it
     stopwatches.py  what a clock reads of a step that is launched and then computed
     collectives.py  what each rank holds before and after a collective
     course_map.py   the lessons of the course
@@ -23,11 +24,13 @@ from helpers.draw.memory import (
     segments,
 )
 from helpers.draw.picture import COLOURS, HOST, INK, WIDEST, Picture, colour
+from helpers.draw.roofline import roofline
 from helpers.draw.stopwatches import stopwatches
 from helpers.draw.timelines import schedule, timeline
 
 __all__ = [
     "COLOURS", "HOST", "INK", "ON_RANKS", "Picture", "WIDEST", "collective", "colour",
     "course_map", "devices", "history", "job_memory", "job_timeline", "overlap",
-    "parts", "schedule", "segment_picture", "segments", "stopwatches", "timeline",
+    "parts", "roofline", "schedule", "segment_picture", "segments", "stopwatches",
+    "timeline",
 ]  # fmt: skip
