@@ -27,7 +27,7 @@ def test_a_kernel_that_reaches_both_limits_lies_on_the_ridge():
 
 def test_one_roof_says_which_side_is_bound_by_what():
     svg = draw.roofline("title", [A100], POINTS)._repr_svg_()
-    for words in ("memory-bound", "arithmetic-bound", "ridge 9.6", "FLOPs a byte"):
+    for words in ("memory-bound", "compute-bound", "ridge 9.6", "FLOPs a byte"):
         assert words in svg
     assert "1  at the ridge" in svg and "A100, float32: 19.5 TFLOP/s" in svg
 

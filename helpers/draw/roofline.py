@@ -47,7 +47,7 @@ def roofline(
             picture.line(x, y, x, _TOP + _HEIGHT, HOST)
             y = _TOP + _HEIGHT - 8
             picture.text(x - 6, y, "memory-bound", 12, "end")
-            picture.text(x + 6, y, "arithmetic-bound", 12)
+            picture.text(x + 6, y, "compute-bound", 12)
             picture.text(x, _TOP + _HEIGHT + 32, f"ridge {ridge:.1f}", 11, "middle")
     for number, (name, intensity, rate) in enumerate(points, 1):
         words, _, roof = name.partition("@")

@@ -57,19 +57,20 @@ def solution_1():
     return intensity
 
 
-_LIMITS = ("launches", "memory", "arithmetic")
+_LIMITS = ("launches", "memory", "compute")
+_MEANT = {"launch": "launches", "arithmetic": "compute"}
 
 
 def _limit(answer) -> str | None:
     name = word(answer)
-    name = "launches" if name == "launch" else name
+    name = _MEANT.get(name, name)
     return name if name in _LIMITS else None
 
 
 @exercise(
     "08.2",
     hints=(
-        "`bound` compares three times, those of the launches, the bytes and the "
+        "The longest of three times binds: those of the launches, the bytes and the "
         "FLOPs. What are the three numbers for each of these programs, if every "
         "input and every result is moved once?",
         "The name of an operation does not decide. How many FLOPs does a product do "
@@ -78,7 +79,7 @@ def _limit(answer) -> str | None:
     ),
 )
 def five_bounds(*answers) -> None:
-    """What binds five programs on an A100 in float32, as `bound` computes it."""
+    """What binds five programs on an A100 in float32."""
     n = 4096
     programs = (  # launches, bytes, FLOPs
         (1, 3 * 4 * n * n, 2 * n**3),
@@ -101,7 +102,7 @@ def five_bounds(*answers) -> None:
                 ),
             )
         )
-    say = "say launches, memory or arithmetic"
+    say = "say launches, memory or compute"
     listed(answers, expected, what="answers", read=_limit, say=say)
 
 
@@ -110,7 +111,7 @@ def solution_2():
     """Compute all three times; the longest one is the bound.
 
     A product of two large matrices reads each element once and uses it 4096 times, so
-    arithmetic takes longest. A sum does one FLOP for 12 bytes and is bound by memory.
+    computing takes longest. A sum does one FLOP for 12 bytes and is bound by memory.
 
     A product with one row or with 8 rows has to read the whole matrix, too, and does
     only 2 FLOPs for each element and row. For 8 rows that is 4 FLOPs a byte, which is
@@ -132,7 +133,7 @@ def solution_2():
         seconds = {
             "launches": launches * 10e-6,
             "memory": nbytes / (0.86 * 2039e9),
-            "arithmetic": flops / (0.89 * 19.5e12),
+            "compute": flops / (0.89 * 19.5e12),
         }
         answers.append(max(seconds, key=seconds.get))
     return (*answers,)
@@ -237,7 +238,7 @@ def dense(rows, inner, columns):
 RIGHT = {
     "intensity": [dense],
     "five_bounds": [
-        ("arithmetic", "memory", "memory", "launches", "memory"),
+        ("compute", "memory", "memory", "launches", "memory"),
         ("Arithmetic", "memory", "memory", "launch", "memory"),
     ],
     "break_even": [122, 117, 128],
@@ -261,7 +262,7 @@ WRONG = {
             ("arithmetic", "memory", "memory", "launches", "arithmetic"),
             "number 5",
         ),
-        (("compute", "memory", "memory", "launches", "memory"), "say launches"),
+        (("bytes", "memory", "memory", "launches", "memory"), "say launches"),
         (("arithmetic", "memory"), "5 answers are asked for, not 2"),
     ],
     "break_even": [

@@ -63,6 +63,6 @@ print(f"{rate / 1e12:.2f} TFLOP/s in matmuls, {rate / PEAK:.1%} of the peak")
 if busy < 0.8 * took:
     print("launch-bound: the GPU waits for the host")
 elif rate > 0.5 * PEAK:
-    print("bound by arithmetic")
+    print("compute-bound: half of the peak, or more")
 else:
-    print("bound by memory, or by small kernels: look at the longest ones")
+    print("memory-bound, or many small kernels: look at the longest ones")
