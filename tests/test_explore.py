@@ -14,10 +14,14 @@ from simgpu.timing.cost import COPY_LATENCY
 ALL = [
     explore.allocator, explore.overlap, explore.ring, explore.pipeline, explore.shards,
 <<<<<<< HEAD
+<<<<<<< HEAD
     explore.budget, explore.loss_scale, plan_explorer.plan,
 =======
     plan_explorer.plan,
 >>>>>>> lg
+=======
+    explore.budget, explore.roofline, plan_explorer.plan,
+>>>>>>> le
 ]  # fmt: skip
 ALLOCATOR = dict(tensors=9, size=6, free="every second", more=12)
 OVERLAP = dict(chunks=4, megabytes=64, speed=12, compute=6)
@@ -327,3 +331,35 @@ def test_plan_of_split_matrices_has_the_same_tokens():
     picture = plan_explorer.plan_picture(**PLAN | dict(strategy="fsdp + tensor 8"))
     step = plan.step_seconds("70B", 64, strategy="fsdp + tensor 8", batch=8)
     assert f"{step.tokens_per_second:,.0f} tokens/s" in picture.title
+
+
+def test_the_kernels_of_a_step_are_those_of_the_log():
+    first, second = 2 * 512 * 64 * 512, 2 * 512 * 512 * 10
+    kernels = explore.step_kernels(512)
+    matmuls = [kernel for kernel in kernels if kernel.name.endswith("mm")]
+    assert sum(kernel.flops for kernel in matmuls) == 2 * first + 3 * second
+    relu = next(kernel for kernel in kernels if kernel.name == "relu")
+    assert (relu.flops, relu.nbytes) == (512 * 512, 2 * 4 * 512 * 512)
+    assert relu.intensity == 1 / 8
+
+
+def test_lower_precision_moves_fewer_bytes_or_computes_faster():
+    plain, tf32, half = (
+        explore.step_kernels(4096, 1024, 2, "A100", numbers)
+        for numbers in ("float32", "tf32", "bfloat16")
+    )
+
+    def total(kernels, what: str) -> float:
+        return sum(getattr(kernel, what) for kernel in kernels)
+
+    assert total(tf32, "nbytes") == total(plain, "nbytes") > total(half, "nbytes") * 1.9
+    assert total(plain, "seconds") > total(tf32, "seconds") > total(half, "seconds")
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_the_roofline_says_what_launches_and_kernels_take():
+    title = explore.roofline_picture(512).title
+    assert (
+        title == "A100, float32, batch 512, simulated: kernels 50 µs, launches 150 µs"
+    )
+    assert "mm" in explore.roofline_picture(32768)._repr_svg_()

@@ -12,6 +12,8 @@ screen readers speak, and looks the same on every machine, so that tests compare
     precision.py    numbers of 16 bits, and where a step of mixed precision has them
     loaders.py      what loader workers and the GPU do when
     steps.py        one step of several runs on one axis: copying, computing, idle
+    roofline.py     what a card can reach, and the kernels below it
+    stopwatches.py  what a clock reads of a step that is launched and then computed
     collectives.py  what each rank holds before and after a collective
     course_map.py   the lessons of the course
     visible.py      which cards a program sees, and what it calls them
@@ -26,7 +28,9 @@ from helpers.draw.memory import devices, parts, segment_picture, segments
 from helpers.draw.memory_bars import memory_bars
 from helpers.draw.picture import COLOURS, HOST, INK, WIDEST, Picture, colour
 from helpers.draw.precision import mixed_step, number_formats
+from helpers.draw.roofline import roofline
 from helpers.draw.steps import steps
+from helpers.draw.stopwatches import stopwatches
 from helpers.draw.timelines import schedule, timeline
 from helpers.draw.visible import visible_cards
 
@@ -34,5 +38,6 @@ __all__ = [
     "Budget", "COLOURS", "HOST", "INK", "ON_RANKS", "Picture", "WIDEST", "budgets",
     "collective", "colour", "course_map", "devices", "job_memory", "job_timeline",
     "loaders", "memory_bars", "mixed_step", "number_formats", "overlap", "parts",
-    "schedule", "segment_picture", "segments", "steps", "timeline", "visible_cards",
+    "roofline", "schedule", "segment_picture", "segments", "steps", "stopwatches",
+    "timeline", "visible_cards",
 ]  # fmt: skip

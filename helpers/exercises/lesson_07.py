@@ -1,20 +1,111 @@
-"""The exercises of lesson 07: stopwatches, and what binds a program."""
+"""The exercises of lesson 07: a clock that waits, a report, a time of each step."""
 
+import statistics
 import time
 
 import torch
 
 import simgpu
 from helpers import host_seconds
-from helpers.exercises.counted import is_near, listed, name_mistake, number, word
-from helpers.exercises.exercise import Later, Wrong, call, exercise, solution
-from helpers.exercises.results import a
-from simgpu.device.cards import CARDS
-from simgpu.timing.cost import COPY_LATENCY, HOST_COPY, LAUNCH, START
-from simgpu.timing.kernel_cost import OF_BANDWIDTH, PRODUCT_FLOOR
+from helpers.exercises.counted import is_near, number
+from helpers.exercises.exercise import Wrong, call, exercise, solution
+from helpers.exercises.results import a, sequence
+from simgpu.timing.cost import LAUNCH
 
-FLOPS = CARDS["A100"].reached["float32"] * CARDS["A100"].flops["float32"]
-BYTES = OF_BANDWIDTH * CARDS["A100"].memory_bandwidth
+SOON = 50e-6  # seconds between the GPU's end and a reading that comes at once
+
+
+@exercise(
+    "07.1",
+    hints=(
+        "The function has two lines. Which of them makes the host wait, and must it be "
+        "the first or the second?",
+        "`torch.cuda.synchronize()` waits, and returns nothing. What must the function "
+        "return once the wait is over?",
+    ),
+)
+def clock_after_the_gpu(function) -> None:
+    """A function -> what the host's clock says once the GPU has done its work."""
+    x = torch.ones(1024, 1024, device="cuda")
+    torch.cuda.synchronize()
+    before = host_seconds()
+    for _ in range(5):
+        x @ x
+    busy = host_seconds()
+    found = number(call(function))
+    torch.cuda.synchronize()
+    after = host_seconds()
+    if abs(found - after) <= SOON:
+        return
+    if not before <= found <= after:
+        raise Wrong("this is another clock; read host_seconds()")
+    if found - busy <= SOON:
+        raise Wrong("it reads the clock while the GPU is still busy; wait first")
+    raise Wrong(f"the GPU was done {1e6 * abs(after - found):.0f} µs from your reading")
+
+
+@solution("07.1")
+def solution_1():
+    """Wait first, then read.
+
+    The host goes on after a launch, so its clock says little about the GPU.
+    `torch.cuda.synchronize()` stops the host until the GPU has done all its work.
+    """
+
+    def clock_after_the_gpu():
+        torch.cuda.synchronize()
+        return host_seconds()
+
+    return clock_after_the_gpu
+
+
+_TIMES = [9.0, 3.0, 1.25, 1.0, 1.5, 1.125, 4.0]  # ms; two to warm up
+
+
+@exercise(
+    "07.2",
+    hints=(
+        "Which part of the list is left after the warm-up? `times[2:]` has all but the "
+        "first two.",
+        "The module `statistics` has a function for the median, and Python itself has "
+        "two for the smallest and the largest. Sort nothing before the first runs are "
+        "gone.",
+    ),
+)
+def report(function) -> None:
+    """A function (times, runs to warm up) -> median, least and most."""
+    for times, warm_up in ((_TIMES, 2), (_TIMES[:6], 1), ([2.0, 1.0], 0)):
+        found = sequence(call(function, list(times), warm_up), "it returns")
+        if len(found) != 3:
+            raise Wrong(f"return three numbers, not {len(found)}")
+        found = [number(each, "each") for each in found]
+        left = times[warm_up:]
+        right = [statistics.median(left), min(left), max(left)]
+        if all(is_near(x, y, 1e-6) for x, y in zip(found, right, strict=True)):
+            continue
+        about = f"of {times} with {warm_up} to warm up, "
+        if is_near(found[0], statistics.mean(left), 1e-6):
+            raise Wrong(f"{about}{found[0]:g} is the mean, which one slow run moves")
+        if is_near(found[2], max(times), 1e-6) and warm_up:
+            raise Wrong(f"{about}{found[2]:g} ms is a run that does not count")
+        if warm_up and is_near(found[1], min(sorted(times)[warm_up:]), 1e-6):
+            raise Wrong(f"{about}you drop the fastest runs; drop the first ones")
+        raise Wrong(f"{about}it is {tuple(right)}, not {tuple(found)}")
+
+
+@solution("07.2")
+def solution_2():
+    """Drop the first runs, then look at the others.
+
+    The median does not move when one run is slow. The smallest and the largest say how
+    far the runs lie apart.
+    """
+
+    def report(times, warm_up):
+        counted = times[warm_up:]
+        return statistics.median(counted), min(counted), max(counted)
+
+    return report
 
 
 def _steps(sizes, run: list):
@@ -30,7 +121,7 @@ def _steps(sizes, run: list):
 
 
 @exercise(
-    "07.1",
+    "07.3",
     hints=(
         "A clock of the host tells when the host is done, and the GPU is still at "
         "work by then. What notes a time in the stream itself, without making the "
@@ -62,8 +153,8 @@ def step_times(function) -> None:
             )
 
 
-@solution("07.1")
-def solution_1():
+@solution("07.3")
+def solution_3():
     """Let the GPU note the times, and read them at the end.
 
     The host launches a step and goes on, so its clock times the launch. An event is
@@ -128,175 +219,6 @@ def _check_times(times, right, run: list, n: int, exact: bool) -> None:
         "record an event before and after each step"
         + (" (time.perf_counter() times your own CPU)" if exact else "")
     )
-
-
-_LIMITS = ("launches", "memory", "arithmetic")
-
-
-def _limit(answer) -> str | None:
-    name = word(answer)
-    name = "launches" if name == "launch" else name
-    return name if name in _LIMITS else None
-
-
-@exercise(
-    "07.2",
-    hints=(
-        "`bound` compares three times, those of the launches, the bytes and the "
-        "FLOPs. What are the three numbers for each of these programs, if every "
-        "input and every result is moved once?",
-        "The name of an operation does not decide. How many FLOPs does a product do "
-        "for each byte of the matrix if the other factor has one row, or 8 rows, and "
-        "how long does the host take to launch a thousand operations?",
-    ),
-)
-def five_bounds(*answers) -> None:
-    """What binds five programs on an A100 in float32, as `bound` computes it."""
-    n = 4096
-    programs = (  # launches, bytes, FLOPs
-        (1, 3 * 4 * n * n, 2 * n**3),
-        (1, 3 * 4 * n * n, n * n),
-        (1, 4 * (n * n + 2 * n), 2 * n * n),
-        (1000, 1000 * 2 * 4 * 10_000, 1000 * 10_000),
-        (1, 4 * (n * n + 2 * 8 * n), 2 * 8 * n * n),
-    )
-    expected = []
-    for launches, nbytes, flops in programs:
-        seconds = (launches * LAUNCH, nbytes / BYTES, flops / FLOPS)
-        limits = dict(zip(_LIMITS, seconds, strict=True))
-        right = max(limits, key=lambda limit: limits[limit])
-        expected.append(
-            (
-                right,
-                lambda said, limits=limits: (
-                    f"that would take {1e6 * limits[said]:,.1f} µs, and something else "
-                    "takes longer"
-                ),
-            )
-        )
-    say = "say launches, memory or arithmetic"
-    listed(answers, expected, what="answers", read=_limit, say=say)
-
-
-@solution("07.2")
-def solution_2():
-    """Compute all three times; the longest one is the bound.
-
-    A product of two large matrices reads each element once and uses it 4096 times, so
-    arithmetic takes longest. A sum does one FLOP for 12 bytes and is bound by memory.
-
-    A product with one row or with 8 rows has to read the whole matrix, too, and does
-    only 2 FLOPs for each element and row. For 8 rows that is 4 FLOPs a byte, which is
-    below the A100's ridge point, so memory binds both.
-
-    A thousand operations are a thousand launches of 10 µs each. The ten thousand
-    numbers of one operation take far less than that, so the host is the bound.
-    """
-    n = 4096
-    programs = [  # launches, bytes, FLOPs
-        (1, 4 * 3 * n * n, 2 * n**3),  # a @ b: two matrices in, one out
-        (1, 4 * 3 * n * n, n * n),  # a + b
-        (1, 4 * (n * n + 2 * n), 2 * n * n),  # v @ a: a matrix, a row in, a row out
-        (1000, 1000 * 4 * 2 * 10_000, 1000 * 10_000),  # s * 2, a thousand times
-        (1, 4 * (n * n + 2 * 8 * n), 2 * 8 * n * n),  # u @ a: 8 rows in, 8 rows out
-    ]
-    answers = []
-    for launches, nbytes, flops in programs:
-        seconds = {
-            "launches": launches * 10e-6,
-            "memory": nbytes / (0.86 * 2039e9),
-            "arithmetic": flops / (0.89 * 19.5e12),
-        }
-        answers.append(max(seconds, key=seconds.get))
-    return (*answers,)
-
-
-def _first_win(fixed: float, each_byte: float) -> int:
-    """The first n for which a GPU with these costs beats a CPU of 50 GFLOP/s."""
-    n = 1
-    while 2 * n**3 / 50e9 < fixed + 4 * n * n * each_byte + 2 * n**3 / FLOPS:
-        n += 1
-    return n
-
-
-@exercise(
-    "07.3",
-    hints=(
-        "Write down what the CPU takes for `n`, and what `there_and_back` takes. "
-        "Which parts of the second are the same for every `n`, which grow with n², "
-        "and which with n³?",
-        "The fixed costs decide at this size. What do a copy and the product pay "
-        "besides their bytes and FLOPs, which launch happens while the GPU is busy, "
-        "and how many matrices travel if `a` is both factors and the result comes "
-        "back?",
-    ),
-)
-def break_even(answer) -> None:
-    """The n from which copying, multiplying and copying back beats the CPU."""
-    answer, link = number(answer), 1 / HOST_COPY
-    product = LAUNCH + START + PRODUCT_FLOOR
-    there = LAUNCH + COPY_LATENCY  # the way back is launched while the product runs
-    right = _first_win(there + product + COPY_LATENCY, 2 * link)
-    if is_near(answer, right, 0.05):
-        return
-    mistakes = {
-        _first_win(product, 0): "count the copies too",
-        _first_win(there + product, link): "the result travels back as well, and the "
-        "product starts 15 µs after its launch",
-        _first_win(product, 2 * link): "each copy also has its fixed 10 µs",
-        _first_win(2 * COPY_LATENCY + product - LAUNCH, 2 * link): "the copy and the "
-        "product are launched",
-        _first_win(2 * there + product + COPY_LATENCY, 3 * link): "`a` travels once; "
-        "it is both factors",
-    }
-    nearest = min(mistakes, key=lambda mistake: abs(answer - mistake))
-    name_mistake(answer, {nearest: mistakes[nearest]}, 0.04)
-    way = "smaller" if answer > right else "larger"
-    raise Wrong(
-        f"it is {way}; write down what each side takes for n, with all its copies and "
-        "launches, and set the two equal"
-    )
-
-
-@solution("07.3")
-def solution_3():
-    """Write both times as functions of n, and go up until the GPU wins.
-
-    The CPU has only the product, 2 n³ FLOPs. The GPU has a copy there, a product and a
-    copy back. `a` travels once, although it is both factors. The copy there and the
-    product each wait for their launch of 10 µs. The copy back is launched while the
-    product starts and runs, so its launch costs nothing. (With a third launch the
-    answer is 128, which the check accepts.)
-
-        copy there:  10 µs + 10 µs + 4 n² / 10e9
-        product:     10 µs + 15 µs + 5 µs + 2 n³ / 17.36e12
-        copy back:   10 µs + 4 n² / 10e9
-        CPU:         2 n³ / 50e9
-
-    where 4 n² are the bytes of a matrix, and 17.36e12 FLOP/s are 89 % of the A100's
-    peak. For small n the fixed 60 µs are more than all that the CPU needs. The CPU's
-    time grows with n³, so from some n on the GPU is faster.
-    """
-    launch = 10e-6
-    before_each_copy = 10e-6
-    until_the_start = 15e-6
-    of_each_product = 5e-6
-    link = 10e9  # bytes a second
-    cpu_rate = 50e9  # FLOPs a second
-    gpu_rate = 0.89 * 19.5e12
-
-    def seconds_on_cpu(n):
-        return 2 * n**3 / cpu_rate
-
-    def seconds_on_gpu(n):
-        copy = before_each_copy + 4 * n**2 / link
-        product = until_the_start + of_each_product + 2 * n**3 / gpu_rate
-        return launch + copy + launch + product + copy
-
-    answer = 1
-    while seconds_on_cpu(answer) < seconds_on_gpu(answer):
-        answer += 1
-    return answer
 
 
 # -- answers ---------------------------------------------------------------------------
@@ -405,15 +327,63 @@ def warm_up(step, n):
     return one_mark_a_step(step, n)
 
 
+def reads_at_once():
+    return host_seconds()
+
+
+def reads_too_early():
+    now = host_seconds()
+    torch.cuda.synchronize()
+    return now
+
+
+def own_cpu():
+    torch.cuda.synchronize()
+    return 1e6 + time.perf_counter()
+
+
+def waits():
+    torch.cuda.synchronize()
+    return host_seconds()
+
+
+def waits_by_an_event():
+    end = torch.cuda.Event()
+    end.record()
+    end.synchronize()
+    return host_seconds()
+
+
+def _of(times):
+    return statistics.median(times), min(times), max(times)
+
+
 RIGHT = {
-    "step_times": [one_mark_a_step, two_marks_a_step],
-    "five_bounds": [
-        ("arithmetic", "memory", "memory", "launches", "memory"),
-        ("Arithmetic", "memory", "memory", "launch", "memory"),
+    "clock_after_the_gpu": [waits, waits_by_an_event],
+    "report": [
+        lambda times, warm_up: _of(times[warm_up:]),
+        lambda times, warm_up: list(_of(sorted(times[warm_up:]))),
     ],
-    "break_even": [122, 117, 128],
+    "step_times": [one_mark_a_step, two_marks_a_step],
 }
 WRONG = {
+    "clock_after_the_gpu": [
+        (reads_at_once, "still busy"),
+        (reads_too_early, "still busy"),
+        (own_cpu, "another clock"),
+        (lambda: "now", "give a number"),
+    ],
+    "report": [
+        (lambda times, warm_up: _of(times), "does not count"),
+        (
+            lambda times, warm_up: (statistics.mean(times[warm_up:]), 1.0, 4.0),
+            "is the mean",
+        ),
+        (lambda times, warm_up: _of(sorted(times)[warm_up:]), "does not count"),
+        (lambda times, warm_up: (1.3, 1.0, 4.0), "it is (1.25, 1.0, 4.0)"),
+        (lambda times, warm_up: statistics.median(times[warm_up:]), "it returns"),
+        (lambda times, warm_up: times[warm_up:], "return three numbers, not 5"),
+    ],
     "step_times": [
         (as_given, "you say"),
         (host_clock, "is the launch"),
@@ -428,27 +398,5 @@ WRONG = {
         (lambda s, n: [1e3 * t for t in one_mark_a_step(s, n)], "too much"),
         (lambda s, n: sum(one_mark_a_step(s, n)), "not a float"),
         (lambda s, n: one_mark_a_step(s, n)[1:], "4 steps gave 3 times"),
-    ],
-    "five_bounds": [
-        (("memory", "memory", "memory", "launches", "memory"), "number 1"),
-        (Later(lambda: ("arithmetic",) * 5), "number 2"),
-        (("arithmetic", "memory", "arithmetic", "memory", "memory"), "mber 3"),
-        (("arithmetic", "memory", "memory", "memory", "memory"), "number 4"),
-        (
-            ("arithmetic", "memory", "memory", "launches", "arithmetic"),
-            "number 5",
-        ),
-        (("compute", "memory", "memory", "launches", "memory"), "say launches"),
-        (("arithmetic", "memory"), "5 answers are asked for, not 2"),
-    ],
-    "break_even": [
-        (91, "count the copies"),
-        (112, "travels back"),
-        (99, "fixed 10"),
-        (108, "are launched"),
-        (139, "travels once"),
-        (500, "it is smaller"),
-        (10, "it is larger"),
-        ("a hundred", "give a number"),
     ],
 }

@@ -15,6 +15,7 @@ from helpers.explore.pipeline_schedule import (
     pipeline_times,
 )
 from helpers.explore.ring_all_reduce import ring, ring_picture, ring_states
+from helpers.explore.roofline import roofline, roofline_picture, step_kernels
 from helpers.explore.sharded_state import shards, shards_bytes
 from helpers.explore.stream_overlap import overlap, overlap_picture, overlap_times
 
@@ -23,5 +24,5 @@ __all__ = [
     "loss_scale", "loss_scale_picture", "loss_scale_shares", "most_held", "overlap",
     "overlap_picture", "overlap_times", "pipeline", "pipeline_order",
     "pipeline_picture", "pipeline_times", "ring", "ring_picture", "ring_states",
-    "shards", "shards_bytes",
+    "roofline", "roofline_picture", "shards", "shards_bytes", "step_kernels",
 ]  # fmt: skip

@@ -1,0 +1,55 @@
+"""Time a training step: `python time_step.py`.
+
+The stopwatch warms up, lets the GPU mark the times itself, waits once at the end, and
+says the median and the spread, not one run. Put your own model and your own step
+between the two lines of dashes. Used in 07-time-it-right.
+"""
+
+import statistics
+
+import torch
+from torch import nn
+
+WARM_UP, RUNS = 3, 10
+
+
+def stopwatch(step, warm_up=WARM_UP, runs=RUNS):
+    """The milliseconds of each run of a step on the current GPU, after a warm-up."""
+    for _ in range(warm_up):
+        step()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(runs + 1)]
+    torch.cuda.synchronize()
+    marks[0].record()
+    for mark in marks[1:]:
+        step()
+        mark.record()
+    torch.cuda.synchronize()  # once, so that no step waits
+    times = []
+    for begin, end in zip(marks[:-1], marks[1:], strict=True):
+        times.append(begin.elapsed_time(end))
+    return times
+
+
+# -- your model and your step ----------------------------------------------------------
+torch.manual_seed(0)
+images = torch.randn(16384, 64, device="cuda")
+labels = images[:, :10].argmax(1)
+model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 10)).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def step():
+    loss = nn.functional.cross_entropy(model(images), labels)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+# --------------------------------------------------------------------------------------
+
+times = stopwatch(step)
+median = statistics.median(times)
+print(f"{torch.cuda.get_device_name()}, torch {torch.__version__.split('+')[0]}")
+print(f"{RUNS} steps after {WARM_UP} to warm up")
+print(f"median {median:.3f} ms, min {min(times):.3f} ms, max {max(times):.3f} ms")
+print(f"{len(images) / median:,.0f} images a millisecond")
