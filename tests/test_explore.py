@@ -4,6 +4,7 @@ import re
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from scripts import plan
 from scripts.plan import explore as plan_explorer
 
@@ -13,15 +14,7 @@ from simgpu.timing.cost import COPY_LATENCY
 
 ALL = [
     explore.allocator, explore.overlap, explore.ring, explore.pipeline, explore.shards,
-<<<<<<< HEAD
-<<<<<<< HEAD
-    explore.budget, explore.loss_scale, plan_explorer.plan,
-=======
-    plan_explorer.plan,
->>>>>>> lg
-=======
-    explore.budget, explore.roofline, plan_explorer.plan,
->>>>>>> le
+    explore.loss_scale, explore.roofline, plan_explorer.plan,
 ]  # fmt: skip
 ALLOCATOR = dict(tensors=9, size=6, free="every second", more=12)
 OVERLAP = dict(chunks=4, megabytes=64, speed=12, compute=6)
@@ -186,78 +179,6 @@ def test_shards_of_float32():
     assert sizes == {"weights": 40, "gradients": 40, "optimizer state": 0}
 
 
-<<<<<<< HEAD
-# -- a budget of memory ----------------------------------------------------------------
-
-STEP = dict(width=64, blocks=4, rows=2048, precision="float32", optimizer="Adam")
-
-
-@pytest.mark.parametrize(
-    "precision, checkpointing, count, length",
-    [(p, *how) for p in PRECISIONS
-     for how in (("none", 4, 1), ("every block", 4, 1), ("best segments", 24, 2))],
-)  # fmt: skip
-def test_budget_is_what_a_step_of_such_blocks_takes(
-    precision, checkpointing, count, length
-):
-    class Block(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up, self.down = torch.nn.Linear(64, 256), torch.nn.Linear(256, 64)
-            self.norm = torch.nn.LayerNorm(64)
-
-        def forward(self, x):
-            return self.norm(x + self.down(torch.nn.functional.gelu(self.up(x))))
-
-    simgpu.start(1, memory="70GB")  # no whole card: without the libraries' memory
-    try:
-        blocks = torch.nn.Sequential(*[Block() for _ in range(count)]).cuda()
-        h = torch.ones(2048, 64, device="cuda")
-        before = torch.cuda.memory_allocated() - h.nbytes
-        h.requires_grad_()
-        mixed = precision != "float32"
-        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=mixed):
-            for i in range(0, count, length):
-                part, again = blocks[i : i + length], checkpointing != "none"
-                h = checkpoint(part, h, use_reentrant=False) if again else part(h)
-        loss = h.sum()
-        del h
-        loss.backward()
-        counted = torch.cuda.max_memory_allocated() - before
-    finally:
-        simgpu.stop()
-    sizes = explore.budget_bytes(**STEP | dict(precision=precision, blocks=count),
-                                 checkpointing=checkpointing)  # fmt: skip
-    weights = count * (8 * 64 + 7) * 64 * 4
-    assert sizes["gradients"] == weights and sizes["optimizer state"] == 2 * weights
-    copies = sizes["weights"] - weights
-    assert counted == pytest.approx(sizes["activations"] + copies, rel=0.08)
-
-
-def test_budget_of_checkpointing():
-    def activations(checkpointing, blocks=16):
-        setting = STEP | dict(blocks=blocks, checkpointing=checkpointing)
-        return explore.budget_bytes(**setting)["activations"]
-
-    unit, each = 4 * 2048 * 64, 10 * 4 * 2048 * 64 + 8 * 2048
-    assert activations("none") == 16 * each + 4 * unit
-    assert activations("best segments", 40) == 20 * unit + 2 * each + 3 * unit
-    assert activations("best segments") == activations("every block")
-    assert activations("every block") == 16 * unit + each + 3 * unit
-    assert activations("keep down") == activations("every block") + 15 * unit
-
-
-def test_budget_says_what_fits():
-    setting = STEP | dict(checkpointing="none")
-    assert (
-        "fits into 256 MiB" in explore.budget_picture(**setting, card="256 MiB").title
-    )
-    large = setting | dict(width=8192, blocks=96)
-    title = explore.budget_picture(**large, card="A100").title
-    assert title.startswith("51,545.1 million weights")
-    assert "does not fit into A100 (79.2 GiB)" in title
-
-
 # -- a loss scale ----------------------------------------------------------------------
 
 
@@ -285,8 +206,6 @@ def test_the_classifier_loses_its_gradients_without_a_scale():
     assert "scale 2^16: 0% become 0, 0% become inf" in explorer.html.value
 
 
-=======
->>>>>>> lg
 # -- plans -----------------------------------------------------------------------------
 
 PLAN = dict(machines=8, model="70B", strategy="fsdp", card="H100", batch=1,
