@@ -282,3 +282,10 @@ def test_the_roofline_says_what_launches_and_kernels_take():
         title == "A100, float32, batch 512, simulated: kernels 50 µs, launches 150 µs"
     )
     assert "mm" in explore.roofline_picture(32768)._repr_svg_()
+
+
+def test_kernels_are_simulated_in_another_process_where_gpus_are_real(monkeypatch):
+    expected = explore.step_kernels(512)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert not simgpu.is_running()
+    assert explore.step_kernels(512) == expected
