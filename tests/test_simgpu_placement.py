@@ -339,6 +339,10 @@ def test_fake_and_meta_tensors_pass():
     x = torch.ones(2, device=1)
     assert set(where(meta + meta, x.to("meta"))) == {"meta"}
     assert where(torch.empty_like(x, device="meta")) == ["meta"]
+    module = nn.Linear(2, 2, device="meta").to(torch.bfloat16)
+    assert where(module.weight) == ["meta"] and module.weight.dtype == torch.bfloat16
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
+        meta.to("cuda")
     assert simgpu.timeline().copies == []
 
 

@@ -30,6 +30,8 @@ def to_copy(call: Call):
     (tensor,) = call.tensors
     thread = call.runtime.thread
     source, device = gpu_of(tensor), call.kwargs.get("device")
+    if tensor.is_meta and device is None:  # it has no values, and stays where it is
+        return call.func(*call.args, **call.kwargs)
     asked, thread.asked_for_copy = thread.asked_for_copy, False
     if device is None or (device.type == "cpu" and not asked):
         target = source  # C++ passes on the CPU that it sees
