@@ -16,7 +16,6 @@ _HOMES = {
     "count_copies": "gpus",
     "digits": "data",
     "gpu_seconds": "gpus",
-    "host_busy": "gpus",
     "host_seconds": "gpus",
     "kind_of_time": "gpus",
     "need_gpus": "gpus",

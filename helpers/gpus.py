@@ -196,23 +196,6 @@ def host_seconds() -> float:
     return simgpu.timeline().host if simgpu.is_running() else time.perf_counter()
 
 
-def host_busy(seconds: float, what: str = "busy") -> None:
-    """Let the host do something else for so many seconds, such as loading a batch.
-
-    Simulated GPUs: the simulated host's clock, which does not count what Python does,
-    moves on, and the timeline shows `what`. Real GPUs: the host sleeps.
-
-    Raises:
-        ValueError: for negative seconds.
-
-    Taught in 11-feed-the-gpu.
-    """
-    if simgpu.is_running():
-        simgpu.host_busy(seconds, what)
-    else:
-        time.sleep(seconds)
-
-
 def kind_of_time() -> str:
     """ "simulated" or "measured": what the seconds of `gpu_seconds` are.
 

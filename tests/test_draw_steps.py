@@ -38,3 +38,11 @@ def test_copies_are_numbered():
     assert (
         len(re.findall(r'text-anchor="middle" font-weight="normal">1</text>', svg)) == 1
     )
+
+
+def test_an_axis_has_few_marks_however_long_the_step():
+    for seconds in (50e-6, 4e-3, 2.0):
+        events = [event("kernel", 0, 1e6 * seconds)]
+        svg = draw.steps({"run": (0.0, events)})._repr_svg_()
+        assert len(re.findall(r">\d+ µs</text>", svg)) <= 11
+    assert draw.steps({})._repr_svg_()

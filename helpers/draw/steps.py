@@ -23,7 +23,7 @@ def steps(runs: dict[str, tuple[float, list]], title: str = "One step") -> Pictu
     spoken = "; ".join(f"{name}: {words}" for name, words in said.items())
     picture = Picture(WIDEST, _TOP + _ROW * len(runs) + 46, f"{title}. {spoken}")
     picture.text(8, 22, title, 14, weight="bold")
-    longest = max(map(sum, spent.values()), default=0) or 1
+    longest = max(map(sum, spent.values()), default=0) or 1e-6
     scale = (WIDEST - 24) / longest
     for row, (name, (begin, events)) in enumerate(runs.items()):
         y = _TOP + _ROW * row
@@ -64,9 +64,12 @@ def _words(*seconds: float) -> str:
 
 
 def _axis(picture: Picture, y: float, seconds: float, scale: float) -> None:
-    """A line with a mark at every 100 µs."""
+    """A line with a mark at every 100 µs, or every 1000 and so on in a longer step."""
     picture.line(12, y, WIDEST - 12, y, INK)
-    for mark in range(0, int(1e6 * seconds) + 1, 100):
+    between = 100
+    while 1e6 * seconds > 10 * between:
+        between *= 10
+    for mark in range(0, int(1e6 * seconds) + 1, between):
         x = 12 + mark / 1e6 * scale
         picture.line(x, y, x, y + 4, INK)
         picture.text(x, y + 17, f"{mark} µs", 12, "start" if mark == 0 else "middle")
