@@ -1,11 +1,12 @@
 """The exercises of lesson 06: races between streams, and their cures."""
 
 import torch
+from torch.cuda._sanitizer import CUDASanitizerErrors
 
 import simgpu
 from helpers.exercises.exercise import Wrong, exercise, solution
 from helpers.exercises.results import a, equal, sequence, tensor
-from helpers.exercises.streams import called, check_overlap, check_waits, clear
+from helpers.exercises.streams import called, check_overlap, check_waits, clear, race
 
 
 @exercise(
@@ -14,7 +15,8 @@ from helpers.exercises.streams import called, check_overlap, check_waits, clear
         "Which stream reads something that another stream writes? That stream has to "
         "wait, and the line says its name first.",
         "A wait stops what is launched after it. Between which two lines of the "
-        "function must it stand, so that only the matmul waits?",
+        "function must it stand? And to which stream does the memory of `batch` "
+        "belong, when Python drops it at the `return`?",
     ),
 )
 def doubled_on_side(function) -> None:
@@ -23,6 +25,11 @@ def doubled_on_side(function) -> None:
     copier = torch.cuda.Stream()
     clear()
     result = called(function, x, copier)
+    try:
+        with torch.cuda.stream(copier):
+            torch.zeros(256, 256, device="cuda")  # takes the memory that is free
+    except CUDASanitizerErrors as errors:
+        raise race(errors) from errors
     tensor(result, "it returns", x.shape)
     if result.device.type != "cuda":
         raise Wrong("it returns a tensor that is not on the GPU")
@@ -44,6 +51,9 @@ def solution_1():
 
     The copy is launched on `copier`, and `2 * batch` is launched on the current stream.
     So the current stream waits, after the copy is launched and before it reads.
+
+    The memory of `batch` belongs to `copier`. `record_stream` keeps it until the
+    current stream is done with it, although Python drops `batch` at the `return`.
     """
 
     def doubled_on_side(x, copier):
@@ -199,7 +209,7 @@ def solution_3():
 # -- answers ---------------------------------------------------------------------------
 
 
-def _doubled(x, copier, before=None, after=None, on_copier=True):
+def _doubled(x, copier, before=None, after=None, on_copier=True, record=True):
     here = torch.cuda.current_stream()
     if before:
         before(here, copier)
@@ -207,6 +217,8 @@ def _doubled(x, copier, before=None, after=None, on_copier=True):
         batch = x.cuda(non_blocking=True)
     if after:
         after(here, copier)
+    if record:
+        batch.record_stream(here)
     return 2 * batch
 
 
@@ -297,6 +309,10 @@ RIGHT = {
 WRONG = {
     "doubled_on_side": [
         (_doubled, "nothing makes it wait"),
+        (
+            lambda x, copier: _doubled(x, copier, after=_here_waits, record=False),
+            "given back or filled again too early",
+        ),
         (
             lambda x, copier: _doubled(x, copier, before=_here_waits),
             "nothing makes it wait",
