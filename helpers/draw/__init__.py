@@ -14,6 +14,8 @@ screen readers speak, and looks the same on every machine, so that tests compare
     steps.py        one step of several runs on one axis: copying, computing, idle
     roofline.py     what a card can reach, and the kernels below it
     stopwatches.py  what a clock reads of a step that is launched and then computed
+    hidden_copies.py  a loop over batches: copies and computing, each way on one axis
+    copy_path.py    from CPU memory to the GPU: who copies, whether Python waits
     collectives.py  what each rank holds before and after a collective
     course_map.py   the lessons of the course
     visible.py      which cards a program sees, and what it calls them
@@ -21,7 +23,9 @@ screen readers speak, and looks the same on every machine, so that tests compare
 
 from helpers.draw.budgets import Budget, budgets
 from helpers.draw.collectives import collective
+from helpers.draw.copy_path import copy_path
 from helpers.draw.course_map import ON_RANKS, course_map
+from helpers.draw.hidden_copies import hidden_copies
 from helpers.draw.jobs import job_memory, job_timeline, overlap
 from helpers.draw.loaders import loaders
 from helpers.draw.memory import devices, parts, segment_picture, segments
@@ -36,8 +40,8 @@ from helpers.draw.visible import visible_cards
 
 __all__ = [
     "Budget", "COLOURS", "HOST", "INK", "ON_RANKS", "Picture", "WIDEST", "budgets",
-    "collective", "colour", "course_map", "devices", "job_memory", "job_timeline",
-    "loaders", "memory_bars", "mixed_step", "number_formats", "overlap", "parts",
-    "roofline", "schedule", "segment_picture", "segments", "steps", "stopwatches",
-    "timeline", "visible_cards",
+    "collective", "colour", "copy_path", "course_map", "devices", "hidden_copies",
+    "job_memory", "job_timeline", "loaders", "memory_bars", "mixed_step",
+    "number_formats", "overlap", "parts", "roofline", "schedule", "segment_picture",
+    "segments", "steps", "stopwatches", "timeline", "visible_cards",
 ]  # fmt: skip

@@ -1,55 +1,15 @@
-"""The exercises of lesson 05: copies that run beside the work, and races."""
+"""The exercises of lesson 05: copies that run beside the work."""
 
 import torch
-from torch.cuda._sanitizer import AccessType, CUDASanitizerErrors
+from torch.cuda._sanitizer import CUDASanitizerErrors
 
 import simgpu
 from helpers.exercises.counted import counted, number
 from helpers.exercises.exercise import Wrong, call, exercise, solution
 from helpers.exercises.results import a, tensor
+from helpers.exercises.streams import called, check_overlap, check_waits, clear, race
 from simgpu.device.cards import CARDS
 from simgpu.timing.cost import COPY_LATENCY, OF_PEAK_BYTES
-
-
-def _race(errors: CUDASanitizerErrors) -> Wrong:
-    """What two streams did to the same memory, as a reason."""
-    now, before = errors.errors[0].current_access, errors.errors[0].previous_access
-    new, old = (
-        access.operator.partition("(")[0].removeprefix("aten::").partition(".")[0]
-        for access in (now, before)
-    )
-    if now.type is AccessType.WRITE:
-        return Wrong(
-            f"a race: `{new}` writes into memory that `{old}` on another stream still "
-            "uses; it was given back or filled again too early"
-        )
-    return Wrong(
-        f"a race: `{new}` reads what `{old}` on another stream writes, and nothing "
-        "makes it wait"
-    )
-
-
-def _called(function, *args):
-    """What the learner's function returns; a race in it is a reason of its own."""
-    try:
-        return call(function, *args)
-    except Wrong as wrong:
-        if isinstance(wrong.__cause__, CUDASanitizerErrors):
-            raise _race(wrong.__cause__) from wrong
-        raise
-
-
-def _check_waits() -> None:
-    """The host may wait only for values that it asked for."""
-    for wait in simgpu.timeline().waits:
-        if not wait.name.endswith(" to cpu"):
-            raise Wrong(f"the host is held up ({wait.name}); let streams wait instead")
-
-
-def _clear() -> None:
-    if simgpu.is_running():
-        torch.cuda.synchronize()
-        simgpu.timeline().clear()
 
 
 def _loop(function, batches: list[torch.Tensor], reads_loss: bool) -> None:
@@ -63,7 +23,7 @@ def _loop(function, batches: list[torch.Tensor], reads_loss: bool) -> None:
             yield batch
 
     here = torch.cuda.current_stream()
-    loaded = _called(function, source())
+    loaded = called(function, source())
     try:
         loaded = iter(loaded)
     except TypeError:
@@ -90,7 +50,7 @@ def _loop(function, batches: list[torch.Tensor], reads_loss: bool) -> None:
             y = (x @ x).sum()
             sums.append(y.item() if reads_loss else y)
     except CUDASanitizerErrors as errors:
-        raise _race(errors) from errors
+        raise race(errors) from errors
     except RuntimeError as error:
         if "StopIteration" not in str(error):
             raise
@@ -102,168 +62,54 @@ def _loop(function, batches: list[torch.Tensor], reads_loss: bool) -> None:
             raise Wrong(f"batch {number} of {len(batches)} has wrong values")
 
 
-def _check_overlap() -> None:
-    """At least half of what could overlap does."""
-    log = simgpu.timeline()
-    copies = [event for event in log.copies if event.source == "cpu"]
-    work = [event for event in log.events if event.kind == "kernel"]
-    if {event.stream for event in copies} <= {event.stream for event in work}:
-        raise Wrong("the copies are on the stream of the work, so they take turns")
-    possible = min(
-        sum(event.end - event.start for event in es) for es in (copies, work)
-    )
-    overlap = log.totals()[copies[0].device].overlap
-    if overlap < possible / 2:
-        raise Wrong(
-            f"copies and work overlap for {1e6 * overlap:.0f} of {1e6 * possible:.0f} "
-            "µs; hand the next copy out before you yield this batch, and let the work "
-            "wait for its own batch only"
-        )
-
-
 @exercise(
     "05.1",
     hints=(
-        "In a generator, the lines before `yield` run before the work with this "
-        "batch, and the lines behind it run after that work. Where must the copy of "
-        "the next batch be launched, if it is to travel during the work?",
-        "`here.wait_stream(copier)` waits for everything that has been launched on "
-        "`copier` by then, and that may include the copy of the next batch. Before "
-        "which line must the wait be, so that the work waits for its own batch only? "
-        "What else does a tensor need that was made on one stream and is used on "
-        "another?",
+        "The formula has three terms: before the loop over the other batches, the "
+        "loop, and after it. Which of the three has the factor n - 1?",
+        "In the loop, a copy and a step run side by side. Which of the two times "
+        "counts then, and which function of Python picks it?",
     ),
 )
-def prefetch(function) -> None:
-    """A generator that copies the next batch while this one is worked on."""
-    generator = torch.Generator().manual_seed(4)
-    batches = [
-        torch.randint(0, 3, (512, 512), generator=generator).float().pin_memory()
-        for _ in range(6)
-    ]
-    for count in (6, 1, 0):
-        _clear()
-        _loop(function, batches[:count], reads_loss=False)
-        if simgpu.is_running():
-            _check_waits()
-    _clear()
-    _loop(function, batches, reads_loss=True)
-    if simgpu.is_running():
-        _check_waits()
-        _check_overlap()
+def overlapped_time(function) -> None:
+    """The time of n batches whose copies run beside the steps."""
+    for n, copy, compute in ((8, 190, 490), (8, 490, 190), (1, 30, 50), (3, 70, 70)):
+        found = number(call(function, n, copy, compute))
+        right = copy + (n - 1) * max(copy, compute) + compute
+        mistakes = {
+            n * (copy + compute): "that is one after the other",
+            n * max(copy, compute): "the first copy and the last step have nothing "
+            "beside them",
+            copy + n * max(copy, compute): "the last step has no copy beside it; the "
+            "slower of the two counts n - 1 times",
+            copy + n * max(copy, compute) + compute: "the slower of the two counts "
+            "n - 1 times",
+            copy + (n - 1) * compute + compute: "where copies are slower, steps wait "
+            "for them",
+        }
+        why = f"n={n}, copy={copy}, compute={compute} gives {found:g}, not {right}"
+        mistakes = {value: f"{why}: {what}" for value, what in mistakes.items()}
+        counted(found, right, mistakes, why)
 
 
 @solution("05.1")
 def solution_1():
-    """Launch the next copy before you yield this batch.
+    """The first copy, the slower of the two for each further batch, the last step.
 
-    Whoever loops over the generator comes back only when the work with this batch has
-    been launched, and perhaps waited for. By then the next copy must be under way
-    already, so it is launched before the `yield`.
-
-    The order of the lines before it matters. `wait_stream` makes `here` wait for all
-    that is on `copier` at that moment, so it comes before the next copy. If it came
-    after, this batch would wait for the next one, and nothing would overlap.
-
-    Each batch is made on `copier` and used on `here`. `record_stream` tells the
-    allocator of the second use. Otherwise a later copy could get the memory while the
-    work still reads it.
-
-    The `with` block is closed before the `yield`. Otherwise the caller would run inside
-    of it, on your stream.
+    Nothing runs beside the first copy, and nothing beside the last step. Between them,
+    each of the other n - 1 batches is copied beside a step, so the slower one counts.
     """
 
-    def prefetch(batches):
-        here = torch.cuda.current_stream()
-        copier = torch.cuda.Stream()
-        batches = iter(batches)
+    def overlapped_time(n, copy, compute):
+        return copy + (n - 1) * max(copy, compute) + compute
 
-        def load():
-            batch = next(batches, None)
-            if batch is None:
-                return None
-            with torch.cuda.stream(copier):
-                return batch.to("cuda", non_blocking=True)
-
-        following = load()
-        while following is not None:
-            current = following
-            here.wait_stream(copier)
-            following = load()
-            current.record_stream(here)
-            yield current
-
-    return prefetch
+    return overlapped_time
 
 
 @exercise(
     "05.2",
     hints=(
-        "For each tensor in the function, write down which stream writes it and "
-        "which streams read it. Which tensor is read on another stream than the one "
-        "that writes it, without a wait between the two?",
-        "The last line runs on `here` and reads both means. A wait stops only what "
-        "is launched on that stream after it, so where must the wait be if both "
-        "means are to run at the same time?",
-    ),
-)
-def variance(function) -> None:
-    """The variance of a pinned tensor, from two means on two streams."""
-    for seed in range(2):
-        generator = torch.Generator().manual_seed(seed)
-        x = torch.randint(0, 5, (2048, 1024), generator=generator).float().pin_memory()
-        _clear()
-        result = _called(function, x)
-        if not isinstance(result, float):
-            raise Wrong(f"it returns {a(type(result).__name__)}, not a number")
-        expected = x.double().var(unbiased=False).item()
-        if not abs(result - expected) <= 1e-3:
-            raise Wrong(f"it returns {result:.3f}, the variance is {expected:.3f}")
-        if not simgpu.is_running():
-            continue
-        _check_waits()
-        work = [event for event in simgpu.timeline().events if event.kind == "kernel"]
-        means = [event for event in work if event.name == "mean"]
-        if len({event.stream for event in means}) < 2:
-            raise Wrong("the two means are on one stream")
-        one, two = sorted(means, key=lambda event: event.start)[:2]
-        if two.start >= one.end:
-            raise Wrong(
-                "right numbers, but the second mean waits for the first; put the wait "
-                "behind both"
-            )
-
-
-@solution("05.2")
-def solution_2():
-    """Each tensor that crosses from one stream to another needs a wait.
-
-    `x` crosses from `here` to `side`, and `side.wait_stream(here)` is there.
-    `mean_of_squares` crosses back: `side` writes it, and the last line reads it on
-    `here`. Without a second wait the difference may be computed before the mean is
-    there.
-
-    The wait belongs behind `mean = x.mean()`. In front of that line it would make the
-    second mean wait for the first, and the two could not run at the same time.
-    """
-
-    def variance(x):
-        here, side = torch.cuda.current_stream(), torch.cuda.Stream()
-        x = x.to("cuda", non_blocking=True)
-        side.wait_stream(here)
-        with torch.cuda.stream(side):
-            mean_of_squares = (x**2).mean()
-        mean = x.mean()
-        here.wait_stream(side)
-        return (mean_of_squares - mean**2).item()
-
-    return variance
-
-
-@exercise(
-    "05.3",
-    hints=(
-        "`overlap_time` under *Cost* is the formula for 8 MiB and for other work. "
+        "The formula of the lesson holds for parts as it does for batches. "
         "With the numbers of this exercise, which takes longer for one part, the "
         "copy or the work, and does the answer depend on the number of parts?",
         "If the copies are the slower side, the GPU works behind them, and only the "
@@ -303,8 +149,8 @@ def best_parts(parts, microseconds) -> None:
     counted(microseconds, time(best), mistakes, why, what="microseconds", near=0.005)
 
 
-@solution("05.3")
-def solution_3():
+@solution("05.2")
+def solution_2():
     """The copies are the slower side, so the time is all copies and one part's work.
 
     16 MiB take 1311 µs to copy, and each copy has 10 µs more. The work takes 1000 µs.
@@ -330,6 +176,81 @@ def solution_3():
     number_of_parts = round((work_in_all / fixed_for_each_copy) ** 0.5)
     microseconds = total_time(number_of_parts)
     return number_of_parts, microseconds
+
+
+@exercise(
+    "05.3",
+    hints=(
+        "In a generator, the lines before `yield` run before the work with this "
+        "batch, and the lines behind it run after that work. Where must the copy of "
+        "the next batch be launched, if it is to travel during the work?",
+        "`here.wait_stream(copier)` waits for everything that has been launched on "
+        "`copier` by then, and that may include the copy of the next batch. Before "
+        "which line must the wait be, so that the work waits for its own batch only? "
+        "What else does a tensor need that was made on one stream and is used on "
+        "another?",
+    ),
+)
+def prefetch(function) -> None:
+    """A generator that copies the next batch while this one is worked on."""
+    generator = torch.Generator().manual_seed(4)
+    batches = [
+        torch.randint(0, 3, (512, 512), generator=generator).float().pin_memory()
+        for _ in range(6)
+    ]
+    for count in (6, 1, 0):
+        clear()
+        _loop(function, batches[:count], reads_loss=False)
+        if simgpu.is_running():
+            check_waits()
+    clear()
+    _loop(function, batches, reads_loss=True)
+    if simgpu.is_running():
+        check_waits()
+        check_overlap()
+
+
+@solution("05.3")
+def solution_3():
+    """Launch the next copy before you yield this batch.
+
+    Whoever loops over the generator comes back only when the work with this batch has
+    been launched, and perhaps waited for. By then the next copy must be under way
+    already, so it is launched before the `yield`.
+
+    The order of the lines before it matters. `wait_stream` makes `here` wait for all
+    that is on `copier` at that moment, so it comes before the next copy. If it came
+    after, this batch would wait for the next one, and nothing would overlap.
+
+    Each batch is made on `copier` and used on `here`. `record_stream` tells the
+    allocator of the second use. Otherwise a later copy could get the memory while the
+    work still reads it.
+
+    The `with` block is closed before the `yield`. Otherwise the caller would run inside
+    of it, on your stream.
+    """
+
+    def prefetch(batches):
+        here = torch.cuda.current_stream()
+        copier = torch.cuda.Stream()
+        batches = iter(batches)
+
+        def load():
+            batch = next(batches, None)
+            if batch is None:
+                return None
+            with torch.cuda.stream(copier):
+                return batch.to("cuda", non_blocking=True)
+
+        following = load()
+        while following is not None:
+            current = following
+            here.wait_stream(copier)
+            following = load()
+            current.record_stream(here)
+            yield current
+
+    return prefetch
 
 
 # -- answers ---------------------------------------------------------------------------
@@ -518,66 +439,41 @@ def ends_with_none(batches):
     yield None
 
 
-def in_turn(x):
-    here, side = torch.cuda.current_stream(), torch.cuda.Stream()
-    x = x.to("cuda", non_blocking=True)
-    side.wait_stream(here)
-    with torch.cuda.stream(side):
-        mean_of_squares = (x**2).mean()
-    here.wait_stream(side)
-    mean = x.mean()
-    return (mean_of_squares - mean**2).item()
-
-
 def doubles(batches):
     for x in ahead(batches):
         yield 2 * x
 
 
-def _means(x, before=None, after=None, sides=True):
-    here = torch.cuda.current_stream()
-    side = torch.cuda.Stream() if sides else here
-    x = x.to("cuda", non_blocking=True)
-    if before:
-        before(here, side)
-    with torch.cuda.stream(side):
-        mean_of_squares = (x**2).mean()
-    mean = x.mean()
-    if after:
-        after(here, side)
-    return (mean_of_squares - mean**2).item()
-
-
-def _side_waits(here, side):
-    side.wait_stream(here)
-
-
-def _here_waits(here, side):
-    here.wait_stream(side)
-
-
-def _by_event(here, side):
-    here.wait_event(side.record_event())
-
-
-def _host_waits(here, side):
-    torch.cuda.synchronize()
-
-
-def both_waits(x):
-    return _means(x, _side_waits, _here_waits)
-
-
-def by_event(x):
-    return _means(x, _side_waits, _by_event)
-
-
 RIGHT = {
-    "prefetch": [ahead, with_next, two_buffers],
-    "variance": [both_waits, by_event],
+    "overlapped_time": [
+        lambda n, copy, compute: n * max(copy, compute) + min(copy, compute)
+    ],
     "best_parts": [(10, 1510.72), (10, 1511)],
+    "prefetch": [ahead, with_next, two_buffers],
 }
 WRONG = {
+    "overlapped_time": [
+        (lambda n, copy, compute: n * (copy + compute), "one after the other"),
+        (lambda n, copy, compute: n * max(copy, compute), "nothing beside them"),
+        (lambda n, copy, compute: copy + n * max(copy, compute), "no copy beside it"),
+        (lambda n, copy, compute: copy + n * compute, "wait for them"),
+        (
+            lambda n, copy, compute: copy + n * max(copy, compute) + compute,
+            "n - 1 times",
+        ),
+        (lambda n, copy, compute: "4.1 ms", "give a number"),
+        (lambda n, copy, compute: copy, "gives 190"),
+    ],
+    "best_parts": [
+        ((1, 2320.72), "nothing overlaps"),
+        ((1000, 11000), "a whole number"),
+        ((8, 1515.72), "more than the 10 µs of a copy"),
+        ((16, 1533.2), "10 µs more"),
+        ((10, 2410.72), "one after the other"),
+        ((10, 1410.72), "has its work"),
+        ((10, 1141.07), "slower side"),
+        ((10, 9), "the parts are right"),
+    ],
     "prefetch": [
         (plain, "the host is held up"),
         (yields_inside, "before you `yield`"),
@@ -594,28 +490,5 @@ WRONG = {
         (never_ends, "no batch left; there were 0"),
         (doubles, "wrong values"),
         (lambda batches: batches, "not a tensor on the GPU"),
-    ],
-    "variance": [
-        (lambda x: _means(x, _side_waits), "nothing makes it wait"),
-        (lambda x: _means(x, _here_waits), "nothing makes it wait"),
-        (
-            lambda x: _means(x, _side_waits, _side_waits),
-            "nothing makes it wait",
-        ),
-        (lambda x: _means(x, _side_waits, _host_waits), "held up"),
-        (lambda x: _means(x, sides=False), "on one stream"),
-        (in_turn, "the second mean waits for the first"),
-        (lambda x: x.var().item() + 1, "the variance is"),
-        (lambda x: x.var(), "not a number"),
-    ],
-    "best_parts": [
-        ((1, 2320.72), "nothing overlaps"),
-        ((1000, 11000), "a whole number"),
-        ((8, 1515.72), "more than the 10 µs of a copy"),
-        ((16, 1533.2), "10 µs more"),
-        ((10, 2410.72), "one after the other"),
-        ((10, 1410.72), "has its work"),
-        ((10, 1141.07), "slower side"),
-        ((10, 9), "the parts are right"),
     ],
 }
