@@ -8,7 +8,7 @@ import torch
 from scripts import plan
 from scripts.plan import explore as plan_explorer
 
-from helpers import explore
+from helpers import explore, simgpu
 from helpers.explore import explorer as base
 from simgpu.timing.cost import COPY_LATENCY
 
