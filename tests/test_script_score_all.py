@@ -36,6 +36,7 @@ def test_four_gpus_share_all_images(on_four):
     assert max(found.values()) - min(found.values()) <= 1024  # a batch
     assert printed.count("A100") == 4  # each GPU by its name
     assert "20,000 images scored" in printed
+    assert float(re.search(r"in the first batch: (\S+)", printed)[1]) < 1e-5
 
 
 @pytest.mark.parametrize("visible, device", [("0", "cuda:0"), ("", "cpu")])

@@ -12,16 +12,20 @@ import copy
 import torch
 from torch import nn
 
-BATCH = 1024  # images that a GPU scores at once
-
 torch.manual_seed(0)
-images = torch.randn(20_000, 64)  # your data go here, in the host's memory
-layers = [nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU()]
-model = nn.Sequential(*layers, nn.Linear(1024, 10))  # your trained model goes here
+BATCH = 1024  # images that a GPU scores at once; have at least one batch for each GPU
+images = torch.randn(20_000, 64)  # your data, in the host's memory
+model = nn.Sequential(  # your trained model
+    nn.Linear(64, 1024),
+    nn.ReLU(),
+    nn.Linear(1024, 1024),
+    nn.ReLU(),
+    nn.Linear(1024, 10),
+).eval()
 
 devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
 devices = devices or [torch.device("cpu")]
-replicas = [copy.deepcopy(model).eval().to(device) for device in devices]
+replicas = [copy.deepcopy(model).to(device) for device in devices]
 
 taken = [0] * len(devices)
 scores = []
@@ -32,10 +36,13 @@ with torch.inference_mode():
         taken[turn] += len(batch)
     # fetched at the end, because fetching waits until a GPU is done
     scores = torch.cat([part.cpu() for part in scores])
+    on_cpu = model(images[:BATCH])
 
 for device, count in zip(devices, taken, strict=True):
     is_gpu = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if is_gpu else "no GPU found"
     print(f"{str(device):7} {name}: {count:,} images, {count / len(images):.0%}")
+difference = (scores[:BATCH] - on_cpu).abs().max().item()
+print(f"largest difference from the CPU in the first batch: {difference:.0e}")
 torch.save(scores, "scores.pt")
 print(f"{len(scores):,} images scored, saved in scores.pt")
