@@ -250,14 +250,14 @@ def test_hints_come_one_at_a_time():
 
 
 def test_a_solution_is_shown_after_a_try(monkeypatch):
-    monkeypatch.setattr(EXERCISES["bytes_of_training"], "tried", False)
+    monkeypatch.setattr(EXERCISES["peak_of_step"], "tried", False)
     assert "try it first" in check.solution("04.1")
-    check.bytes_of_training(...)
+    check.peak_of_step(...)
     assert "try it first" in check.solution("04.1")
-    check.bytes_of_training(17)
+    check.peak_of_step(17)
     shown = check.solution("04.1")
-    assert shown.startswith("exercise 04.1, solved:\n\nFour tensors of the same size")
-    assert shown.endswith("check.bytes_of_training(bytes_of_training)")
+    assert shown.startswith("exercise 04.1, solved:\n\nFive tensors of the same size")
+    assert shown.endswith("check.peak_of_step(peak_of_step)")
 
 
 def test_a_function_that_is_not_written_is_no_try(monkeypatch):

@@ -55,7 +55,8 @@ def test_a_reader_without_a_kernel_sees_the_picture(make, monkeypatch):
     [
         (
             {},
-            "12 MiB more: out of memory. 34 MiB are not taken, at most 8 in one piece",
+            "12 MiB more: out of memory. 30 MiB are free in segments, "
+            "at most 8 in one piece, and 4 outside",
         ),
         ({"more": 8}, "8 MiB more: found in the cache"),
         ({"more": 2}, "2 MiB more: found in the cache"),

@@ -3,7 +3,7 @@
 from helpers.draw.picture import COLOURS, HOST, WIDEST, Picture, size_text
 
 MIB = 2**20
-LEFT, RIGHT = 136, 136  # pixels beside the bars: their names, their sums
+LEFT, RIGHT = 144, 136  # pixels beside the bars: their names, their sums
 TOP, ROW, LEGEND = 34, 48, 168
 
 
@@ -67,8 +67,9 @@ def _stack(picture: Picture, y: float, parts: dict, names: list, scale: float) -
         long, words = size * scale, f"{size / MIB:.2f}"
         if size:
             picture.box(x, y, long, 25, COLOURS[names.index(name)])
-        if long > 7 * len(words):
-            picture.text(x + long / 2, y + 17, words, 12, "middle")
+        if long > 5 * len(words):
+            small = 12 if long > 7 * len(words) else 9
+            picture.text(x + long / 2, y + 17, words, small, "middle")
         x += long
 
 

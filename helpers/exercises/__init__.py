@@ -3,7 +3,7 @@
 A lesson's file has, from top to bottom, for each of its exercises
 
     @exercise("04.1", hints=("where to begin", "the step that most people miss"))
-    def bytes_of_training(answer) -> None:
+    def peak_of_step(answer) -> None:
         "What is asked. Raises `Wrong` with a reason, `NotYet`, or returns: right."
 
     @solution("04.1")
@@ -20,7 +20,7 @@ Hints. The first says where to look and asks a question; the second names the st
 is usually missed, and leaves the last one to the learner. Neither gives the answer.
 
 Solutions. `check.solution("04.1")` shows the docstring and, below it, the body as a
-cell that can be run: `return a, b` is shown as `check.bytes_of_training(a, b)`. What
+cell that can be run: `return a, b` is shown as `check.peak_of_step(a, b)`. What
 the learner writes is a function or a class inside the body, under the name that the
 notebook gives it. The body may use what the notebook's own cells import, and nothing
 else from this file; a test runs the text that is shown, in a namespace that has those

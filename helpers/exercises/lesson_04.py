@@ -1,4 +1,4 @@
-"""The exercises of lesson 04: bytes of training, what is kept, what fits."""
+"""The exercises of lesson 04: a peak, what is kept, what fits."""
 
 import gc
 
@@ -23,11 +23,11 @@ from helpers.exercises.results import near, sequence, tensor
         "`p.nbytes` is the memory of one parameter, and `model.parameters()` yields "
         "all of them. How do you add them up in one line?",
         "A gradient is as large as its parameter. How many numbers does Adam keep for "
-        "each parameter? Count the parameter itself, too.",
+        "each parameter, and what does `step()` make and drop?",
     ),
 )
-def bytes_of_training(function) -> None:
-    """A function: model -> bytes of its parameters, gradients and Adam's moments."""
+def peak_of_step(function) -> None:
+    """A function: model -> bytes that it adds to the peak of Adam's `step()`."""
     must_be_callable(function)
     small = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
     normed = nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.Linear(32, 10))
@@ -38,30 +38,31 @@ def bytes_of_training(function) -> None:
         mistakes = {
             bytes_of_all: "these are the parameters alone",
             2 * bytes_of_all: "Adam's moments are missing",
-            3 * bytes_of_all: "one part is missing: Adam keeps two averages for each "
-            "parameter, and each parameter has a gradient",
+            3 * bytes_of_all: "two parts are missing: Adam keeps two averages for each "
+            "parameter, each parameter has a gradient, and `step()` takes roots",
+            4 * bytes_of_all: "the tensors that `step()` makes and drops are missing",
             bytes_of_all / 4: "these are numbers, and a float32 number is 4 bytes",
-            bytes_of_all * 16: "`nbytes` is in bytes already",
+            bytes_of_all * 20: "`nbytes` is in bytes already",
         }
-        if found == 4 * bytes_of_all:
+        if found == 5 * bytes_of_all:
             continue
         name_mistake(found, mistakes, 0.001)
-        if buffers and found > 4 * bytes_of_all:
+        if buffers and found > 5 * bytes_of_all:
             raise Wrong("BatchNorm's buffers have no gradients and no moments")
         raise Wrong(f"{found:,.0f} bytes for a model of {bytes_of_all:,} bytes")
 
 
 @solution("04.1")
 def solution_1():
-    """Four tensors of the same size for each parameter.
+    """Five tensors of the same size for each parameter.
 
-    They are the parameter, its gradient, and Adam's two moments.
+    They are the parameter, its gradient, Adam's two moments, and a square root.
     """
 
-    def bytes_of_training(model):
-        return 4 * sum(p.nbytes for p in model.parameters())
+    def peak_of_step(model):
+        return 5 * sum(p.nbytes for p in model.parameters())
 
-    return bytes_of_training
+    return peak_of_step
 
 
 # -- what a function keeps -------------------------------------------------------------
@@ -266,8 +267,8 @@ def solution_3():
 # -- answers ---------------------------------------------------------------------------
 
 
-def four_times(model):
-    return sum(4 * p.numel() * p.element_size() for p in model.parameters())
+def five_times(model):
+    return sum(5 * p.numel() * p.element_size() for p in model.parameters())
 
 
 def parameters_only(model):
@@ -282,16 +283,20 @@ def one_moment(model):
     return 3 * parameters_only(model)
 
 
+def without_roots(model):
+    return 4 * parameters_only(model)
+
+
 def numbers_of(model):
     return sum(p.numel() for p in model.parameters())
 
 
 def twice_bytes(model):
-    return 16 * parameters_only(model)
+    return 20 * parameters_only(model)
 
 
 def with_buffers(model):
-    return 4 * sum(value.nbytes for value in model.state_dict().values())
+    return 5 * sum(value.nbytes for value in model.state_dict().values())
 
 
 def with_clones(model, batches):
@@ -438,15 +443,16 @@ def with_a_half(train, samples):
 
 
 RIGHT = {
-    "bytes_of_training": [four_times],
+    "peak_of_step": [five_times],
     "lean_evaluation": [with_clones, stacked],
     "first_that_fits": [after_the_block],
 }
 WRONG = {
-    "bytes_of_training": [
+    "peak_of_step": [
         (parameters_only, "parameters alone"),
         (without_moments, "moments are missing"),
-        (one_moment, "one part is missing"),
+        (one_moment, "two parts are missing"),
+        (without_roots, "makes and drops"),
         (numbers_of, "4 bytes"),
         (twice_bytes, "in bytes already"),
         (with_buffers, "buffers"),

@@ -43,17 +43,18 @@ def allocator_picture(tensors: int, size: int, free: str, more: int) -> draw.Pic
     for block in goes:
         memory.free(block)
     before = memory.reserved
-    unused = CARD - memory.allocated
     if not ending:
         try:
             memory.malloc(more * MIB)
             found = "in the cache" if memory.reserved == before else "in a new segment"
             ending = f"{more} MiB more: found {found}"
         except torch.OutOfMemoryError:
-            unused, piece = unused // MIB, _largest_free(memory) // MIB
+            free_in = (memory.reserved - memory.allocated) // MIB
+            outside = (CARD - memory.reserved) // MIB
+            piece = _largest_free(memory) // MIB
             ending = (
-                f"{more} MiB more: out of memory. {unused} MiB are not taken, "
-                f"at most {piece} in one piece"
+                f"{more} MiB more: out of memory. {free_in} MiB are free in "
+                f"segments, at most {piece} in one piece, and {outside} outside"
             )
     whose = "64 MiB of memory (simulated)"
     picture = draw.segment_picture(memory.history.snapshot(), whose, "cuda:0")

@@ -9,6 +9,8 @@ import sys
 import torch
 from torch import nn
 
+if len(sys.argv) != 2:
+    sys.exit("usage: python memory_table.py BATCH_SIZE")
 batch_size = int(sys.argv[1])
 torch.manual_seed(0)
 
@@ -63,7 +65,7 @@ table = {}
 for name, found in tensors.items():
     on_gpu = [t for t in found if torch.is_tensor(t) and t.is_cuda]
     table[name] = sum(t.nbytes for t in on_gpu)
-table["libraries"] = before - (sum(table.values()) - table["gradients"])
+table["workspaces, rounding"] = before - (sum(table.values()) - table["gradients"])
 table["activations"] = activations
 table.update(peaks)
 table["reserved by PyTorch"] = torch.cuda.memory_reserved()
