@@ -264,7 +264,7 @@ def solution_3():
 
     def clipped_step(model, optimizer, scaler, x, y):
         with torch.autocast("cuda", dtype=torch.float16):
-            loss = cross_entropy(model(x), y)
+            loss = cross_entropy(model(x).float(), y)
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         clip_grad_norm_(model.parameters(), 1.0)
