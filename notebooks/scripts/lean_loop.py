@@ -32,7 +32,7 @@ def main() -> None:
     device = torch.device("cuda")
     torch.manual_seed(0)
 
-    # your data and your model go here
+    # -- your data and your model --------------------------------------------
     images = (128 + 40 * torch.randn(2048, 64)).to(device)
     labels = images[:, :10].argmax(1)
     with device:  # layers make their weights on the GPU
@@ -44,16 +44,19 @@ def main() -> None:
         )
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    loss_of = cross_entropy  # for regression: torch.nn.functional.mse_loss
+    # --------------------------------------------------------------------------
+
     for epoch in range(EPOCHS):
-        losses = torch.empty(len(images) // BATCH, device=device)
+        losses = []
         order = torch.randperm(len(images), device=device)
-        for step, rows in enumerate(order.split(BATCH)):
-            loss = cross_entropy(model(images[rows]), labels[rows])
+        for rows in order.split(BATCH):
+            loss = loss_of(model(images[rows]), labels[rows])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            losses[step] = loss.detach()
-        read = losses.tolist()  # the only copy of the epoch
+            losses.append(loss.detach())
+        read = torch.stack(losses).tolist()  # the only copy of the epoch
         print(f"epoch {epoch}: loss {read[0]:.4f} first, {read[-1]:.4f} last")
         if not all(map(math.isfinite, read)):
             raise SystemExit(f"epoch {epoch}: a loss is not a number")
