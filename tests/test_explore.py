@@ -55,8 +55,8 @@ def test_a_reader_without_a_kernel_sees_the_picture(make, monkeypatch):
     [
         (
             {},
-            "12 MiB more: out of memory. 30 MiB are free in segments, "
-            "at most 8 in one piece, and 4 outside",
+            "12 MiB more: out of memory. Free: 30 MiB in segments, "
+            "largest piece 8; 4 outside",
         ),
         ({"more": 8}, "8 MiB more: found in the cache"),
         ({"more": 2}, "2 MiB more: found in the cache"),

@@ -53,8 +53,8 @@ def allocator_picture(tensors: int, size: int, free: str, more: int) -> draw.Pic
             outside = (CARD - memory.reserved) // MIB
             piece = _largest_free(memory) // MIB
             ending = (
-                f"{more} MiB more: out of memory. {free_in} MiB are free in "
-                f"segments, at most {piece} in one piece, and {outside} outside"
+                f"{more} MiB more: out of memory. Free: {free_in} MiB in "
+                f"segments, largest piece {piece}; {outside} outside"
             )
     whose = "64 MiB of memory (simulated)"
     picture = draw.segment_picture(memory.history.snapshot(), whose, "cuda:0")
