@@ -5,13 +5,12 @@ import os
 import sys
 from pathlib import Path
 
-from simgpu.asked import check_request
+from simgpu.asked import RACES, check_request
 from simgpu.commands import LAUNCHERS, find_command
 from simgpu.device.cards import CARDS
 from simgpu.hosts import LOOPBACK
 from simgpu.timing.topology import Topology
 
-RACES = ("raise", "warn", "off")
 _WITH_VALUE = (
     "--gpus", "--card", "--memory", "--nodes", "--network", "--timeline", "--races",
 )  # fmt: skip
@@ -65,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Run a CUDA program on simulated GPUs.",
         allow_abbrev=False,
         usage="%(prog)s --gpus N [--card CARD] [--memory SIZE] [--nodes N] "
-        "[--network BANDWIDTH] [--timeline FILE] [--races raise|warn|off] "
+        "[--network BANDWIDTH] [--timeline FILE] [--races raise|show|warn|off] "
         "[--no-compile] [--children] (SCRIPT | -m MODULE | LAUNCHER) [ARGUMENT ...]",
     )
     add = parser.add_argument
@@ -78,7 +77,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--network", metavar="BANDWIDTH", help='between nodes: "100 Gbit/s"')
     add("--timeline", metavar="FILE", type=Path, help="a trace of all ranks")
     add("--races", default="warn", choices=RACES,
-        help="where streams use memory in no order: warn (default), raise, off",
+        help="where streams use memory in no order: warn (default), raise, off, or "
+        "show: a read gives what the memory held before",
         metavar="WHAT")  # fmt: skip
     add(
         "--no-compile",

@@ -111,7 +111,7 @@ def test_real_gpus_are_not_simulated(tmp_path):
         (["missing.py"], "1", "there is no script missing.py"),
         ([], "1", "required: program"),
         (["python3", "script.py"], "1", "python3 is a command: say --children"),
-        (["--races", "show", "script.py"], "1", "invalid choice: 'show'"),
+        (["--races", "hide", "script.py"], "1", "invalid choice: 'hide'"),
     ],
 )
 def test_bad_requests_say_why(options, gpus, reason, tmp_path, monkeypatch, capsys):
