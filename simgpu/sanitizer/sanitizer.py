@@ -11,7 +11,7 @@ Leaves out: the host reading pinned memory too early, reads by the default strea
 before the second stream existed, and what an operation writes without saying so in its
 schema (the running statistics of batch normalization).
 
-Taught in 05-overlap-with-streams.
+Taught in 06-catch-races.
 """
 
 import sys
