@@ -1,7 +1,7 @@
 """What four stopwatches read of the same step, on one axis with the step itself.
 
-The host's lane shows the launches, the GPU's lane the kernels. Below, a bar for each
-stopwatch begins and ends where the clock was read.
+The host's lane shows the launches, the GPU's lane the idle time and the kernels.
+Below, a bar for each stopwatch begins and ends where the clock was read.
 """
 
 from helpers.draw.picture import COLOURS, HOST, INK, WIDEST, Picture
@@ -54,8 +54,14 @@ def stopwatches(log) -> Picture | str:
         long = max((event.end - event.start) * scale, 1)
         x = place(event.start)
         picture.box(x, 80, long, 24, COLOURS[0], stroke="white")
-        if long > 8 * len(event.name) + 4:
-            picture.text(x + long / 2, 97, event.name, 12, "middle")
+        for name in (event.name, event.name.split("_")[0]):  # the first that fits
+            if long > 8 * len(name) + 4:
+                picture.text(x + long / 2, 97, name, 12, "middle")
+                break
+    idle, first = place(begin), place(kernels[0].start)
+    words = _us(kernels[0].start - begin)
+    if first - idle > 6 * len(words):
+        picture.text((idle + first) / 2, 97, words, 12, "middle")
     x = place(launched)
     picture.text(x + 8, 56, "the host is free, or waits", 12)
     for row, (name, words, start, stop, fill) in enumerate(bars):

@@ -18,12 +18,11 @@ def stopwatch(step, warm_up=WARM_UP, runs=RUNS):
     for _ in range(warm_up):
         step()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(runs + 1)]
-    torch.cuda.synchronize()
-    marks[0].record()
+    marks[0].record()  # while the GPU still warms up: no step finds it idle
     for mark in marks[1:]:
         step()
         mark.record()
-    torch.cuda.synchronize()  # once, so that no step waits
+    torch.cuda.synchronize()  # once, so that the stopwatch makes no step wait
     times = []
     for begin, end in zip(marks[:-1], marks[1:], strict=True):
         times.append(begin.elapsed_time(end))
@@ -32,7 +31,8 @@ def stopwatch(step, warm_up=WARM_UP, runs=RUNS):
 
 # -- your model and your step ----------------------------------------------------------
 torch.manual_seed(0)
-images = torch.randn(16384, 64, device="cuda")
+samples = 16384  # of a step
+images = torch.randn(samples, 64, device="cuda")
 labels = images[:, :10].argmax(1)
 model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 10)).cuda()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -52,4 +52,4 @@ median = statistics.median(times)
 print(f"{torch.cuda.get_device_name()}, torch {torch.__version__.split('+')[0]}")
 print(f"{RUNS} steps after {WARM_UP} to warm up")
 print(f"median {median:.3f} ms, min {min(times):.3f} ms, max {max(times):.3f} ms")
-print(f"{len(images) / median:,.0f} images a millisecond")
+print(f"{samples / median:,.0f} samples a millisecond")
