@@ -117,8 +117,9 @@ def solution_2():
     there is not. Then the CPU is the best device.
 
     `model.to(device)` changes the parameters of the same model, so an optimizer that
-    was made before still trains it. `batch.to(device)` changes nothing and returns a
-    copy, so the result needs a name.
+    was made before refers to the right ones (its own tensors, such as momentum, stay
+    where they are). `batch.to(device)` changes nothing and returns a copy, so the
+    result needs a name.
     """
 
     def place(model, batch):

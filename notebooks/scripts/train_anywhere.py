@@ -38,15 +38,16 @@ card = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU
 print(f"training on {device}, {card}")
 
 torch.manual_seed(0)
-images = torch.randn(2048, 64)  # your data go here
-labels = images[:, :10].argmax(1)
+images = torch.randn(2048, 64)  # your data
+labels = images[:, :10].argmax(1)  # your labels
 model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 10))  # your model
-model.to(device)  # before the optimizer's first step
-optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+model.to(device)  # before the optimizer is made
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)  # your optimizer
 
 for epoch in range(3):
     for x, y in zip(images.split(128), labels.split(128), strict=True):
         x, y = x.to(device), y.to(device)
+        # your loss: for regression, mse_loss, with y in the shape of model(x)
         loss = nn.functional.cross_entropy(model(x), y)
         optimizer.zero_grad()
         loss.backward()

@@ -2,11 +2,9 @@
 
     CUDA_VISIBLE_DEVICES=0,1 python which_gpus.py A
 
-The second argument, if there is one, is what the program itself sets
-CUDA_VISIBLE_DEVICES to afterwards, when CUDA is in use. Used in 01-choose-a-device.
+Used in 01-choose-a-device.
 """
 
-import os
 import sys
 
 import torch
@@ -18,17 +16,13 @@ def card(index: int) -> str:
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
-def main(model: str, too_late: str | None = None) -> None:
+def main(model: str) -> None:
     device = torch.accelerator.current_accelerator(check_available=True)
     count = torch.cuda.device_count()
     print(f"model {model} runs on {device or 'cpu'} and sees {count} GPUs")
     layers = [nn.Linear(4, 4, device=i) for i in range(count)]
     for i, layer in enumerate(layers):
         print(f"  layer {i} on {layer.weight.device}, card {card(i)}")
-    if too_late is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = too_late
-        count = torch.cuda.device_count()
-        print(f"  set to {too_late}: {count} GPUs, cuda:0 is card {card(0)}")
 
 
 if __name__ == "__main__":
