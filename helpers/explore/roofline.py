@@ -2,7 +2,7 @@
 
 A kernel's place is its FLOPs for each byte and its FLOPs a second. The log of the
 simulator has the FLOPs of matmuls only; every other kernel is counted as one FLOP for
-each element that it computes.
+each element that it computes, and a sum as one for each element that it adds.
 """
 
 import math
@@ -49,8 +49,8 @@ def roofline() -> Explorer:
         doublings=slider("batch = 2 to the power of", 14, 5, 17),
         width=choice("width", (128, 512, 2048, 8192), 512),
         depth=choice("depth", (1, 2, 4)),
-        card=choice("card", tuple(CARDS), "A100"),
-        numbers=choice("numbers", NUMBERS),
+        card=choice("card", tuple(CARDS), "H100"),
+        numbers=choice("numbers", NUMBERS, "bfloat16"),
     )
 
 
