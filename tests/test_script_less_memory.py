@@ -2,20 +2,35 @@
 
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from tests import take_home
 
 SIMULATED = "python -m simgpu --gpus 1 less_memory.py"
-OPTIONS = ("", "--offload", "--accumulate 4 --checkpoint --offload")
+OPTIONS = (
+    "",
+    "--offload",
+    "--checkpoint --offload",
+    "--accumulate 4 --checkpoint --offload",
+)
 
 
-def read(printed: str) -> tuple[list[float], list[float], float]:
-    """Losses, milliseconds and the peak in MiB."""
-    steps = re.findall(r"step \d: loss ([\d.]+), ([\d.]+) ms", printed)
+class Found(NamedTuple):
+    """What the script prints: a number for each step, and the peak in MiB."""
+
+    losses: list[float]
+    norms: list[float]
+    ms: list[float]
+    peak: float
+
+
+def read(printed: str) -> Found:
+    steps = re.findall(r"loss ([\d.]+), gradient ([\d.]+), ([\d.]+) ms", printed)
     (peak,) = re.findall(r"peak ([\d.]+) MiB", printed)
-    return [float(a) for a, _ in steps], [float(b) for _, b in steps], float(peak)
+    losses, norms, ms = ([float(x) for x in xs] for xs in zip(*steps, strict=True))
+    return Found(losses, norms, ms, float(peak))
 
 
 @pytest.fixture(scope="module")
@@ -27,19 +42,24 @@ def found(tmp_path_factory):
     return {options: read(text) for options, text in printed.items()}
 
 
-def test_the_losses_are_the_same_with_every_option(found):
-    plain, _, _ = found[""]
-    assert len(plain) == 5 and plain[-1] < plain[0]
-    for losses, _, _ in found.values():
-        assert losses == pytest.approx(plain, abs=2e-4)
+def test_losses_and_gradients_are_the_same_with_every_option(found):
+    plain = found[""]
+    assert len(plain.losses) == 5 and plain.losses[-1] < plain.losses[0]
+    for other in found.values():
+        assert other.losses == pytest.approx(plain.losses, abs=2e-4)
+        assert other.norms[0] == pytest.approx(plain.norms[0], rel=1e-3)
 
 
 def test_less_memory_takes_more_time(found):
-    _, plain_ms, plain_peak = found[""]
-    _, ms, peak = found["lesson's"]
-    assert peak < plain_peak / 2
-    assert plain_ms[-1] < ms[-1] < found["--offload"][1][-1]
-    assert found["--offload"][2] < peak
+    plain, lessons, offload = found[""], found["lesson's"], found["--offload"]
+    assert lessons.peak < plain.peak / 2
+    assert plain.ms[-1] < lessons.ms[-1] < offload.ms[-1]
+    assert offload.peak < lessons.peak
+
+
+def test_after_checkpointing_little_travels(found):
+    both, offload = found["--checkpoint --offload"], found["--offload"]
+    assert both.ms[-1] < offload.ms[-1] / 2
 
 
 def test_a_card_of_64_mib_refuses_the_plain_step_only(tmp_path: Path):
