@@ -21,7 +21,9 @@ def test_losses_fall_and_do_not_depend_on_the_workers(tmp_path: Path):
 
 
 def test_without_workers_a_step_waits_for_all_of_its_items(tmp_path: Path):
-    for _, _, waited, computed, idle in LINE.findall(take_home.run_command(ALONE, tmp_path)):
+    for _, _, waited, computed, idle in LINE.findall(
+        take_home.run_command(ALONE, tmp_path)
+    ):
         assert float(waited) > 128 * 0.2  # ms, measured
         assert 0.1 < float(computed) < 1  # ms, simulated
         assert float(idle) < 0.2  # simulated: your loader's time is not in it
