@@ -2,13 +2,17 @@
 
     python feed_loop.py --workers 2
 
-Prints for each epoch the loss, how long the loop waited for a batch, and how long the
-GPU needed for its copy and its step. If the loop waits in each epoch, add workers.
+Prints for each epoch the loss, how long the loop waited for a batch, how long the GPU
+computed, and how long it was idle between two steps. If the GPU is idle, and the loop
+waits about as long, add workers. A loop that waits while the GPU is busy is all right.
+Epoch 0 also waits for the start of the workers. With `--workers 0`, the loop waits as
+long as loading a batch takes. (A simulated GPU does not see your loader's time.)
 Used in 11-feed-the-gpu.
 """
 
 import argparse
 import time
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -42,6 +46,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     ahead = {}
     if args.workers:  # without workers, DataLoader refuses these two
+        # Persistent workers keep the data set as it was when they started.
         ahead = {"persistent_workers": True, "prefetch_factor": 2}
     data = Images(args.load_ms)
     order = torch.Generator().manual_seed(0)  # its own: no worker draws from it
@@ -70,8 +75,11 @@ def main() -> None:
             before = time.perf_counter()
         torch.cuda.synchronize()  # the events are read once an epoch
         computed = sum(begin.elapsed_time(end) for begin, end in steps)
+        gaps = [a[1].elapsed_time(b[0]) for a, b in pairwise(steps)]
+        idle = sum(gaps)  # from the end of a step to the begin of the next, on the GPU
         times = f"waited {1e3 * waited / len(steps):.2f} ms a step"
         times += f", computed {computed / len(steps):.2f} ms"
+        times += f", GPU idle {idle / (len(steps) - 1):.2f} ms"
         print(f"epoch {epoch}: loss {loss.item():.4f}, {times}")
 
 
