@@ -222,9 +222,10 @@ def solution_3():
     that is on `copier` at that moment, so it comes before the next copy. If it came
     after, this batch would wait for the next one, and nothing would overlap.
 
-    Each batch is made on `copier` and used on `here`. `record_stream` tells the
-    allocator of the second use. Otherwise a later copy could get the memory while the
-    work still reads it.
+    Each batch is made on `copier` and used on `here`. A later copy may get the memory
+    of a batch that the caller has dropped, so each copy waits for the work launched so
+    far. `record_stream` is right, too, but then dropped batches stay in memory until
+    the GPU is done with them, and a Python that runs ahead piles them up.
 
     The `with` block is closed before the `yield`. Otherwise the caller would run inside
     of it, on your stream.
@@ -239,6 +240,7 @@ def solution_3():
             batch = next(batches, None)
             if batch is None:
                 return None
+            copier.wait_stream(here)
             with torch.cuda.stream(copier):
                 return batch.to("cuda", non_blocking=True)
 
@@ -247,7 +249,6 @@ def solution_3():
             current = following
             here.wait_stream(copier)
             following = load()
-            current.record_stream(here)
             yield current
 
     return prefetch

@@ -2,9 +2,10 @@
 
     python prefetch.py
 
-Trains twice, without and with `Prefetcher`, and prints the losses and the times. Your
-model goes into `make_model`, your batches into `make_batches`. Lesson 05, "Overlap
-with streams", says what each line is for.
+Trains twice, without and with `Prefetcher`, and prints the losses and the times; both
+read pinned memory. Your model goes into `make_model`, your loss into `loss_of`, your
+batches into `make_batches`. The times include that of a `DataLoader`. Lesson 05,
+"Overlap with streams", says what each line is for.
 """
 
 import torch
@@ -12,7 +13,10 @@ from torch import nn
 
 
 class Prefetcher:
-    """Yields the batches of a loader on the GPU while the next one is on its way."""
+    """Yields the batches of a loader on the GPU while the next one is on its way.
+
+    A batch is a tuple or list of pinned tensors. Use it on the current stream only.
+    """
 
     def __init__(self, loader):
         self.loader = loader
@@ -25,9 +29,6 @@ class Prefetcher:
         while upcoming is not None:
             here.wait_stream(self.copier)  # this batch has arrived
             batch = upcoming
-            for part in batch:
-                part.record_stream(here)  # its memory is in use here, too
-            self.copier.wait_stream(here)  # the step before is done
             upcoming = self.load(batches)
             yield batch
 
@@ -35,6 +36,7 @@ class Prefetcher:
         batch = next(batches, None)
         if batch is None:
             return None
+        self.copier.wait_stream(torch.cuda.current_stream())  # for the step before
         with torch.cuda.stream(self.copier):
             return [part.cuda(non_blocking=True) for part in batch]
 
@@ -43,7 +45,12 @@ def make_model():  # your model goes here
     return nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 10))
 
 
-def make_batches():  # your data go here: DataLoader(..., pin_memory=True)
+def loss_of(model, batch):  # your loss goes here
+    x, y = batch
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def make_batches():  # your data go here: return DataLoader(..., pin_memory=True)
     images = torch.randn(8 * 8192, 64)
     labels = images[:, :10].argmax(1)
     images, labels = images.pin_memory(), labels.pin_memory()
@@ -53,9 +60,9 @@ def make_batches():  # your data go here: DataLoader(..., pin_memory=True)
 def train(batches, model):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses = []
-    for x, y in batches:
-        x, y = x.cuda(), y.cuda()  # nothing to do for a batch that is there
-        loss = nn.functional.cross_entropy(model(x), y)
+    for batch in batches:  # a batch that is on the GPU is not copied again
+        batch = [part.cuda(non_blocking=True) for part in batch]
+        loss = loss_of(model, batch)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -77,7 +84,7 @@ def timed(batches):
 if __name__ == "__main__":
     torch.manual_seed(0)
     batches = make_batches()
-    timed(batches[:1])  # the first use of a GPU takes longer
+    timed([next(iter(batches))])  # the first use of a GPU takes longer
     for name, loader in (("without", batches), ("with", Prefetcher(batches))):
         losses, milliseconds = timed(loader)
         print(f"{name} prefetching: {milliseconds:.2f} ms, losses:")
