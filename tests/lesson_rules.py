@@ -200,7 +200,7 @@ def cells_are_short(nb: NotebookNode, path: Path) -> Found:
             yield i, f"{len(lines)} lines of code; split it, 25 is the most"
         if not cell.metadata.get("jupyter", {}).get("source_hidden"):
             sizes.append(sum(1 for line in lines if line.strip()))
-    middle, most = median(sizes or [0]), 8 if is_second_edition(nb) else 5
+    middle, most = median(sizes or [0]), 10 if is_second_edition(nb) else 5
     if middle > most:
         what = f"the median code cell has {middle:g} lines"
         yield None, f"{what}; split some, {most} is the most"

@@ -4,6 +4,9 @@ Core ipywidgets only, so that they work in JupyterLab, on Binder and in Colab, w
 versions 7 and 8. A reader without a kernel sees the picture of the first setting.
 """
 
+import asyncio
+import threading
+
 import ipywidgets
 from IPython.display import display
 
@@ -22,14 +25,28 @@ class Explorer(ipywidgets.VBox):
         self.html = ipywidgets.HTML()
         for control in controls.values():
             control.continuous_update = False
-            control.observe(lambda _: self.render(), "value")
+            control.observe(self._follow, "value")
         super().__init__([*controls.values(), self.html])
+        try:
+            self._loop = asyncio.get_running_loop()  # the notebook's
+        except RuntimeError:
+            self._loop = None
         self.render()
 
     @property
     def values(self) -> dict:
         """What the controls say now."""
         return {name: control.value for name, control in self.controls.items()}
+
+    def _follow(self, _change) -> None:
+        """A control has moved. ipykernel 7 says so in a thread of its own.
+
+        Simulated GPUs are used from the main thread, so the picture is drawn there.
+        """
+        if threading.current_thread() is threading.main_thread() or self._loop is None:
+            self.render()
+        else:
+            self._loop.call_soon_threadsafe(self.render)
 
     def render(self) -> None:
         """Draw the picture anew; in a narrow window the one on the page shrinks."""
