@@ -39,7 +39,13 @@ SECTIONS = (
     "On your own",
     "Further reading",
 )
-SECOND_EDITION = ("In practice", "Take it home", "Remember", "Further reading")
+SECOND_EDITION = (
+    "Exercises",
+    "In practice",
+    "Take it home",
+    "Remember",
+    "Further reading",
+)
 NAMES = {"Adam", "Binder", "Colab", "Jupyter", "Python"}  # capitals inside a title
 KILOBYTES = 150
 REGENERATE = "run `python -m tests.tools.regenerate`"
