@@ -1,10 +1,12 @@
 """Numbers of 16 and 32 bits, and where a step of mixed precision has which of them."""
 
 import struct
-
-import torch
+from typing import TYPE_CHECKING
 
 from helpers.draw.picture import COLOURS, WIDEST, Picture
+
+if TYPE_CHECKING:
+    import torch
 
 # name -> bits of exponent and of fraction; TF32 exists only inside of matmuls
 FORMATS = {
@@ -25,7 +27,7 @@ _WORDS = (  # title of a box, what happens there, what is lost or kept
 _PLACES = ((0, 0), (1, 0), (2, 0), (3, 0), (2, 1), (1, 1), (0, 1))  # column, row
 
 
-def name_of(dtype: torch.dtype) -> str:
+def name_of(dtype: "torch.dtype") -> str:
     """A type as people call it: "float16"."""
     return str(dtype).removeprefix("torch.")
 
@@ -35,6 +37,8 @@ def bits_of(value: float, name: str) -> str:
     if name == "TF32":  # float32 rounded to ten bits of fraction
         (whole,) = struct.unpack(">I", struct.pack(">f", value))
         return f"{(whole + (1 << 12)) >> 13:019b}"
+    import torch
+
     dtype = getattr(torch, name)
     size = torch.int32 if name == "float32" else torch.int16
     width = 32 if name == "float32" else 16
