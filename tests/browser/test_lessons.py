@@ -84,7 +84,7 @@ def move_every_control(lesson: Notebook, number: int) -> None:
     picture = cell.locator(".widget-html svg")
     sliders = cell.locator(".widget-hslider [role=slider]").all()
     lists = cell.locator(".widget-dropdown select").all()
-    assert len(sliders + lists) >= 2, f"cell {number} has too few controls"
+    assert sliders + lists, f"cell {number} has no controls"
     first = picture.inner_html()
     for i, slider in enumerate(sliders):
         for key, moved in (("ArrowRight", True), ("ArrowLeft", False)):
