@@ -159,10 +159,10 @@ class Lab:
             notebook.open(f"{self.url}/lab/tree/notebooks/{name}?token={TOKEN}&reset")
             yield notebook
             notebook.shut_down()
-            late = time.monotonic() + SECONDS
-            while left := self.processes() - before:
-                assert time.monotonic() < late, f"{name} left {left}"
-                time.sleep(0.1)
+            # not asleep: the page's request to end the kernel passes through here
+            notebook.wait(
+                lambda: self.processes() <= before, f"the end of what {name} started"
+            )
             assert not notebook.complaints, notebook.complaints
 
 
