@@ -104,7 +104,11 @@ def alone(run: Callable, *tensors) -> float:
         run(*tensors)
         torch.cuda.synchronize()
     rows = profiler.key_averages()
-    on_gpu = [row for row in rows if row.device_type == torch.autograd.DeviceType.CUDA]
+    on_gpu = [
+        row for row in rows
+        if row.device_type == torch.autograd.DeviceType.CUDA
+        and not row.is_user_annotation
+    ]  # fmt: skip
     return 1e-6 * sum(row.self_device_time_total for row in on_gpu)
 
 

@@ -1,6 +1,8 @@
 """Explorers: the picture follows the controls, and readers without a kernel see one."""
 
+import asyncio
 import re
+import threading
 from xml.etree import ElementTree
 
 import pytest
@@ -32,6 +34,24 @@ def test_the_picture_follows_the_controls(make):
     assert explorer.html.value != first
     control.value = before
     assert explorer.html.value == first
+
+
+def test_a_control_moved_in_another_thread_draws_in_the_main_one():
+    drawn_in = []
+
+    class Picture:
+        def _repr_svg_(self):
+            drawn_in.append(threading.current_thread())
+            return "<svg ></svg>"
+
+    async def notebook():
+        control = base.slider("size", 1, 0, 9)
+        base.Explorer(lambda size: Picture(), size=control)
+        await asyncio.to_thread(setattr, control, "value", 2)
+        await asyncio.sleep(0)  # one round of the notebook's loop
+
+    asyncio.run(notebook())
+    assert drawn_in == [threading.main_thread()] * 2
 
 
 @pytest.mark.parametrize("make", ALL)

@@ -1,6 +1,7 @@
 """Every lesson keeps every rule of lesson_rules.py; every rule finds its violation."""
 
 import base64
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from tests.lesson_rules import complaints
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 LESSONS = {path: rules.read(path) for path in sorted(NOTEBOOKS.glob("*.ipynb"))}
+RUN = re.compile(r'take_home\.run\("(\d\d)"')
 by_lesson = pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
 
 # -- the lessons -----------------------------------------------------------------------
@@ -40,6 +42,17 @@ def test_outputs_are_compared(path):
 def test_one_colab_cell():
     different = rules.colab_cells(LESSONS)
     assert len(different) <= 1, f"colab-setup cells differ: {list(different.values())}"
+
+
+def test_the_script_that_each_lesson_takes_home_is_run_by_a_test():
+    texts = [
+        path.read_text() for path in Path(__file__).parent.glob("test_script_*.py")
+    ]
+    run = {number for text in texts for number in RUN.findall(text)}
+    second = {
+        path.name[:2] for path, nb in LESSONS.items() if rules.is_second_edition(nb)
+    }
+    assert second <= run
 
 
 # -- a lesson without a fault ----------------------------------------------------------

@@ -59,6 +59,17 @@ def test_the_readme_has_each_lesson_by_its_title():
     assert rows == [(name[:2], title, name) for name, title in TITLES.items()]
 
 
+def test_the_readme_has_the_minutes_that_each_lesson_asks_for():
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| \d\d \| \[.+?\]\(notebooks/(.+?)\).*? \| (\d+) \|", page, re.M
+    )
+    asked = {
+        name: re.search(r"^\*(\d+) minutes", prose_of(name), re.M)[1] for name in TITLES
+    }
+    assert dict(rows) == asked
+
+
 @pytest.mark.parametrize("lesson", TITLES)
 def test_a_lesson_names_its_neighbours_by_their_titles(lesson: str):
     links = re.findall(r"\[(Previous|Next): (.+?)\]\((.+?)\)", prose_of(lesson))

@@ -84,7 +84,8 @@ def move_every_control(lesson: Notebook, number: int) -> None:
     picture = cell.locator(".widget-html svg")
     sliders = cell.locator(".widget-hslider [role=slider]").all()
     lists = cell.locator(".widget-dropdown select").all()
-    assert sliders + lists, f"cell {number} has no controls"
+    controls = cell.locator(".widget-inline-hbox:not(.widget-html)").count()
+    assert len(sliders) + len(lists) == controls > 0, f"{controls} in cell {number}"
     first = picture.inner_html()
     for i, slider in enumerate(sliders):
         for key, moved in (("ArrowRight", True), ("ArrowLeft", False)):
