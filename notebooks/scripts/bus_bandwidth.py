@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node=4 bus_bandwidth.py
 
-Every rank runs this file, with one GPU each. For each size: two calls to warm up, ten
+Every rank runs this file, with one GPU each. For each size: two calls to warm up, five
 between two CUDA events, the slowest rank's time, and a check of the values. Taught in
 15-talk-between-ranks.
 """
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 # Your sizes, in bytes. On real GPUs go up to 2**30, where the bandwidth is level.
 SIZES = (2**12, 2**16, 2**20, 2**24)
-CALLS = 10
+CALLS = 5
 
 local_rank = int(os.environ["LOCAL_RANK"])
 torch.cuda.set_device(local_rank)
