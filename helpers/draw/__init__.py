@@ -17,12 +17,16 @@ screen readers speak, and looks the same on every machine, so that tests compare
     hidden_copies.py  a loop over batches: copies and computing, each way on one axis
     copy_path.py    from CPU memory to the GPU: who copies, whether Python waits
     collectives.py  what each rank holds before and after a collective
+    before_after.py   the same for several collectives, number by number
+    conversations.py  who sends to whom and when, several programs on one axis
     course_map.py   the lessons of the course
     visible.py      which cards a program sees, and what it calls them
 """
 
+from helpers.draw.before_after import before_after
 from helpers.draw.budgets import Budget, budgets
 from helpers.draw.collectives import collective
+from helpers.draw.conversations import conversations
 from helpers.draw.copy_path import copy_path
 from helpers.draw.course_map import ON_RANKS, course_map
 from helpers.draw.hidden_copies import hidden_copies
@@ -39,9 +43,9 @@ from helpers.draw.timelines import schedule, timeline
 from helpers.draw.visible import visible_cards
 
 __all__ = [
-    "Budget", "COLOURS", "HOST", "INK", "ON_RANKS", "Picture", "WIDEST", "budgets",
-    "collective", "colour", "copy_path", "course_map", "devices", "hidden_copies",
-    "job_memory", "job_timeline", "loaders", "memory_bars", "mixed_step",
-    "number_formats", "overlap", "parts", "roofline", "schedule", "segment_picture",
-    "segments", "steps", "stopwatches", "timeline", "visible_cards",
+    "Budget", "COLOURS", "HOST", "INK", "ON_RANKS", "Picture", "WIDEST", "before_after",
+    "budgets", "collective", "colour", "conversations", "copy_path", "course_map",
+    "devices", "hidden_copies", "job_memory", "job_timeline", "loaders", "memory_bars",
+    "mixed_step", "number_formats", "overlap", "parts", "roofline", "schedule",
+    "segment_picture", "segments", "steps", "stopwatches", "timeline", "visible_cards",
 ]  # fmt: skip
