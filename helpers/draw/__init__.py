@@ -43,7 +43,7 @@ from helpers.draw.visible import visible_cards
 __all__ = [
     "Budget", "COLOURS", "HOST", "INK", "ON_RANKS", "Picture", "WIDEST", "budgets",
     "collective", "colour", "copy_path", "course_map", "devices", "equal_ranks",
-    "hidden_copies", "job_memory", "job_timeline", "loaders", "memory_bars", "mixed_step",
-    "number_formats", "overlap", "parts", "roofline", "schedule", "segment_picture",
-    "segments", "steps", "stopwatches", "timeline", "visible_cards",
+    "hidden_copies", "job_memory", "job_timeline", "loaders", "memory_bars",
+    "mixed_step", "number_formats", "overlap", "parts", "roofline", "schedule",
+    "segment_picture", "segments", "steps", "stopwatches", "timeline", "visible_cards",
 ]  # fmt: skip
