@@ -13,4 +13,4 @@ def test_equal_values_have_one_colour_and_others_their_own():
     fills = re.findall(r'fill="(#\w+)" stroke', svg)
     assert len(set(fills[:3])) == 1
     assert fills[3] == fills[5] != fills[4]
-    assert ">nobody<" in svg and svg.count(">1.50<") == 3
+    assert ">nobody<" in svg and svg.count(">1.500<") == 3

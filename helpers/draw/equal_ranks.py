@@ -31,7 +31,7 @@ def equal_ranks(values: Mapping[str, Sequence[float]], cause: Mapping[str, str])
             fill = COLOURS[list(numbers).index(number) % len(COLOURS)]
             x = _LEFT + rank * width
             picture.box(x + 1, y, width - 2, _ROW - 8, fill)
-            picture.text(x + width / 2, y + 18, f"{number:.2f}", 12, "middle")
+            picture.text(x + width / 2, y + 18, f"{number:.3f}", 12, "middle")
         picture.text(WIDEST - 182, y + 18, cause.get(what, ""), 12)
     return picture
 
