@@ -242,8 +242,9 @@ def _averaged(function) -> torch.Tensor:
 def loss_to_average(function) -> None:
     """A function: losses of this rank's samples -> the loss for `backward()`."""
     must_be_callable(function)
-    hang = "the ranks wait for each other: every rank must call the collective"
-    meanings = {"did not finish": hang, "lost another rank": hang}
+    hang = "the collectives do not fit together: every rank must call them"
+    ended = ("did not finish", "lost another rank", "killed by SIGABRT")  # gloo's ways
+    meanings = dict.fromkeys(ended, hang)
     results = in_ranks(THREE, _averaged, function, seconds=HANGS, meanings=meanings)
     model, samples = _linear(), _Samples(sum(SHARES))
     _losses(model, samples, slice(None)).mean().backward()
