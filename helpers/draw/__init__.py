@@ -20,6 +20,7 @@ screen readers speak, and looks the same on every machine, so that tests compare
     before_after.py   the same for several collectives, number by number
     conversations.py  who sends to whom and when, several programs on one axis
     course_map.py   the lessons of the course
+    equal_ranks.py  which values all ranks have alike
     visible.py      which cards a program sees, and what it calls them
 """
 
@@ -29,6 +30,7 @@ from helpers.draw.collectives import collective
 from helpers.draw.conversations import conversations
 from helpers.draw.copy_path import copy_path
 from helpers.draw.course_map import ON_RANKS, course_map
+from helpers.draw.equal_ranks import equal_ranks
 from helpers.draw.hidden_copies import hidden_copies
 from helpers.draw.jobs import job_memory, job_timeline, overlap
 from helpers.draw.loaders import loaders
@@ -45,7 +47,8 @@ from helpers.draw.visible import visible_cards
 __all__ = [
     "Budget", "COLOURS", "HOST", "INK", "ON_RANKS", "Picture", "WIDEST", "before_after",
     "budgets", "collective", "colour", "conversations", "copy_path", "course_map",
-    "devices", "hidden_copies", "job_memory", "job_timeline", "loaders", "memory_bars",
-    "mixed_step", "number_formats", "overlap", "parts", "roofline", "schedule",
-    "segment_picture", "segments", "steps", "stopwatches", "timeline", "visible_cards",
+    "devices", "equal_ranks", "hidden_copies", "job_memory", "job_timeline", "loaders",
+    "memory_bars", "mixed_step", "number_formats", "overlap", "parts", "roofline",
+    "schedule", "segment_picture", "segments", "steps", "stopwatches", "timeline",
+    "visible_cards",
 ]  # fmt: skip

@@ -17,7 +17,7 @@ and the best of all rounds, because other programs on the machine only ever add.
 `own` is DDP's own time: a step of the smallest model with the link as it is, less half
 the batch and a message. What it leaves out is latency: a veth has nearly none.
 
-It writes a file that lesson 16-average-gradients draws. The stored one has 7 rounds,
+It writes a file that lesson 17-keep-ranks-in-step draws. The stored one has 7 rounds,
 made in one run while the machine had little else to do.
 """
 
