@@ -11,6 +11,8 @@ screen readers speak, and looks the same on every machine, so that tests compare
     timelines.py    what runs when: streams of GPUs, stages of a pipeline
     precision.py    numbers of 16 bits, and where a step of mixed precision has them
     loaders.py      what loader workers and the GPU do when
+    exposed.py      what a rank computes, and the messages that nothing hides
+    two_matmuls.py  two matmuls cut by columns and by rows: which rank has which slice
     steps.py        one step of several runs on one axis: copying, computing, idle
     roofline.py     what a card can reach, and the kernels below it
     stopwatches.py  what a clock reads of a step that is launched and then computed
@@ -25,6 +27,7 @@ from helpers.draw.budgets import Budget, budgets
 from helpers.draw.collectives import collective
 from helpers.draw.copy_path import copy_path
 from helpers.draw.course_map import ON_RANKS, course_map
+from helpers.draw.exposed import exposed
 from helpers.draw.hidden_copies import hidden_copies
 from helpers.draw.jobs import job_memory, job_timeline, overlap
 from helpers.draw.loaders import loaders
@@ -36,12 +39,14 @@ from helpers.draw.roofline import roofline
 from helpers.draw.steps import steps
 from helpers.draw.stopwatches import stopwatches
 from helpers.draw.timelines import schedule, timeline
+from helpers.draw.two_matmuls import two_matmuls
 from helpers.draw.visible import visible_cards
 
 __all__ = [
     "Budget", "COLOURS", "HOST", "INK", "ON_RANKS", "Picture", "WIDEST", "budgets",
-    "collective", "colour", "copy_path", "course_map", "devices", "hidden_copies",
-    "job_memory", "job_timeline", "loaders", "memory_bars", "mixed_step",
-    "number_formats", "overlap", "parts", "roofline", "schedule", "segment_picture",
-    "segments", "steps", "stopwatches", "timeline", "visible_cards",
+    "collective", "colour", "copy_path", "course_map", "devices", "exposed",
+    "hidden_copies", "job_memory", "job_timeline", "loaders", "memory_bars",
+    "mixed_step", "number_formats", "overlap", "parts", "roofline", "schedule",
+    "segment_picture", "segments", "steps", "stopwatches", "timeline", "two_matmuls",
+    "visible_cards",
 ]  # fmt: skip
