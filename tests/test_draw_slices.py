@@ -1,4 +1,4 @@
-"""The pictures of lesson 19: two matmuls over ranks, and messages that nothing hides."""
+"""The pictures of lesson 19: two matmuls over ranks, messages that nothing hides."""
 
 import re
 from types import SimpleNamespace

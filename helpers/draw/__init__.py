@@ -12,6 +12,7 @@ screen readers speak, and looks the same on every machine, so that tests compare
     precision.py    numbers of 16 bits, and where a step of mixed precision has them
     loaders.py      what loader workers and the GPU do when
     exposed.py      what a rank computes, and the messages that nothing hides
+    slice_times.py  a table: times of a block that is cut over four GPUs
     two_matmuls.py  two matmuls cut by columns and by rows: which rank has which slice
     steps.py        one step of several runs on one axis: copying, computing, idle
     roofline.py     what a card can reach, and the kernels below it
@@ -36,6 +37,7 @@ from helpers.draw.memory_bars import memory_bars
 from helpers.draw.picture import COLOURS, HOST, INK, WIDEST, Picture, colour
 from helpers.draw.precision import mixed_step, number_formats
 from helpers.draw.roofline import roofline
+from helpers.draw.slice_times import slice_times
 from helpers.draw.steps import steps
 from helpers.draw.stopwatches import stopwatches
 from helpers.draw.timelines import schedule, timeline
@@ -47,6 +49,6 @@ __all__ = [
     "collective", "colour", "copy_path", "course_map", "devices", "exposed",
     "hidden_copies", "job_memory", "job_timeline", "loaders", "memory_bars",
     "mixed_step", "number_formats", "overlap", "parts", "roofline", "schedule",
-    "segment_picture", "segments", "steps", "stopwatches", "timeline", "two_matmuls",
-    "visible_cards",
+    "segment_picture", "segments", "slice_times", "steps", "stopwatches", "timeline",
+    "two_matmuls", "visible_cards",
 ]  # fmt: skip

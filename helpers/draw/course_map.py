@@ -6,7 +6,8 @@ from helpers.draw.picture import Picture
 from helpers.solved import progress
 
 FAST_TRACK = {0, 3, 4, 16, 18, 24, 25, 27}
-ON_RANKS = {3, 14, 15, 16, 18, 19, 20, 24, 25, 27}  # lessons; the others: on simulated GPUs
+# lessons; the others: on simulated GPUs
+ON_RANKS = {3, 14, 15, 16, 18, 19, 20, 24, 25, 27}
 
 
 def course_map(folder: Path | str = ".") -> Picture:

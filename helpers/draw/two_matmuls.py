@@ -28,8 +28,8 @@ def two_matmuls(ranks: int, tokens: int, width: int, hidden: int) -> Picture:
         raise ValueError(f"{hidden} columns cannot be cut over {ranks} ranks")
     part = hidden // ranks
     title = (
-        f"Two matmuls on {ranks} ranks: each has {part} of {hidden} columns of A and of "
-        f"the hidden numbers, and {part} rows of B; an all-reduce adds {ranks} terms"
+        f"Two matmuls on {ranks} ranks: each has {part} of {hidden} columns of A and "
+        f"of the hidden numbers, and {part} rows of B; an all-reduce adds {ranks} terms"
     )
     picture = Picture(WIDEST, 372, title)
     for number in range(ranks):
@@ -53,8 +53,8 @@ def two_matmuls(ranks: int, tokens: int, width: int, hidden: int) -> Picture:
 
     y = 226
     picture.text(8, y + 54, "2", 18, weight="bold")
-    name = "hidden"
-    _matrix(picture, _X, y, _LARGE, _TALL, name, f"{tokens} × {part}", ranks, "x")
+    shape = f"{tokens} × {part} a rank"
+    _matrix(picture, _X, y, _LARGE, _TALL, "hidden", shape, ranks, "x")
     _sign(picture, (_X + _LARGE + _WEIGHT) / 2, y, "×")
     shape = f"{part} × {width} a rank"
     _matrix(picture, _WEIGHT, y, _SMALL, _LARGE, "B, by rows", shape, ranks, "y")

@@ -270,8 +270,8 @@ def solution_3():
     The second is the sum of the exponentials, which is a sum of the ranks' sums.
 
     The third is the score of the right word. One rank has it, and the others add zero.
-    Comparing the number of each column with `targets` finds the word without an index that
-    could be out of range.
+    Comparing the number of each column with `targets` finds the word without
+    an index that could be out of range.
 
     The logarithm of the sum is too small by the largest score, which is added again.
     """
