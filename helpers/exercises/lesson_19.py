@@ -222,7 +222,7 @@ def _run_loss(function, scores, y) -> tuple[torch.Tensor, list]:
     part = scores.chunk(TWO, 1)[dist.get_rank()].contiguous().to(device())
     with Messages() as messages:
         loss = call(function, part, y.to(device()), part.shape[1] * dist.get_rank())
-    if not isinstance(loss, (int, float, torch.Tensor)):
+    if not isinstance(loss, (float, torch.Tensor)):
         raise Wrong(f"return one number, not {a(type(loss).__name__)}")
     loss = torch.as_tensor(loss).detach().double().cpu()
     return loss, [(m.name, m.nbytes) for m in messages.log]
