@@ -11,6 +11,9 @@ screen readers speak, and looks the same on every machine, so that tests compare
     timelines.py    what runs when: streams of GPUs, stages of a pipeline
     precision.py    numbers of 16 bits, and where a step of mixed precision has them
     loaders.py      what loader workers and the GPU do when
+    exposed.py      what a rank computes, and the messages that nothing hides
+    slice_times.py  a table: times of a block that is cut over four GPUs
+    two_matmuls.py  two matmuls cut by columns and by rows: which rank has which slice
     steps.py        one step of several runs on one axis: copying, computing, idle
     roofline.py     what a card can reach, and the kernels below it
     stopwatches.py  what a clock reads of a step that is launched and then computed
@@ -31,6 +34,7 @@ from helpers.draw.conversations import conversations
 from helpers.draw.copy_path import copy_path
 from helpers.draw.course_map import ON_RANKS, course_map
 from helpers.draw.equal_ranks import equal_ranks
+from helpers.draw.exposed import exposed
 from helpers.draw.hidden_copies import hidden_copies
 from helpers.draw.jobs import job_memory, job_timeline, overlap
 from helpers.draw.loaders import loaders
@@ -39,16 +43,18 @@ from helpers.draw.memory_bars import memory_bars
 from helpers.draw.picture import COLOURS, HOST, INK, WIDEST, Picture, colour
 from helpers.draw.precision import mixed_step, number_formats
 from helpers.draw.roofline import roofline
+from helpers.draw.slice_times import slice_times
 from helpers.draw.steps import steps
 from helpers.draw.stopwatches import stopwatches
 from helpers.draw.timelines import schedule, timeline
+from helpers.draw.two_matmuls import two_matmuls
 from helpers.draw.visible import visible_cards
 
 __all__ = [
     "Budget", "COLOURS", "HOST", "INK", "ON_RANKS", "Picture", "WIDEST", "before_after",
     "budgets", "collective", "colour", "conversations", "copy_path", "course_map",
-    "devices", "equal_ranks", "hidden_copies", "job_memory", "job_timeline", "loaders",
-    "memory_bars", "mixed_step", "number_formats", "overlap", "parts", "roofline",
-    "schedule", "segment_picture", "segments", "steps", "stopwatches", "timeline",
-    "visible_cards",
+    "devices", "equal_ranks", "exposed", "hidden_copies", "job_memory", "job_timeline",
+    "loaders", "memory_bars", "mixed_step", "number_formats", "overlap", "parts",
+    "roofline", "schedule", "segment_picture", "segments", "slice_times", "steps",
+    "stopwatches", "timeline", "two_matmuls", "visible_cards",
 ]  # fmt: skip
