@@ -11,6 +11,7 @@ screen readers speak, and looks the same on every machine, so that tests compare
     timelines.py    what runs when: streams of GPUs, stages of a pipeline
     precision.py    numbers of 16 bits, and where a step of mixed precision has them
     loaders.py      what loader workers and the GPU do when
+    stages.py       what each GPU of a split model does when
     steps.py        one step of several runs on one axis: copying, computing, idle
     roofline.py     what a card can reach, and the kernels below it
     stopwatches.py  what a clock reads of a step that is launched and then computed
@@ -33,6 +34,7 @@ from helpers.draw.memory_bars import memory_bars
 from helpers.draw.picture import COLOURS, HOST, INK, WIDEST, Picture, colour
 from helpers.draw.precision import mixed_step, number_formats
 from helpers.draw.roofline import roofline
+from helpers.draw.stages import stages
 from helpers.draw.steps import steps
 from helpers.draw.stopwatches import stopwatches
 from helpers.draw.timelines import schedule, timeline
@@ -43,5 +45,5 @@ __all__ = [
     "collective", "colour", "copy_path", "course_map", "devices", "hidden_copies",
     "job_memory", "job_timeline", "loaders", "memory_bars", "mixed_step",
     "number_formats", "overlap", "parts", "roofline", "schedule", "segment_picture",
-    "segments", "steps", "stopwatches", "timeline", "visible_cards",
+    "segments", "stages", "steps", "stopwatches", "timeline", "visible_cards",
 ]  # fmt: skip
