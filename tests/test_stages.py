@@ -69,7 +69,7 @@ def test_the_picture_says_who_is_idle():
 
 
 def test_a_gap_without_room_has_no_word():
-    assert ">idle<" not in picture(1.2e-3)
+    assert ">idle<" not in picture(1.12e-3)
 
 
 def test_a_step_on_real_gpus_says_how_long_it_took():
