@@ -22,6 +22,7 @@ _HOMES = {
     "progress": "solved",
     "show_machine": "gpus",
     "text": "data",
+    "time_stages": "stages",
     "timeline": "gpus",
 }
 _MODULES = ("check", "draw", "explore", "gpus", "ranks", "simgpu")

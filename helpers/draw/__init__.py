@@ -14,6 +14,7 @@ screen readers speak, and looks the same on every machine, so that tests compare
     exposed.py      what a rank computes, and the messages that nothing hides
     slice_times.py  a table: times of a block that is cut over four GPUs
     two_matmuls.py  two matmuls cut by columns and by rows: which rank has which slice
+    stages.py       what each GPU of a split model does when
     steps.py        one step of several runs on one axis: copying, computing, idle
     roofline.py     what a card can reach, and the kernels below it
     stopwatches.py  what a clock reads of a step that is launched and then computed
@@ -44,6 +45,7 @@ from helpers.draw.picture import COLOURS, HOST, INK, WIDEST, Picture, colour
 from helpers.draw.precision import mixed_step, number_formats
 from helpers.draw.roofline import roofline
 from helpers.draw.slice_times import slice_times
+from helpers.draw.stages import stages
 from helpers.draw.steps import steps
 from helpers.draw.stopwatches import stopwatches
 from helpers.draw.timelines import schedule, timeline
@@ -55,6 +57,6 @@ __all__ = [
     "budgets", "collective", "colour", "conversations", "copy_path", "course_map",
     "devices", "equal_ranks", "exposed", "hidden_copies", "job_memory", "job_timeline",
     "loaders", "memory_bars", "mixed_step", "number_formats", "overlap", "parts",
-    "roofline", "schedule", "segment_picture", "segments", "slice_times", "steps",
-    "stopwatches", "timeline", "two_matmuls", "visible_cards",
+    "roofline", "schedule", "segment_picture", "segments", "slice_times", "stages",
+    "steps", "stopwatches", "timeline", "two_matmuls", "visible_cards",
 ]  # fmt: skip

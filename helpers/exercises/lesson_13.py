@@ -1,4 +1,4 @@
-"""The exercises of lesson 13: a bubble, a balanced cut, and a skip connection."""
+"""The exercises of lesson 13: a bubble, a skip connection, and a balanced cut."""
 
 import copy
 import operator
@@ -15,6 +15,7 @@ from helpers.exercises.exercise import (
     Wrong,
     call,
     exercise,
+    must_be_callable,
     run,
     solution,
 )
@@ -27,56 +28,161 @@ SCORE = 0.98  # the slowest stage of the best cut, over that of the answer
 @exercise(
     "13.1",
     hints=(
-        "The lesson gives the bubble as a formula of K stages and M micro-batches. "
-        "What is K here, and for which M is the bubble a tenth?",
-        "`K - 1` stands above the line and below it, so do not forget the second "
-        "one. For the activations, look at the first stage in the pictures of both "
-        "orders. How many micro-batches has it taken forward when its first "
-        "backward begins?",
+        "The lesson has the formula, and says which share it is: of the total time, or "
+        "of the time in which a GPU works?",
+        "`stages - 1` stands above the line and below it. Which number of "
+        "micro-batches makes the bubble one half, if there are two stages?",
     ),
 )
-def eight_stages(micro_batches, gpipe, one_f_one_b) -> None:
-    """How many micro-batches keep the bubble of 8 stages at 10 %, and what is kept."""
-    for value in (micro_batches, gpipe, one_f_one_b):
-        if number(value) != int(number(value)) or value < 0:
-            raise Wrong(f"{value!r} is not a number of micro-batches")
-    stages = 8
-    least = 9 * (stages - 1)
-    bubble = (stages - 1) / (micro_batches + stages - 1)
-    why = "a smaller number will do" if micro_batches > least else "too much"
-    mistakes = {
-        70: "that is 7 / M <= 0.1; the formula has K - 1 below the line as well",
-        72: "that is 9 K; it is K - 1 micro-batches that nobody can fill",
-    }
-    why = f"with {micro_batches} the bubble is {bubble:.2%}: {why}"
-    counted(micro_batches, least, mistakes, why)
-    why = "GPipe goes back only when all micro-batches have gone forward"
-    counted(gpipe, least, {}, why)
-    mistakes = {
-        1: "one is what the last stage keeps under 1F1B",
-        stages - 1: "count the one that comes back: the first stage is a stage too",
-    }
-    why = "under 1F1B a stage goes ahead with as many as stages are left"
-    counted(one_f_one_b, stages, mistakes, why)
+def bubble(function) -> None:
+    """A function (stages, micro-batches) -> the idle share of the total time."""
+    must_be_callable(function)
+    for stages, parts in ((2, 1), (2, 4), (4, 8), (8, 8), (1, 3)):
+        found = number(call(function, stages, parts))
+        mistakes = {
+            (stages - 1) / parts: "that is idle over busy time; divide by the total",
+            stages / (parts + stages): "only `stages - 1` turns are idle",
+            (parts - 1) / (parts + stages - 1): "stages and micro-batches are swapped",
+            1 - (stages - 1) / (parts + stages - 1): "that is the busy share",
+        }
+        right = (stages - 1) / (parts + stages - 1)
+        about = f"{stages} stages and {parts} micro-batches"
+        mistakes.pop(right, None)
+        counted(found, right, mistakes, f"it should be {right:.3f}", what=about)
 
 
 @solution("13.1")
 def solution_1():
-    """The bubble is (K - 1) / (M + K - 1), with K stages and M micro-batches.
+    """A stage works for `parts` turns and is idle for `stages - 1` of them.
 
-    If the bubble may be a tenth, M + K - 1 must be at least ten times K - 1. M alone
-    must then be at least nine times K - 1.
-
-    Under GPipe every stage first takes all micro-batches forward, and keeps the
-    activations of all. Under 1F1B a stage goes ahead with as many micro-batches as
-    there are stages from it to the end, so the first stage keeps K.
+    A turn is the time of one micro-batch in one stage, forward and backward together.
+    The step takes both kinds of turns, so both stand below the line.
     """
-    stages = 8
-    one_in = 10  # the bubble may be 1 / 10
-    micro_batches = one_in * (stages - 1) - (stages - 1)
-    kept_gpipe = micro_batches
-    kept_1f1b = stages
-    return micro_batches, kept_gpipe, kept_1f1b
+
+    def bubble(stages, parts):
+        return (stages - 1) / (parts + stages - 1)
+
+    return bubble
+
+
+class _Skip(nn.Module):
+    """What the exercise starts from."""
+
+    def __init__(self, down, middle, up):
+        super().__init__()
+        self.down, self.middle, self.up = down, middle, up
+
+    def forward(self, x):
+        h = self.down(x)
+        return self.up(h + self.middle(h))
+
+
+def _whole(rows: int, columns: int, generator) -> torch.Tensor:
+    return torch.randint(-2, 3, (rows, columns), generator=generator).float()
+
+
+@exercise(
+    "13.2",
+    hints=(
+        "`h` is used twice, by `middle` and by the sum. On which GPU is each of the "
+        "two uses?",
+        "Each `.to` that has to move a tensor is a copy, and autograd makes a copy "
+        "back for each of them. In which line of `forward` must the only copy be, "
+        "so that both uses of `h` have it? Use autograd's own way, without "
+        "`detach()`.",
+    ),
+)
+def skip_on_two(module) -> None:
+    """A module with a skip connection, its parts on two GPUs."""
+    generator = torch.Generator().manual_seed(11)
+    parts = [nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)]
+    with torch.no_grad():
+        for part in parts:
+            part.weight.copy_(_whole(*part.weight.shape, generator))
+            part.bias.copy_(_whole(1, len(part.bias), generator)[0])
+    x = _whole(5, 6, generator).to("cuda:0")
+    serial = _Skip(*copy.deepcopy(parts)).to("cuda:0")
+    if not isinstance(module, type):
+        raise Wrong("pass the class itself, Skip")
+    split = call(module, *parts)
+    if not isinstance(split, nn.Module):
+        raise Wrong("it is no nn.Module")
+    if not vars(split).get("_modules"):
+        raise NotYet("your module has no parts so far")
+    _check_parts(split, parts)
+    with count_copies() as forward:
+        out = call(split, x)
+    if tensor(out, "forward returns").get_device() != 1:
+        raise Wrong(f"the result is on {out.device}, not on cuda:1")
+    wanted = serial(x)
+    if not equal(out, wanted):
+        raise Wrong("the result is not that of one GPU; did the skip get lost?")
+    if not out.requires_grad:
+        raise Wrong("the result has no graph, so nothing could be trained")
+    with count_copies() as backward:
+        run(out.square().sum().backward)
+    wanted.square().sum().backward()
+    own = _Skip(*parts)
+    pairs = zip(own.named_parameters(), serial.parameters(), strict=True)
+    for (name, p), q in pairs:
+        if p.grad is None or not equal(p.grad, q.grad):
+            raise Wrong(
+                f"the gradient of {name} is not that of one GPU; was it cut off?"
+            )
+    for when, copies in (("forward", forward), ("backward", backward)):
+        if any("cpu" in (c.source, c.target) for c in copies):
+            raise Wrong(f"in {when} it goes through the CPU")
+        if len(copies) != 1:
+            raise Wrong(
+                f"{len(copies)} tensors cross in {when}; send `h` once, and use it "
+                "twice where it arrives"
+            )
+
+
+@solution("13.2")
+def solution_2():
+    """Both uses of `h` are on `cuda:1`, so `h` crosses once, before both of them.
+
+    If `middle` and the sum each send `h` for themselves, the same numbers cross twice.
+    Autograd would then send two gradients back and add them up on `cuda:0`. With one
+    copy, autograd adds the two gradients up on `cuda:1`, where they are made, and sends
+    the sum back through the copy.
+
+    The parts are moved with `.to` and kept as attributes, so that an optimizer finds
+    their weights.
+    """
+
+    class Skip(nn.Module):
+        def __init__(self, down, middle, up):
+            super().__init__()
+            self.down = down.to("cuda:0")
+            self.middle = middle.to("cuda:1")
+            self.up = up.to("cuda:1")
+
+        def forward(self, x):
+            h = self.down(x)
+            h = h.to("cuda:1")
+            return self.up(h + self.middle(h))
+
+    return Skip
+
+
+def _check_parts(split: nn.Module, parts: list[nn.Module]) -> None:
+    """The module has the parts that it was given, where they belong."""
+    theirs = {id(p) for p in split.parameters()}
+    ours = {id(p) for part in parts for p in part.parameters()}
+    if len(theirs) >= 6 and theirs.isdisjoint(ours):
+        raise Wrong(
+            "the check follows the parts it gave you: move them with .to, do not copy "
+            "them"
+        )
+    for part, name, gpu in zip(parts, ("down", "middle", "up"), (0, 1, 1), strict=True):
+        if part.weight.get_device() != gpu:
+            raise Wrong(f"`{name}` is on {part.weight.device}, not on cuda:{gpu}")
+    if len(theirs) != 6:
+        raise Wrong(
+            "an optimizer would not find its weights: keep the parts as attributes"
+        )
 
 
 def slowest(ms: list[float], counts: list[int]) -> float:
@@ -122,7 +228,7 @@ MODELS = (  # what it is, ms of each layer, stages
 
 
 @exercise(
-    "13.2",
+    "13.3",
     hints=(
         "Equal numbers of layers need not take equal times. In which ways can you "
         "choose the layers of the first stage, and what remains to be done after "
@@ -145,13 +251,13 @@ def balanced_cut(function) -> None:
                 f"it returns {counts!r}, not a list of whole numbers; return how many "
                 "layers each stage gets"
             ) from None
-        given_out = len(counts) == stages and sum(counts) == len(ms)
-        if not given_out and _are_positions(counts, len(ms), stages):
+        all_placed = len(counts) == stages and sum(counts) == len(ms)
+        if not all_placed and _are_positions(counts, len(ms), stages):
             raise Wrong("return how many layers each stage gets, not where they end")
         if len(counts) != stages:
             raise Wrong(f"{where}: it gives layers to {len(counts)} stages")
         if sum(counts) != len(ms):
-            raise Wrong(f"{where}: {sum(counts)} of {len(ms)} layers are given out")
+            raise Wrong(f"{where}: {sum(counts)} of {len(ms)} layers are placed")
         if min(counts) < 1:
             raise Wrong(f"{where}: a stage has no layer, in {counts}")
         yours, best = slowest(ms, counts), best_slowest(ms, stages)
@@ -162,8 +268,8 @@ def balanced_cut(function) -> None:
             )
 
 
-@solution("13.2")
-def solution_2():
+@solution("13.3")
+def solution_3():
     """Once the first stage has its layers, the rest is the same task with a stage less.
 
     `best(first, left)` cuts the layers from `first` on into `left` stages. It tries
@@ -195,127 +301,15 @@ def solution_2():
     return cut
 
 
-class _Skip(nn.Module):
-    """What the exercise starts from."""
-
-    def __init__(self, down, middle, up):
-        super().__init__()
-        self.down, self.middle, self.up = down, middle, up
-
-    def forward(self, x):
-        h = self.down(x)
-        return self.up(h + self.middle(h))
-
-
-def _whole(rows: int, columns: int, generator) -> torch.Tensor:
-    return torch.randint(-2, 3, (rows, columns), generator=generator).float()
-
-
-@exercise(
-    "13.3",
-    hints=(
-        "`h` is used twice, by `middle` and by the sum. On which GPU is each of the "
-        "two uses?",
-        "Each `.to` that has to move a tensor is a copy, and autograd makes a copy "
-        "back for each of them. In which line of `forward` must the only copy be, "
-        "so that both uses of `h` have it? Use autograd's own way, without "
-        "`detach()`.",
-    ),
-)
-def skip_on_two(module) -> None:
-    """A module with a skip connection, its parts on two GPUs."""
-    generator = torch.Generator().manual_seed(11)
-    parts = [nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)]
-    with torch.no_grad():
-        for part in parts:
-            part.weight.copy_(_whole(*part.weight.shape, generator))
-            part.bias.copy_(_whole(1, len(part.bias), generator)[0])
-    x = _whole(5, 6, generator).to("cuda:0")
-    serial = _Skip(*copy.deepcopy(parts)).to("cuda:0")
-    if not isinstance(module, type):
-        raise Wrong("hand over the class itself, Skip")
-    split = call(module, *parts)
-    if not isinstance(split, nn.Module):
-        raise Wrong("it is no nn.Module")
-    if not vars(split).get("_modules"):
-        raise NotYet("your module has no parts so far")
-    _check_parts(split, parts)
-    with count_copies() as forward:
-        out = call(split, x)
-    if tensor(out, "forward returns").get_device() != 1:
-        raise Wrong(f"the result is on {out.device}, not on cuda:1")
-    wanted = serial(x)
-    if not equal(out, wanted):
-        raise Wrong("the result is not that of one GPU; did the skip get lost?")
-    if not out.requires_grad:
-        raise Wrong("the result has no graph, so nothing could be trained")
-    with count_copies() as backward:
-        run(out.square().sum().backward)
-    wanted.square().sum().backward()
-    own = _Skip(*parts)
-    pairs = zip(own.named_parameters(), serial.parameters(), strict=True)
-    for (name, p), q in pairs:
-        if p.grad is None or not equal(p.grad, q.grad):
-            raise Wrong(
-                f"the gradient of {name} is not that of one GPU; was it cut off?"
-            )
-    for when, copies in (("forward", forward), ("backward", backward)):
-        if any("cpu" in (c.source, c.target) for c in copies):
-            raise Wrong(f"in {when} it goes through the CPU")
-        if len(copies) != 1:
-            raise Wrong(
-                f"{len(copies)} tensors cross in {when}; send `h` once, and use it "
-                "twice where it arrives"
-            )
-
-
-@solution("13.3")
-def solution_3():
-    """Both uses of `h` are on `cuda:1`, so `h` crosses once, before both of them.
-
-    If `middle` and the sum each send `h` for themselves, the same numbers cross twice.
-    Autograd would then send two gradients back and add them up on `cuda:0`. With one
-    copy, autograd adds the two gradients up on `cuda:1`, where they are made, and sends
-    the sum back through the copy.
-
-    The parts are moved with `.to` and kept as attributes, so that an optimizer finds
-    their weights.
-    """
-
-    class Skip(nn.Module):
-        def __init__(self, down, middle, up):
-            super().__init__()
-            self.down = down.to("cuda:0")
-            self.middle = middle.to("cuda:1")
-            self.up = up.to("cuda:1")
-
-        def forward(self, x):
-            h = self.down(x)
-            h = h.to("cuda:1")
-            return self.up(h + self.middle(h))
-
-    return Skip
-
-
-def _check_parts(split: nn.Module, parts: list[nn.Module]) -> None:
-    """The module has the parts that it was given, where they belong."""
-    theirs = {id(p) for p in split.parameters()}
-    ours = {id(p) for part in parts for p in part.parameters()}
-    if len(theirs) >= 6 and theirs.isdisjoint(ours):
-        raise Wrong(
-            "the check follows the parts it gave you: move them with .to, do not copy "
-            "them"
-        )
-    for part, name, gpu in zip(parts, ("down", "middle", "up"), (0, 1, 1), strict=True):
-        if part.weight.get_device() != gpu:
-            raise Wrong(f"`{name}` is on {part.weight.device}, not on cuda:{gpu}")
-    if len(theirs) != 6:
-        raise Wrong(
-            "an optimizer would not find its weights: keep the parts as attributes"
-        )
-
-
 # -- answers ---------------------------------------------------------------------------
+
+
+def by_formula(stages, parts):
+    return (stages - 1) / (parts + stages - 1)
+
+
+def from_the_speed(stages, parts):
+    return 1 - parts / (parts + stages - 1)
 
 
 def try_all(ms, stages):
@@ -459,7 +453,7 @@ class InATuple(Once):
 
 
 RIGHT = {
-    "eight_stages": [(63, 63, 8)],
+    "bubble": [by_formula, from_the_speed],
     "balanced_cut": [try_all, fill_up_to],
     "skip_on_two": [
         OnceFromAnywhere,
@@ -467,19 +461,13 @@ RIGHT = {
     ],
 }
 WRONG = {
-    "eight_stages": [
-        ((70, 70, 8), "below the line"),
-        ((72, 72, 8), "K - 1 micro-batches"),
-        ((64, 64, 8), "a smaller number will do"),
-        ((56, 56, 8), "11.11%: too much"),
-        ((63, 8, 8), "GPipe goes back only when"),
-        ((63, 63, 1), "what the last stage keeps"),
-        ((63, 63, 7), "is a stage too"),
-        ((63, 63, 63), "as stages are left"),
-        (("63", 63, 8), "give a number, not '63'"),
-        ((63, None, 8), "give a number, not a NoneType"),
-        ((-7, 63, 8), "-7 is not a number"),
-        ((62.5, 63, 8), "62.5 is not a number"),
+    "bubble": [
+        (lambda stages, parts: (stages - 1) / parts, "idle over busy"),
+        (lambda stages, parts: stages / (parts + stages), "turns are idle"),
+        (lambda stages, parts: (parts - 1) / (parts + stages - 1), "swapped"),
+        (lambda stages, parts: parts / (parts + stages - 1), "the busy share"),
+        (lambda stages, parts: 0.5, "2 stages and 4 micro-batches"),
+        (lambda stages, parts: "1/2", "give a number"),
     ],
     "balanced_cut": [
         (equal_counts, "a large first layer on 2 stages: score 0.75"),
@@ -505,6 +493,6 @@ WRONG = {
         (Copied, "move them with .to, do not copy them"),
         (ATuple, "forward returns a tuple, not a tensor"),
         (ThroughTheCPU, "it goes through the CPU"),
-        (Later(lambda: Once(*[nn.Linear(2, 2)] * 3)), "the class itself, Skip"),
+        (Later(lambda: Once(*[nn.Linear(2, 2)] * 3)), "pass the class itself, Skip"),
     ],
 }

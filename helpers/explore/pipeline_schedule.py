@@ -97,7 +97,7 @@ def pipeline_picture(
     bubble = 1 - 3 * micro_batches * sum(seconds) / (stages * total)
     formula = (stages - 1) / (micro_batches + stages - 1)
     title = (
-        f"{schedule}: idle {bubble:.0%}, (K - 1) / (M + K - 1) = {formula:.0%}; "
+        f"{schedule}: idle {bubble:.0%}, (p - 1) / (m + p - 1) = {formula:.0%}; "
         f"stages keep at most {', '.join(str(most_held(row)) for row in rows)}"
     )
     return draw.schedule(rows, title)
