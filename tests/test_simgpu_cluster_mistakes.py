@@ -192,6 +192,23 @@ def test_groups_in_another_order_once_they_are_connected(simulated_ranks):
         assert re.search(r"rank 1: all_reduce .* on all ranks \(group 2\), waits", text)
 
 
+def send_in_a_ring() -> None:
+    rank = join()
+    given, taken = ones(), ones()
+    dist.send(given, (rank + 1) % 3)
+    dist.recv(taken, (rank - 1) % 3)
+    torch.cuda.synchronize()
+
+
+def test_sends_that_wait_for_each_other_are_shown_as_a_circle(simulated_ranks):
+    """All have been called, and each stands behind another one on its stream."""
+    for rank, text in failures(simulated_ranks, send_in_a_ring).items():
+        assert "a circle of ranks, each of which waits for the next" in text
+        first = rf"rank {rank}: send to rank {(rank + 1) % 3} of 4 float32 \(\S+\), "
+        behind = rf"behind send of rank {(rank + 1) % 3} \(\S+\), behind send of rank "
+        assert re.search(first + behind, text)
+
+
 # -- ranks that call different things --------------------------------------------------
 
 

@@ -20,6 +20,10 @@ MOST_UNDER_WAY = 256  # collectives that a rank launches before it waits for the
 _KEPT = 1024  # of a channel's messages; older ones nobody can ask for any more
 _ENDS_KEPT = 8192
 
+_CIRCLE = (
+    "a circle of ranks, each of which waits for the next: {}. NCCL would hang. Let one "
+    "of them receive first, or use batch_isend_irecv."
+)
 # of a collective: (channel, number in it, ranks of the members in the job)
 Name = tuple[str, int, tuple[int, ...]]
 
@@ -57,6 +61,7 @@ class Cluster:
         self.pid = os.getpid()
         self.arena = Arena()
         self.board = Board(store, rank, size, self.arena.place)
+        self._sought: set[Name] = set()  # collectives whose end is being found
         self._readable: set[int] = {rank}  # whose arenas this process has opened
         self.under_way: list = []  # collectives that are not settled, as launched
         self.ends: dict[Name, float] = {}  # of settled ones
@@ -139,13 +144,21 @@ class Cluster:
         if len(self.ends) > _ENDS_KEPT:
             del self.ends[next(iter(self.ends))]
 
-    def start_of(self, headers: list[Header], ranks: list[int], doing,
+    def start_of(self, name: Name, headers: list[Header], doing,
                  limit) -> tuple[float, int]:  # fmt: skip
-        """When all members are ready, and the last of them, by number."""
+        """When all members are ready, and the last of them, by number.
+
+        Raises:
+            torch.distributed.DistBackendError: if it waits for its own end.
+        """
         times = []
-        for header, rank in zip(headers, ranks, strict=True):
-            ends = [self._end_of(name, rank, doing, limit) for name in header.after]
-            times.append(max([header.ready, *ends]))
+        self._sought.add(name)
+        try:
+            for header, rank in zip(headers, name[2], strict=True):
+                ends = [self._end_of(one, rank, doing, limit) for one in header.after]
+                times.append(max([header.ready, *ends]))
+        finally:
+            self._sought.discard(name)
         return max(times), times.index(max(times))
 
     def _end_of(self, name: Name, rank: int, doing, limit: float) -> float:
@@ -159,7 +172,9 @@ class Cluster:
                 words = doing if isinstance(doing, str) else doing()
                 return f"{words}, behind {its.name} of rank {rank} ({its.where})"
 
+            if name in self._sought:
+                raise dist.DistBackendError(_CIRCLE.format(behind()))
             headers = self.headers(name, list(ranks), behind, limit)
-            start, _ = self.start_of(headers, list(ranks), behind, limit)
+            start, _ = self.start_of(name, headers, behind, limit)
             self.note_end(name, start + max(header.seconds for header in headers))
         return self.ends[name]

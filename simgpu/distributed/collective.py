@@ -172,7 +172,7 @@ class Collective:
         self._compare(headers)
         with ex.plain():
             self._deliver(headers)
-        start, last = cluster.start_of(headers, channel.ranks, doing, limit)
+        start, last = cluster.start_of(self.name, headers, doing, limit)
         end = start + max(header.seconds for header in headers)
         cluster.note_end(self.name, end)
         cluster.under_way.remove(self)
