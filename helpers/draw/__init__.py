@@ -18,6 +18,7 @@ screen readers speak, and looks the same on every machine, so that tests compare
     copy_path.py    from CPU memory to the GPU: who copies, whether Python waits
     collectives.py  what each rank holds before and after a collective
     course_map.py   the lessons of the course
+    sharing.py      one tensor in two processes, and a lost update
     visible.py      which cards a program sees, and what it calls them
 """
 
@@ -33,6 +34,7 @@ from helpers.draw.memory_bars import memory_bars
 from helpers.draw.picture import COLOURS, HOST, INK, WIDEST, Picture, colour
 from helpers.draw.precision import mixed_step, number_formats
 from helpers.draw.roofline import roofline
+from helpers.draw.sharing import lost_update, shared_tensor
 from helpers.draw.steps import steps
 from helpers.draw.stopwatches import stopwatches
 from helpers.draw.timelines import schedule, timeline
@@ -41,7 +43,7 @@ from helpers.draw.visible import visible_cards
 __all__ = [
     "Budget", "COLOURS", "HOST", "INK", "ON_RANKS", "Picture", "WIDEST", "budgets",
     "collective", "colour", "copy_path", "course_map", "devices", "hidden_copies",
-    "job_memory", "job_timeline", "loaders", "memory_bars", "mixed_step",
+    "job_memory", "job_timeline", "loaders", "lost_update", "memory_bars", "mixed_step",
     "number_formats", "overlap", "parts", "roofline", "schedule", "segment_picture",
-    "segments", "steps", "stopwatches", "timeline", "visible_cards",
+    "segments", "shared_tensor", "steps", "stopwatches", "timeline", "visible_cards",
 ]  # fmt: skip
