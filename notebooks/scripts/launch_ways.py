@@ -2,8 +2,8 @@
 
     python launch_ways.py mp.spawn raises
 
-Process 1 raises an error, or is killed; process 0 works for two seconds and then writes
-a file. The functions with `by_` are the ways. Used in
+Process 1 raises an error, or is killed. Process 0 works for three seconds more, and then
+writes a file. The functions with `by_` are the ways. Used in
 14-share-tensors-between-processes.
 """
 
@@ -19,9 +19,13 @@ from pathlib import Path
 
 def work(rank, how):
     if rank == 0:
-        time.sleep(2)
+        while not Path("failing").exists():
+            time.sleep(0.05)
+        time.sleep(3 if how == "raises" else 0.5)
         Path("finished").touch()
-    elif how == "raises":
+        return
+    Path("failing").touch()
+    if how == "raises":
         raise ValueError("bad batch")
     else:
         os.kill(os.getpid(), signal.SIGKILL)
