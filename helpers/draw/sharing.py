@@ -12,7 +12,9 @@ def shared_tensor(nbytes: int) -> Picture:
     Taught in 14-share-tensors-between-processes.
     """
     size = size_text(nbytes)
-    title = f"A handle goes through the queue; the {size} stay where they are on the GPU"
+    title = (
+        f"A handle goes through the queue; the {size} stay where they are on the GPU"
+    )
     picture = Picture(WIDEST, 206, title)
     for x, name, first, second in (
         (8, "sender", "queue.put(x)", "allocated the memory"),
