@@ -1,6 +1,6 @@
 """One tensor in two processes: who holds what, and how an update is lost."""
 
-from helpers.draw.picture import COLOURS, WIDEST, Picture, colour, size_text
+from helpers.draw.picture import COLOURS, WIDEST, Picture, colour
 
 
 def shared_tensor(nbytes: int) -> Picture:
@@ -11,7 +11,7 @@ def shared_tensor(nbytes: int) -> Picture:
 
     Taught in 14-share-tensors-between-processes.
     """
-    size = size_text(nbytes)
+    size = f"{nbytes / 1e6:.0f} MB"
     title = (
         f"A handle goes through the queue; the {size} stay where they are on the GPU"
     )
