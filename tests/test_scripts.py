@@ -131,10 +131,3 @@ def test_failures_end_with_a_status():
     )
     assert done.returncode == 2
     assert "--batch 7 cannot be split over 2 ranks" in done.stderr
-
-
-def test_lesson_14_hears_of_a_worker_that_fails():
-    share_launch = load("share_launch.py")
-    share_launch.run_all(os._exit, [(0,), (0,)])
-    with pytest.raises(RuntimeError, match=r"workers ended with \[0, 3\]"):
-        share_launch.run_all(os._exit, [(0,), (3,)])

@@ -25,6 +25,7 @@ screen readers speak, and looks the same on every machine, so that tests compare
     conversations.py  who sends to whom and when, several programs on one axis
     course_map.py   the lessons of the course
     equal_ranks.py  which values all ranks have alike
+    sharing.py      one tensor in two processes, and a lost update
     visible.py      which cards a program sees, and what it calls them
 """
 
@@ -44,6 +45,7 @@ from helpers.draw.memory_bars import memory_bars
 from helpers.draw.picture import COLOURS, HOST, INK, WIDEST, Picture, colour
 from helpers.draw.precision import mixed_step, number_formats
 from helpers.draw.roofline import roofline
+from helpers.draw.sharing import lost_update, shared_tensor
 from helpers.draw.slice_times import slice_times
 from helpers.draw.stages import stages
 from helpers.draw.steps import steps
@@ -56,7 +58,8 @@ __all__ = [
     "Budget", "COLOURS", "HOST", "INK", "ON_RANKS", "Picture", "WIDEST", "before_after",
     "budgets", "collective", "colour", "conversations", "copy_path", "course_map",
     "devices", "equal_ranks", "exposed", "hidden_copies", "job_memory", "job_timeline",
-    "loaders", "memory_bars", "mixed_step", "number_formats", "overlap", "parts",
-    "roofline", "schedule", "segment_picture", "segments", "slice_times", "stages",
-    "steps", "stopwatches", "timeline", "two_matmuls", "visible_cards",
+    "loaders", "lost_update", "memory_bars", "mixed_step", "number_formats", "overlap",
+    "parts", "roofline", "schedule", "segment_picture", "segments", "shared_tensor",
+    "slice_times", "stages", "steps", "stopwatches", "timeline", "two_matmuls",
+    "visible_cards",
 ]  # fmt: skip

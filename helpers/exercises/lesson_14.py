@@ -39,11 +39,11 @@ def _yes_or_no(answer) -> str | None:
         "A fork copies its arguments with everything else, while the arguments of a "
         "spawned process and the contents of queues and pipes are sent. Sending "
         "shares the storage of the very tensor that is sent. Look twice where a new "
-        "tensor is made, and where `x` is a global.",
+        "tensor is made.",
     ),
 )
 def who_sees(*answers) -> None:
-    """Whether the notebook sees the writes of seven programs."""
+    """Whether the notebook sees the writes of six programs."""
     programs = (
         ("no", "the fork moves its own copy into shared memory, after the fork"),
         ("no", "an argument of a forked process is not sent but copied with the rest"),
@@ -54,7 +54,6 @@ def who_sees(*answers) -> None:
         ("yes", "sending shares the storage, and a slice has no storage of its own"),
         ("no", "the clone is sent and shared; `x` has other memory"),
         ("no", "`x + 1` is a new tensor, and the child gives it the name `x`"),
-        ("no", "a global travels with the function's code, as a copy; pass it instead"),
     )
     say = 'answer "yes" or "no"'
     listed(answers, programs, what="answers", read=_yes_or_no, say=say)
@@ -73,9 +72,8 @@ def solution_1():
     the whole storage that it belongs to (4). In 5 the clone is sent and shared, and `x`
     has other memory.
 
-    In 6 and 7 `x` is shared before the process starts. However, `x + 1` is a new
-    tensor, which only the child calls `x`. A global travels with the function's code,
-    as a copy; an argument would have been shared.
+    In 6 `x` is shared before the process starts. However, `x + 1` is a new tensor,
+    which only the child calls `x`.
     """
     answers = [
         "no",  # 1: shared too late, after the fork
@@ -84,7 +82,6 @@ def solution_1():
         "yes",  # 4: a slice shares the storage
         "no",  # 5: a clone has its own storage
         "no",  # 6: x + 1 is a new tensor
-        "no",  # 7: a global is copied with the code
     ]
     return (*answers,)
 
@@ -281,9 +278,9 @@ def _within(seconds: int, why: str):
 @exercise(
     "14.3",
     hints=(
-        "*Concise: a pool* computes the rows of a product in several processes. "
         "What can a forked worker read without getting it sent, and where must it "
-        "write so that the notebook sees the result?",
+        "write so that the notebook sees the result? *One memory, two processes* "
+        "shows both.",
         "Write down what a worker reports if its part has two rows and another "
         "worker's part has three. Why is the mean of their accuracies not the "
         "accuracy of all five rows?",
@@ -602,8 +599,8 @@ def from_ended_workers(model, x, y):
 
 RIGHT = {
     "who_sees": [
-        ("no", "no", "yes", "yes", "no", "no", "no"),
-        (False, False, True, True, False, False, False),
+        ("no", "no", "yes", "yes", "no", "no"),
+        (False, False, True, True, False, False),
     ],
     "delivers_all": [
         makes_new_ones,
@@ -619,31 +616,27 @@ RIGHT = {
 WRONG = {
     "who_sees": [
         (
-            ("yes", "no", "yes", "yes", "no", "no", "no"),
+            ("yes", "no", "yes", "yes", "no", "no"),
             "number 1 is not yes: the fork moves",
         ),
         (
-            ("no", "yes", "yes", "yes", "no", "no", "no"),
+            ("no", "yes", "yes", "yes", "no", "no"),
             "number 2 is not yes: an argument of a forked",
         ),
         (
-            ("no", "no", "no", "yes", "no", "no", "no"),
+            ("no", "no", "no", "yes", "no", "no"),
             "number 3 is not no: an argument of a spawned",
         ),
         (
-            ("no", "no", "yes", "no", "no", "no", "no"),
+            ("no", "no", "yes", "no", "no", "no"),
             "number 4 is not no: sending shares",
         ),
-        (
-            ("no", "no", "yes", "yes", "yes", "no", "no"),
-            "number 5 is not yes: the clone",
-        ),
-        (("no", "no", "yes", "yes", "no", "yes", "no"), "number 6 is not yes: `x + 1`"),
-        (("no", "no", "yes", "yes", "no", 1.5, "no"), 'answer "yes" or "no"'),
-        (("no", "no", "yes", "yes", "no", "no", True), "number 7 is not yes: a global"),
-        (Later(lambda: (["no"],) * 7), 'number 1: answer "yes" or "no"'),
-        ((0, 0, 1, 1, 0, 0, 0), 'number 1: answer "yes" or "no"'),
-        (("no", "no"), "7 answers are asked for, not 2"),
+        (("no", "no", "yes", "yes", "yes", "no"), "number 5 is not yes: the clone"),
+        (("no", "no", "yes", "yes", "no", "yes"), "number 6 is not yes: `x + 1`"),
+        (("no", "no", "yes", "yes", "no", 1.5), 'answer "yes" or "no"'),
+        (Later(lambda: (["no"],) * 6), 'number 1: answer "yes" or "no"'),
+        ((0, 0, 1, 1, 0, 0), 'number 1: answer "yes" or "no"'),
+        (("no", "no"), "6 answers are asked for, not 2"),
     ],
     "delivers_all": [
         (sends_one_memory, "full of 3: `put` sends a handle"),
