@@ -15,6 +15,8 @@ screen readers speak, and looks the same on every machine, so that tests compare
     roofline.py     what a card can reach, and the kernels below it
     stopwatches.py  what a clock reads of a step that is launched and then computed
     hidden_copies.py  a loop over batches: copies and computing, each way on one axis
+    data_parallel.py  the four functions of nn.DataParallel; weights reach all GPUs
+    shared_step.py  one step of nn.DataParallel: what each GPU does when
     copy_path.py    from CPU memory to the GPU: who copies, whether Python waits
     collectives.py  what each rank holds before and after a collective
     course_map.py   the lessons of the course
@@ -25,6 +27,7 @@ from helpers.draw.budgets import Budget, budgets
 from helpers.draw.collectives import collective
 from helpers.draw.copy_path import copy_path
 from helpers.draw.course_map import ON_RANKS, course_map
+from helpers.draw.data_parallel import four_functions, star_and_chain
 from helpers.draw.hidden_copies import hidden_copies
 from helpers.draw.jobs import job_memory, job_timeline, overlap
 from helpers.draw.loaders import loaders
@@ -33,6 +36,7 @@ from helpers.draw.memory_bars import memory_bars
 from helpers.draw.picture import COLOURS, HOST, INK, WIDEST, Picture, colour
 from helpers.draw.precision import mixed_step, number_formats
 from helpers.draw.roofline import roofline
+from helpers.draw.shared_step import shared_step
 from helpers.draw.steps import steps
 from helpers.draw.stopwatches import stopwatches
 from helpers.draw.timelines import schedule, timeline
@@ -40,8 +44,9 @@ from helpers.draw.visible import visible_cards
 
 __all__ = [
     "Budget", "COLOURS", "HOST", "INK", "ON_RANKS", "Picture", "WIDEST", "budgets",
-    "collective", "colour", "copy_path", "course_map", "devices", "hidden_copies",
-    "job_memory", "job_timeline", "loaders", "memory_bars", "mixed_step",
-    "number_formats", "overlap", "parts", "roofline", "schedule", "segment_picture",
-    "segments", "steps", "stopwatches", "timeline", "visible_cards",
+    "collective", "colour", "copy_path", "course_map", "devices", "four_functions",
+    "hidden_copies", "job_memory", "job_timeline", "loaders", "memory_bars",
+    "mixed_step", "number_formats", "overlap", "parts", "roofline", "schedule",
+    "segment_picture", "segments", "shared_step", "star_and_chain", "steps",
+    "stopwatches", "timeline", "visible_cards",
 ]  # fmt: skip
