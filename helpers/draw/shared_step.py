@@ -51,7 +51,7 @@ def shared_step(events: Sequence, title: str = "One step on four GPUs") -> Pictu
         x = _LEFT + mark / 1e3 * scale
         picture.line(x, y, x, y + 4, INK)
         picture.text(x, y + 17, f"{mark} ms", 12, "middle")
-    picture.text(_LEFT, y + 36, "colour: kernels   grey: copies   white: idle", 12)
+    picture.text(_LEFT, y + 36, "in colour: kernels, grey: copies, white: idle", 12)
     picture.text(WIDEST - 8, y + 36, "simulated", 12, "end")
     return picture
 
