@@ -19,6 +19,8 @@ screen readers speak, and looks the same on every machine, so that tests compare
     roofline.py     what a card can reach, and the kernels below it
     stopwatches.py  what a clock reads of a step that is launched and then computed
     hidden_copies.py  a loop over batches: copies and computing, each way on one axis
+    data_parallel.py  the four functions of nn.DataParallel; weights reach all GPUs
+    shared_step.py  one step of nn.DataParallel: what each GPU does when
     copy_path.py    from CPU memory to the GPU: who copies, whether Python waits
     collectives.py  what each rank holds before and after a collective
     before_after.py   the same for several collectives, number by number
@@ -35,6 +37,7 @@ from helpers.draw.collectives import collective
 from helpers.draw.conversations import conversations
 from helpers.draw.copy_path import copy_path
 from helpers.draw.course_map import ON_RANKS, course_map
+from helpers.draw.data_parallel import four_functions, star_and_chain
 from helpers.draw.equal_ranks import equal_ranks
 from helpers.draw.exposed import exposed
 from helpers.draw.hidden_copies import hidden_copies
@@ -45,6 +48,7 @@ from helpers.draw.memory_bars import memory_bars
 from helpers.draw.picture import COLOURS, HOST, INK, WIDEST, Picture, colour
 from helpers.draw.precision import mixed_step, number_formats
 from helpers.draw.roofline import roofline
+from helpers.draw.shared_step import shared_step
 from helpers.draw.sharing import lost_update, shared_tensor
 from helpers.draw.slice_times import slice_times
 from helpers.draw.stages import stages
@@ -57,9 +61,10 @@ from helpers.draw.visible import visible_cards
 __all__ = [
     "Budget", "COLOURS", "HOST", "INK", "ON_RANKS", "Picture", "WIDEST", "before_after",
     "budgets", "collective", "colour", "conversations", "copy_path", "course_map",
-    "devices", "equal_ranks", "exposed", "hidden_copies", "job_memory", "job_timeline",
-    "loaders", "lost_update", "memory_bars", "mixed_step", "number_formats", "overlap",
-    "parts", "roofline", "schedule", "segment_picture", "segments", "shared_tensor",
-    "slice_times", "stages", "steps", "stopwatches", "timeline", "two_matmuls",
+    "devices", "equal_ranks", "exposed", "four_functions", "hidden_copies",
+    "job_memory", "job_timeline", "loaders", "lost_update", "memory_bars", "mixed_step",
+    "number_formats", "overlap", "parts", "roofline", "schedule", "segment_picture",
+    "segments", "shared_step", "shared_tensor", "slice_times", "stages",
+    "star_and_chain", "steps", "stopwatches", "timeline", "two_matmuls",
     "visible_cards",
 ]  # fmt: skip

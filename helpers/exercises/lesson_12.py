@@ -10,7 +10,6 @@ from helpers.exercises.counted import (
     MB,
     MIB,
     counted,
-    number,
 )
 from helpers.exercises.exercise import (
     NotYet,
@@ -30,21 +29,17 @@ GPUS = range(4)
 @exercise(
     "12.1",
     hints=(
-        "Begin with the bytes of all weights. Under `nn.DataParallel`, to how many "
-        "GPUs does GPU 0 send the weights, and in which direction do gradients "
-        "travel?",
-        "Only what is sent counts, not what is received. Under DDP each rank hands "
-        "its gradients to an all-reduce in a ring, and the lesson gives the formula "
-        "for what a rank then sends. Which `N` belongs there?",
+        "Begin with the bytes of all weights. Which of the two messages of "
+        "`nn.DataParallel` does GPU 0 send, and which does it receive?",
+        "Without NCCL, GPU 0 sends a copy to each other GPU; in NCCL's chain, to one "
+        "neighbour. For DDP, the lesson says how many times the gradients a rank sends "
+        "in a ring. Which `N` belongs there?",
     ),
 )
-def sent_by_one_gpu(data_parallel, ddp) -> None:
-    """MB sent by GPU 0 under nn.DataParallel, and by each rank under DDP."""
+def sent_by_one_gpu(copies, nccl, ddp) -> None:
+    """MB sent by GPU 0: nn.DataParallel by copies, by NCCL, and a rank of DDP."""
     nbytes, gpus = 100, 8
     out, round_ring = (gpus - 1) * nbytes, ring.sent(gpus, nbytes)
-    answers = number(data_parallel, "nn.DataParallel"), number(ddp, "DDP")
-    if answers == (round_ring, out):
-        raise Wrong("these are the right numbers in the wrong order")
     mistakes = {
         2 * out: "GPU 0 sends weights; gradients it receives",
         gpus * nbytes: "GPU 0 need not send the weights to itself",
@@ -53,8 +48,15 @@ def sent_by_one_gpu(data_parallel, ddp) -> None:
         out / 4: "a weight in float32 has 4 bytes",
     }
     why = "GPU 0 sends all weights to each other GPU, and receives all gradients"
-    what = "nn.DataParallel"
-    counted(data_parallel, out, mistakes, why, what=what, near=1e-3, unit=MB)
+    counted(copies, out, mistakes, why, what="by copies", near=1e-3, unit=MB)
+    mistakes = {
+        2 * nbytes: "GPU 0 sends weights; gradients it receives",
+        out: "in a chain, GPU 0 sends to its neighbour only",
+        round_ring: "that is an all-reduce in a ring; here weights go down a chain",
+        nbytes / 4: "a weight in float32 has 4 bytes",
+    }
+    why = "in a chain, GPU 0 sends each weight to its neighbour, once"
+    counted(nccl, nbytes, mistakes, why, what="by NCCL", near=1e-3, unit=MB)
     why = "in a ring of N ranks each sends 2 (N - 1) / N times the gradients"
     mistakes = ring.mistakes(gpus, nbytes)
     counted(ddp, round_ring, mistakes, why, what="DDP", near=1e-3, unit=MB)
@@ -62,20 +64,21 @@ def sent_by_one_gpu(data_parallel, ddp) -> None:
 
 @solution("12.1")
 def solution_1():
-    """GPU 0 sends weights to all others, and a rank in a ring sends chunks.
+    """GPU 0 sends weights to all others, or to one neighbour; a rank sends chunks.
 
-    Under `nn.DataParallel` GPU 0 sends all weights to each of the other GPUs, in every
-    step. Gradients travel the other way, so GPU 0 receives those.
+    In each step of `nn.DataParallel`, weights leave GPU 0 and gradients come in. By
+    copies, all weights go to each of seven GPUs. In NCCL's chain they go to one
+    neighbour, which passes them on.
 
     Under DDP only gradients travel, in a ring. Each rank sends 2 * (N - 1) / N times
-    what it hands over, which is never more than twice the gradients, however many ranks
-    there are.
+    the gradients, which is never more than twice, however many ranks there are.
     """
     gpus = 8
     megabytes = 25_000_000 * 4 / 10**6
-    data_parallel = (gpus - 1) * megabytes
+    copies = (gpus - 1) * megabytes
+    nccl = megabytes
     ddp = 2 * (gpus - 1) / gpus * megabytes
-    return data_parallel, ddp
+    return copies, nccl, ddp
 
 
 def _model(words: int = 512) -> nn.Module:
@@ -137,8 +140,8 @@ def fair_loss(module_class) -> None:
         model.zero_grad()
 
 
-@solution("12.2", WithLoss=lambda: Base)
-def solution_2(WithLoss):
+@solution("12.2")
+def solution_2():
     """Each part adds up its losses and divides by the rows of the whole batch.
 
     By default `cross_entropy` divides by the rows of the part. A mean of such means is
@@ -150,7 +153,11 @@ def solution_2(WithLoss):
     `[None]` makes a vector of one element, because `gather` warns about scalars.
     """
 
-    class FairLoss(WithLoss):
+    class FairLoss(nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+
         def forward(self, x, y, total):
             losses = cross_entropy(self.model(x), y, reduction="sum")
             return losses[None] / total
@@ -221,13 +228,12 @@ def _peaks(sizes, words: int = 8192) -> list[int]:
 @exercise(
     "12.3",
     hints=(
-        "Under *Cost: memory* and *Cost: two cures* there are formulas for GPU 0 "
-        "and for the others. Which of their terms grow with the rows of a GPU's own "
-        "part, and which stay as they are?",
-        "GPU 0 has two high moments, the sum of all gradients and the loss of its "
-        "own part. Write down the second one, where Adam's state and the whole "
-        "batch are on GPU 0 as well. For which rows does it equal the total of "
-        "another GPU?",
+        "Write down what GPU 0 and another GPU hold while the loss of their part goes "
+        "backward. Which terms grow with the rows of the part, and which stay as they "
+        "are?",
+        "GPU 0 also holds Adam's state and the whole batch. For how many rows does "
+        "its total equal that of another GPU, which has a third of the others? (The "
+        "moment at which GPU 0 adds up gradients is lower here.)",
     ),
 )
 def sizes_of_parts(sizes) -> None:
@@ -352,7 +358,7 @@ class Detached(Base):
 
 
 RIGHT = {
-    "sent_by_one_gpu": [(700, 175), (700.0, 175.0)],
+    "sent_by_one_gpu": [(700, 100, 175), (700.0, 100.0, 175.0)],
     "fair_loss": [Summed, Weighted, Each],
     "sizes_of_parts": [
         [362, 562, 562, 562],
@@ -363,24 +369,29 @@ RIGHT = {
 }
 WRONG = {
     "sent_by_one_gpu": [
-        ((1400, 175), "gradients it receives"),
-        ((800, 175), "to itself"),
-        ((175, 175), "4 bytes"),
-        ((5, 175), "receives all gradients"),
-        ((700, 700), "to one neighbour"),
-        ((700, 87.5), "the first of two rounds"),
-        ((700, 100), "hands over"),
-        ((700, 1400), "all ranks send together"),
-        ((700, 200), "keeps one chunk in each round"),
-        ((700, 1), "in a ring of N ranks"),
-        ((175, 700), "right numbers in the wrong order"),
-        ((700e6, 175e6), "these are bytes; give MB"),
-        ((700, 175_000_000), "these are bytes; give MB"),
-        ((667.6, 166.9), "these are MiB, of 2**20 bytes; give MB"),
-        ((None, None), "give a number"),
-        (("700", "175"), "give a number"),
-        (([700], [175]), "give a number"),
-        (({}, 175), "give a number"),
+        ((1400, 100, 175), "gradients it receives"),
+        ((800, 100, 175), "to itself"),
+        ((175, 100, 175), "4 bytes"),
+        ((100, 100, 175), "to each other GPU"),
+        ((5, 100, 175), "receives all gradients"),
+        ((700, 200, 175), "gradients it receives"),
+        ((700, 700, 175), "to its neighbour only"),
+        ((700, 175, 175), "all-reduce in a ring"),
+        ((700, 25, 175), "4 bytes"),
+        ((700, 5, 175), "its neighbour, once"),
+        ((700, 100, 700), "to one neighbour"),
+        ((700, 100, 87.5), "the first of two rounds"),
+        ((700, 100, 100), "hands over"),
+        ((700, 100, 1400), "all ranks send together"),
+        ((700, 100, 200), "keeps one chunk in each round"),
+        ((700, 100, 1), "in a ring of N ranks"),
+        ((700e6, 100, 175), "these are bytes; give MB"),
+        ((700, 100, 175_000_000), "these are bytes; give MB"),
+        ((667.6, 95.4, 166.9), "these are MiB, of 2**20 bytes; give MB"),
+        ((None, None, None), "give a number"),
+        (("700", "100", "175"), "give a number"),
+        (([700], [100], [175]), "give a number"),
+        (({}, 100, 175), "give a number"),
     ],
     "fair_loss": [
         (Mean, "divided by the rows of the whole batch"),
