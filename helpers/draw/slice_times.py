@@ -4,15 +4,12 @@ The prediction is the time of the slices alone plus four all-reduces, one after 
 other; all from the simulator.
 """
 
-import torch
-from torch import nn
-
 RANKS, CARD = 4, "A100"
-SIZES = ((1024, 512, torch.float32), (4096, 4096, torch.bfloat16))
+SIZES = ((1024, 512, "float32"), (4096, 4096, "bfloat16"))
 NEAR = 0.07  # by how much the counted time may be longer than the predicted one
 
 
-def slice_times(block: type[nn.Module], logs: dict, network: str) -> str:
+def slice_times(block: type, logs: dict, network: str) -> str:
     """Rows for a block that was run, and for a larger one that was not.
 
     Args:
@@ -26,13 +23,16 @@ def slice_times(block: type[nn.Module], logs: dict, network: str) -> str:
     Raises:
         AssertionError: if a counted time is not near the predicted one.
     """
+    import torch
+
     import simgpu
 
     links = {"NVLink": {}, network: {"nodes": 2, "network": network}}
     rows = [
         "width  tokens  links       one GPU  a quarter  message  predicted  counted"
     ]
-    for width, tokens, dtype in SIZES:
+    for width, tokens, name_of_type in SIZES:
+        dtype = getattr(torch, name_of_type)
         alone = _computing(block, width, tokens, 1, dtype)
         quarter = _computing(block, width, tokens, RANKS, dtype)
         nbytes = tokens * width * dtype.itemsize
@@ -57,6 +57,9 @@ def slice_times(block: type[nn.Module], logs: dict, network: str) -> str:
 
 def _computing(block, width, tokens, ranks, dtype) -> float:
     """Seconds of forward and backward of a rank's slices, without messages."""
+    import torch
+    from torch import nn
+
     import simgpu
 
     part = width // ranks
