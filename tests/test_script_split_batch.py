@@ -8,7 +8,7 @@ from torch import nn
 
 from tests import take_home
 
-TOLERANCE = 2e-4  # of printed losses: rounding, which 48 steps of Adam pass on
+TOLERANCE = 2e-4  # of printed losses: rounding, which 24 steps of Adam pass on
 
 
 @pytest.fixture(scope="module")

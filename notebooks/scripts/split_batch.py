@@ -13,7 +13,7 @@ from torch import nn
 # -- your model and your data ----------------------------------------------------------
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 10))
-images = torch.randn(2048, 64)
+images = torch.randn(1024, 64)
 labels = images[:, :10].argmax(1)
 batch_size = 128
 # --------------------------------------------------------------------------------------
