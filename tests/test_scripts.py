@@ -14,8 +14,6 @@ from tests.launching import (
     in_ranks,
     last_calls,
     load,
-    prose_of,
-    shown,
     text_of,
 )
 
@@ -107,18 +105,12 @@ def test_bytes_of_a_step(script, one_rank, compress, numbers, width, monkeypatch
         assert sum(handed) == numbers * width
 
 
-@pytest.mark.parametrize("name", [SCRIPT, "shard_digits.py", "split_gpt.py"])
+@pytest.mark.parametrize("name", [SCRIPT, "split_gpt.py"])
 def test_the_end_of_a_script_leaves_at_once(name):
     """`destroy_process_group` in main, then a flush and `os._exit(0)`; why is said."""
     assert last_calls(name) == ["main()", "sys.stdout.flush()", "os._exit(0)"]
     assert "aborts" in text_of(name).partition("__main__")[2]
     assert "dist.destroy_process_group()" in text_of(name)
-
-
-def test_the_lesson_shows_the_loop_as_it_is():
-    text = text_of(SCRIPT)
-    loop = text[text.index("def train(") : text.index("@torch.no_grad()")]
-    assert shown(prose_of("16-average-gradients.ipynb"), loop)
 
 
 def test_failures_end_with_a_status():

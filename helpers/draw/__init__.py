@@ -4,6 +4,7 @@ The same device has the same colour in every lesson. Every picture has a title, 
 screen readers speak, and looks the same on every machine, so that tests compare it.
 
     picture.py      Picture, an SVG under construction, and the colours
+    averaging.py    ways to average gradients: what ranks compute and send
     budgets.py      what ways to train a step take, beside what the card has
     memory.py       which tensor is on which device; what a GPU's memory is made of
     memory_bars.py  what memory is made of at several moments, predicted and counted
@@ -16,6 +17,7 @@ screen readers speak, and looks the same on every machine, so that tests compare
     two_matmuls.py  two matmuls cut by columns and by rows: which rank has which slice
     stages.py       what each GPU of a split model does when
     steps.py        one step of several runs on one axis: copying, computing, idle
+    sharded_steps.py  a step with sharded parameters: computing, gathers, waits
     roofline.py     what a card can reach, and the kernels below it
     stopwatches.py  what a clock reads of a step that is launched and then computed
     hidden_copies.py  a loop over batches: copies and computing, each way on one axis
@@ -31,6 +33,7 @@ screen readers speak, and looks the same on every machine, so that tests compare
     visible.py      which cards a program sees, and what it calls them
 """
 
+from helpers.draw.averaging import averaging
 from helpers.draw.before_after import before_after
 from helpers.draw.budgets import Budget, budgets
 from helpers.draw.collectives import collective
@@ -48,6 +51,7 @@ from helpers.draw.memory_bars import memory_bars
 from helpers.draw.picture import COLOURS, HOST, INK, WIDEST, Picture, colour
 from helpers.draw.precision import mixed_step, number_formats
 from helpers.draw.roofline import roofline
+from helpers.draw.sharded_steps import sharded_steps
 from helpers.draw.shared_step import shared_step
 from helpers.draw.sharing import lost_update, shared_tensor
 from helpers.draw.slice_times import slice_times
@@ -59,12 +63,12 @@ from helpers.draw.two_matmuls import two_matmuls
 from helpers.draw.visible import visible_cards
 
 __all__ = [
-    "Budget", "COLOURS", "HOST", "INK", "ON_RANKS", "Picture", "WIDEST", "before_after",
-    "budgets", "collective", "colour", "conversations", "copy_path", "course_map",
-    "devices", "equal_ranks", "exposed", "four_functions", "hidden_copies",
-    "job_memory", "job_timeline", "loaders", "lost_update", "memory_bars", "mixed_step",
-    "number_formats", "overlap", "parts", "roofline", "schedule", "segment_picture",
-    "segments", "shared_step", "shared_tensor", "slice_times", "stages",
-    "star_and_chain", "steps", "stopwatches", "timeline", "two_matmuls",
-    "visible_cards",
+    "Budget", "COLOURS", "HOST", "INK", "ON_RANKS", "Picture", "WIDEST", "averaging",
+    "before_after", "budgets", "collective", "colour", "conversations", "copy_path",
+    "course_map", "devices", "equal_ranks", "exposed", "four_functions",
+    "hidden_copies", "job_memory", "job_timeline", "loaders", "lost_update",
+    "memory_bars", "mixed_step", "number_formats", "overlap", "parts", "roofline",
+    "schedule", "segment_picture", "segments", "sharded_steps", "shared_step",
+    "shared_tensor", "slice_times", "stages", "star_and_chain", "steps", "stopwatches",
+    "timeline", "two_matmuls", "visible_cards",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The exercises of lesson 16: buckets, a loop that is wrong twice, and a hook.
+"""The exercises of lesson 16: averages without AVG, buckets, and a hook.
 
 Two of them run the learner's function in real ranks, which end the ranks that were open
 before.
@@ -6,13 +6,12 @@ before.
 
 import functools
 import inspect
+import unittest.mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from helpers import Messages
 from helpers.exercises.counted import counted, is_near, name_mistake
@@ -25,14 +24,14 @@ from helpers.exercises.exercise import (
     solution,
 )
 from helpers.exercises.in_ranks import device, in_ranks
-from helpers.exercises.learning import factor, gradients, off, weights
+from helpers.exercises.learning import factor, gradients, off
 from helpers.exercises.results import near
 
 TWO, THREE = 2, 3  # ranks
 
 
 @exercise(
-    "16.1",
+    "16.2",
     hints=(
         "Two numbers make the messages, the buckets of one `backward()` and the "
         "calls of `backward()` in a step. What does the lesson say about when a "
@@ -68,8 +67,8 @@ def messages_and_bytes(messages, nbytes) -> None:
     counted(nbytes, 8 * parameters, mistakes, why, what="nbytes", unit=1)
 
 
-@solution("16.1")
-def solution_1():
+@solution("16.2")
+def solution_2():
     """Each `backward()` sends all gradients, in two buckets, and a step has two calls.
 
     DDP fills its buckets from the last layer on. The last layer alone has 0.4 MB, which
@@ -79,19 +78,14 @@ def solution_1():
     Nothing says `no_sync`, so both halves send. A rank hands over one float32 number
     for each parameter, biases included, in each `backward()`.
     """
-    model = nn.Sequential(
-        nn.Linear(256, 1024),
-        nn.ReLU(),
-        nn.Linear(1024, 1024),
-        nn.ReLU(),
-        nn.Linear(1024, 100),
-    )
+    layers = [(256, 1024), (1024, 1024), (1024, 100)]
     buckets = [0]  # bytes of each
-    for p in reversed(list(model.parameters())):
-        full = 2**20 if len(buckets) == 1 else 25 * 2**20
-        if buckets[-1] >= full:
-            buckets.append(0)
-        buckets[-1] += p.nbytes
+    for inputs, outputs in reversed(layers):
+        for numbers in outputs, outputs * inputs:  # the bias, the weight
+            full = 2**20 if len(buckets) == 1 else 25 * 2**20
+            if buckets[-1] >= full:
+                buckets.append(0)
+            buckets[-1] += 4 * numbers
     halves = 2
     messages = halves * len(buckets)
     nbytes = halves * sum(buckets)
@@ -101,124 +95,82 @@ def solution_1():
 # -- real ranks ------------------------------------------------------------------------
 
 
-class _Rows(Dataset):
-    """Random rows that note who asked for them."""
+def _average(function) -> tuple[list, list, list]:
+    """Gradients of this rank before and after, and their mean over the ranks."""
+    torch.manual_seed(dist.get_rank())
+    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2)).to(device())
+    model(torch.randn(5, 8, device=device())).square().mean().backward()
+    own = [p.grad.cpu().clone() for p in model.parameters()]
+    mean = [p.grad.clone() for p in model.parameters()]
+    for grad in mean:
+        dist.all_reduce(grad)
+        grad /= dist.get_world_size()
+    all_reduce = dist.all_reduce
 
-    def __init__(self, count: int):
-        generator = torch.Generator().manual_seed(13)
-        self.x = torch.randn(count, 8, generator=generator)
-        self.y = torch.randint(0, 4, (count,), generator=generator)
-        self.asked: list[int] = []
+    def without_avg(tensor, op=dist.ReduceOp.SUM, *args, **kwargs):
+        if op == dist.ReduceOp.AVG:
+            raise Wrong("this time without AVG: add up, then divide")
+        return all_reduce(tensor, op, *args, **kwargs)
 
-    def __len__(self) -> int:
-        return len(self.y)
-
-    def __getitem__(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        self.asked.append(row)
-        return self.x[row], self.y[row]
-
-
-def _linear() -> nn.Linear:
-    torch.manual_seed(0)
-    return nn.Linear(8, 4)
-
-
-def _train(function, count: int, epochs: int) -> tuple[list[int], torch.Tensor]:
-    """The rows that this rank took, in order, and its weights."""
-    rows, model = _Rows(count), _linear().to(device())
-    rows.x, rows.y = rows.x.to(device()), rows.y.to(device())
-    run(function, DistributedDataParallel(model), rows, epochs)
-    return rows.asked, weights(model)
-
-
-def _reference(asked: list[list[int]], rows: _Rows, scale: float) -> torch.Tensor:
-    """The weights of one process that takes the rows of both ranks together."""
-    model = _linear()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for start in range(0, len(asked[0]), 16):
-        these = [row for own in asked for row in own[start : start + 16]]
-        optimizer.zero_grad()
-        (cross_entropy(model(rows.x[these]), rows.y[these]) * scale).backward()
-        optimizer.step()
-    return weights(model)
+    with unittest.mock.patch.object(dist, "all_reduce", without_avg):
+        run(function, model)
+    if any(p.grad is None for p in model.parameters()):
+        raise Wrong("a parameter has no `.grad` any more; write the average into it")
+    found = [p.grad.cpu() for p in model.parameters()]
+    return own, found, [grad.cpu() for grad in mean]
 
 
 @exercise(
-    "16.2",
+    "16.1",
     hints=(
-        "One mistake is in the order of the rows, and the other one in the size of "
-        "the gradient. What must the sampler be told, and what does DDP do to the "
-        "gradients of all ranks in `backward()`?",
-        "The number of the epoch changes in every epoch, and the sampler must hear "
-        "of it each time. DDP takes the mean over the ranks, not the sum. By how "
-        "many is the gradient then divided in all?",
+        "`average_each` of the lesson has the loop. What does `dist.all_reduce` do "
+        "when it is given no `op`?",
+        "Without an `op`, every rank gets the sum over the ranks. By which number "
+        "must each gradient then be divided, on any number of ranks?",
     ),
 )
-def train_right(function) -> None:
-    """A loop with `set_epoch` and a loss that is divided by nothing."""
+def average_by_sum(function) -> None:
+    """A function that averages the gradients of a model, with sums only."""
     must_be_callable(function)
-    count, epochs = 64, 3
-    results = in_ranks(TWO, _train, function, count, epochs)
-    asked, (own, others) = zip(*results, strict=True)
-    if not asked[0]:
-        if near(own, weights(_linear())):
-            raise NotYet("your function takes no rows so far")
-        raise Wrong("no rows were taken in the rank itself; leave `num_workers` at 0")
-    each = count // TWO
-    if any(len(rows) != each * epochs for rows in asked):
-        raise Wrong(
-            f"in {epochs} epochs rank 0 took {len(asked[0])} rows and rank 1 "
-            f"{len(asked[1])}; each has half of {count} in an epoch"
-        )
-    order = [asked[0][i * each : (i + 1) * each] for i in range(epochs)]
-    if order[0] == order[1]:
-        raise Wrong("epochs 0 and 1 have the same order: who tells the sampler?")
-    if order[1] == order[2]:
-        raise Wrong("epochs 1 and 2 have the same order; tell the sampler each epoch")
-    if set(order[0]) & set(asked[1][:each]):
-        raise Wrong("both ranks took the same rows; keep the DistributedSampler")
-    if not near(own, others, atol=1e-5):
-        raise Wrong("the ranks end with different weights; use the model as it comes")
-    for scale, reason in (
-        (1 / TWO, "the loss is still divided by the ranks, which DDP does already"),
-        (TWO, "the gradients are too large: DDP takes the mean, so leave the loss"),
+    for size in (TWO, THREE):
+        for own, found, mean in in_ranks(size, _average, function):
+            _check_average(size, own, found, mean)
+
+
+def _check_average(size: int, own: list, found: list, mean: list) -> None:
+    if all(near(a, b) for a, b in zip(found, mean, strict=True)):
+        return
+    if all(torch.equal(a, b) for a, b in zip(found, own, strict=True)):
+        raise NotYet("your function leaves each rank its own gradients so far")
+    for factor_, why in (
+        (size, "the gradients are the sum over the ranks; divide by their number"),
+        (1 / size, "the gradients were divided twice by the number of ranks"),
+        (size / TWO, "it divides by 2 in three ranks, too; ask how many there are"),
     ):
-        if near(own, _reference(asked, _Rows(count), scale), atol=1e-5):
-            raise Wrong(reason)
-    if not near(own, _reference(asked, _Rows(count), 1.0), atol=1e-5):
-        raise Wrong(
-            "the weights are not those of one process with the same rows; keep SGD "
-            "with lr=0.5, 16 rows a rank, and one step for each batch"
-        )
+        if all(near(a, b * factor_) for a, b in zip(found, mean, strict=True)):
+            raise Wrong(f"in {size} ranks: {why}")
+    if all(near(a, b / size) for a, b in zip(found, own, strict=True)):
+        raise Wrong("each rank divides its own gradients, and nothing is added up")
+    if near(found[0], mean[0]):
+        raise Wrong("the first parameter is right, and a later one is not")
+    raise Wrong(f"in {size} ranks the gradients are not the mean over the ranks")
 
 
-@solution("16.2")
-def solution_2():
-    """The sampler must know the epoch, and only DDP divides by the number of ranks.
+@solution("16.1")
+def solution_average():
+    """Add up over the ranks, then divide by their number.
 
-    A `DistributedSampler` shuffles by its seed plus the number of the epoch. Nobody has
-    told it that number, so every epoch had the same order. `set_epoch` at the start of
-    each epoch changes that.
-
-    `cross_entropy` takes the mean over the rows of a rank, and DDP takes the mean over
-    the ranks. The result is the mean over all rows already. Another division by the
-    number of ranks makes each step too small.
+    `dist.all_reduce` adds up if nothing else is said. Each rank then has the sum of all
+    gradients. Divided by `dist.get_world_size()`, the sum is the mean, in place.
     """
-    from torch.utils.data import DataLoader
+    import torch.distributed as dist
 
-    def train_right(model, data, epochs):
-        sampler = DistributedSampler(data)
-        loader = DataLoader(data, batch_size=16, sampler=sampler)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        for epoch in range(epochs):
-            sampler.set_epoch(epoch)
-            for x, y in loader:
-                loss = cross_entropy(model(x), y)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+    def average_by_sum(model):
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
 
-    return train_right
+    return average_by_sum
 
 
 def _checked(hook):
@@ -329,6 +281,7 @@ def solution_3():
     `take_result` returns when the numbers have arrived. `copy_` writes them into the
     bucket's own memory, and makes float32 of them again.
     """
+    import torch.distributed as dist
 
     def send_bfloat16(state, bucket):
         flat = bucket.buffer()
@@ -373,68 +326,54 @@ def _check_mean(rank: int, found: torch.Tensor, exact: torch.Tensor) -> None:
 NUMBERS = 256 * 1024 + 1024 + 1024 * 1024 + 1024 + 1024 * 100 + 100
 
 
-def loop(model, rows, epochs, sampler, told=True, scale=1.0, lr=0.5, workers=0):
-    loader = DataLoader(rows, batch_size=16, sampler=sampler, num_workers=workers)
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    for epoch in range(epochs):
-        if told:
-            sampler.set_epoch(epoch)
-        for x, y in loader:
-            loss = cross_entropy(model(x), y) * scale
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+def summed(model):
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
 
 
-def repaired(model, data, epochs):
-    loop(model, data, epochs, DistributedSampler(data))
+def divides_first(model):
+    for p in model.parameters():
+        p.grad = p.grad / dist.get_world_size()
+        dist.all_reduce(p.grad, op=dist.ReduceOp.SUM)
 
 
-def another_seed(model, data, epochs):
-    loop(model, data, epochs, DistributedSampler(data, seed=7))
+def sum_only(model):
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
 
 
-def as_found(model, data, epochs):
-    loop(model, data, epochs, DistributedSampler(data), told=False, scale=1 / 2)
+def halved(model):
+    sum_only(model)
+    for p in model.parameters():
+        p.grad /= 2
 
 
-def untold(model, data, epochs):
-    loop(model, data, epochs, DistributedSampler(data), told=False)
+def divided_twice(model):
+    summed(model)
+    for p in model.parameters():
+        p.grad /= dist.get_world_size()
 
 
-def told_once(model, data, epochs):
-    sampler = DistributedSampler(data)
-    loop(model, data, 1, sampler)
-    sampler.set_epoch(1)
-    loop(model, data, epochs - 1, sampler, told=False)
+def with_avg(model):
+    for p in model.parameters():
+        dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)
 
 
-def divided(model, data, epochs):
-    loop(model, data, epochs, DistributedSampler(data), scale=1 / 2)
+def only_divides(model):
+    for p in model.parameters():
+        p.grad /= dist.get_world_size()
 
 
-def multiplied(model, data, epochs):
-    loop(model, data, epochs, DistributedSampler(data), scale=2)
+def first_only(model):
+    p = next(model.parameters())
+    dist.all_reduce(p.grad)
+    p.grad /= dist.get_world_size()
 
 
-def without_ddp(model, data, epochs):
-    loop(model.module, data, epochs, DistributedSampler(data))
-
-
-def everyone_all(model, data, epochs):
-    loop(model, data, epochs, DistributedSampler(data, num_replicas=1, rank=0))
-
-
-def another_rate(model, data, epochs):
-    loop(model, data, epochs, DistributedSampler(data), lr=0.1)
-
-
-def with_workers(model, data, epochs):
-    loop(model, data, epochs, DistributedSampler(data), workers=1)
-
-
-def raises(model, data, epochs):
-    raise KeyError("sampler")
+def clears(model):
+    summed(model)
+    model.zero_grad()
 
 
 def hook(state, bucket):
@@ -547,8 +486,8 @@ def one_number(state, bucket):
 
 
 RIGHT = {
+    "average_by_sum": [summed, divides_first],
     "messages_and_bytes": [(4, 8 * NUMBERS)],
-    "train_right": [repaired, another_seed],
     "send_bfloat16": [
         hook,
         divides_later,
@@ -558,6 +497,16 @@ RIGHT = {
     ],
 }
 WRONG = {
+    "average_by_sum": [
+        (sum_only, "the sum over the ranks"),
+        (halved, "ask how many"),
+        (divided_twice, "divided twice"),
+        (with_avg, "this time without AVG"),
+        (only_divides, "nothing is added up"),
+        (first_only, "a later one is not"),
+        (clears, "no `.grad` any more"),
+        (3, "give a function"),
+    ],
     "messages_and_bytes": [
         ((12, 8 * NUMBERS), "it sends buckets"),
         ((6, 8 * NUMBERS), "does not fill a bucket"),
@@ -572,18 +521,6 @@ WRONG = {
         ((None, None), "give a number"),
         (("4", 8 * NUMBERS), "give a number"),
         ((4, [8 * NUMBERS]), "give a number"),
-    ],
-    "train_right": [
-        (as_found, "epochs 0 and 1 have the same order"),
-        (untold, "epochs 0 and 1 have the same order"),
-        (told_once, "epochs 1 and 2 have the same order"),
-        (divided, "which DDP does already"),
-        (multiplied, "too large"),
-        (without_ddp, "different weights"),
-        (everyone_all, "each has half of 64"),
-        (another_rate, "keep SGD"),
-        (with_workers, "leave `num_workers` at 0"),
-        (raises, "KeyError: 'sampler'"),
     ],
     "send_bfloat16": [
         (sends_float32, "as many as without a hook"),

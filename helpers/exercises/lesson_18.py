@@ -1,4 +1,4 @@
-"""The exercises of lesson 18: fewest GPUs, a norm in parts, and what to shard together.
+"""The exercises of lesson 18: bytes of a rank, a norm in parts, what to shard.
 
 Two of them run the learner's function in two real ranks, which end the ranks that were
 open before.
@@ -32,65 +32,44 @@ TWO = 2  # ranks
 @exercise(
     "18.1",
     hints=(
-        "Look at the formula under *Cost*: some of the bytes stay whole on each GPU, "
-        "and the others are divided by the number of GPUs. Which bytes are whole at "
-        "each stage, and how much of the 60 GB do they leave for the divided ones?",
-        "The float32 copy of the weights is part of the optimizer's 12 bytes, so all "
-        "12 are divided from stage 1 on. You can use whole GPUs only, so decide in "
-        "which direction to round.",
+        "A rank of stage 2 has all parameters. Which of the other bytes does it share "
+        "with the other ranks?",
+        "Four bytes for each parameter stay whole. The four of its gradient and the "
+        "eight of AdamW are divided by the number of ranks.",
     ),
 )
-def fewest_gpus(zero_1, zero_2, zero_3) -> None:
-    """13 billion parameters, 2 + 2 + 12 bytes each, 60 GB."""
-    why = (
-        "of each parameter's 16 bytes every GPU holds {} whole, and a part of the "
-        "others"
-    )
-    mistakes = {
-        19: "19 GPUs need 60.2 GB each: round up",
-        13: "the float32 copy of the weights belongs to the optimizer's bytes",
-        6: "60 GB are left for this, not 80",
-        4: "at this stage weights and gradients are whole on each GPU",
-    }
-    counted(zero_1, 20, mistakes, why.format(4), what="ZeRO-1")
-    mistakes = {
-        5: "5 GPUs need 62.4 GB each: round up",
-        4: "the float32 copy of the weights counts, and of 80 GB 60 are left",
-        20: "at this stage the gradients are divided as well",
-    }
-    counted(zero_2, 6, mistakes, why.format(2), what="ZeRO-2")
-    mistakes = {
-        3: "3 GPUs need 69.3 GB each: 16 bytes a parameter, 60 GB, rounded up",
-        6: "at this stage the weights are divided as well",
-    }
-    counted(zero_3, 4, mistakes, why.format(0), what="ZeRO-3")
+def stage_2_bytes(function) -> None:
+    """Bytes of a rank, for two jobs."""
+    must_be_callable(function)
+    for parameters, ranks in ((1000, 4), (7_000_000, 8)):
+        found = number(call(function, parameters, ranks), "the bytes")
+        mistakes = {
+            "DDP": 16 * parameters,
+            "stage 1": 8 * parameters + 8 * parameters / ranks,
+            "stage 3": 16 * parameters / ranks,
+            "stage 2 without AdamW": 4 * parameters + 4 * parameters / ranks,
+            "stage 2 with one number of AdamW": 4 * parameters + 8 * parameters / ranks,
+        }
+        right = 4 * parameters + 12 * parameters / ranks
+        if abs(found - right) > 1:
+            why = [name for name, bytes_ in mistakes.items() if abs(found - bytes_) < 1]
+            because = f": that is {why[0]}" if why else ""
+            raise Wrong(
+                f"for {parameters:,} parameters on {ranks} ranks it is {right:,.0f} "
+                f"bytes, not {found:,.0f}{because}"
+            )
 
 
 @solution("18.1")
 def solution_1():
-    """Subtract what is whole on each GPU, then divide the rest by what remains.
+    """The parameters are whole; gradients and the optimizer's state are divided."""
 
-    Every stage has the same 16 bytes for each parameter. At stage 1 the optimizer's 12
-    bytes are divided; weights and gradients are whole. At stage 2 the gradients are
-    divided as well, and at stage 3 everything is.
+    def stage_2_bytes(parameters, ranks):
+        whole = 4 * parameters
+        divided = 4 * parameters + 8 * parameters
+        return whole + divided / ranks
 
-        GPUs = divided bytes / (60 GB - whole bytes)
-
-    The result is rounded up, because with fewer GPUs each one holds more than 60 GB.
-    """
-    import math
-
-    parameters = 13 * 10**9
-    room = 60 * 10**9
-    weights = 2 * parameters
-    gradients = 2 * parameters
-    optimizer = 12 * parameters
-    everything = weights + gradients + optimizer
-
-    zero_1 = math.ceil(optimizer / (room - weights - gradients))
-    zero_2 = math.ceil((gradients + optimizer) / (room - weights))
-    zero_3 = math.ceil(everything / room)
-    return zero_1, zero_2, zero_3
+    return stage_2_bytes
 
 
 # -- two real ranks --------------------------------------------------------------------
@@ -262,7 +241,7 @@ _MEANINGS = {
 @exercise(
     "18.3",
     hints=(
-        "Look at the messages that the cell with `report.log` prints. How many "
+        "Look at the timeline of `fully_shard`. How many "
         "all-gathers does a module with its own `fully_shard` cost in a step, and how "
         "many does the root cost?",
         "One call for each block makes too many all-gathers, and one call for the "
@@ -337,6 +316,26 @@ def solution_3():
 
 
 # -- answers ---------------------------------------------------------------------------
+
+
+def in_one_line(parameters, ranks):
+    return 4 * parameters + 12 * parameters / ranks
+
+
+def all_of_ddp(parameters, ranks):
+    return 16 * parameters
+
+
+def all_of_stage_1(parameters, ranks):
+    return 8 * parameters + 8 * parameters / ranks
+
+
+def all_of_stage_3(parameters, ranks):
+    return 16 * parameters / ranks
+
+
+def without_adamw(parameters, ranks):
+    return 4 * parameters + 4 * parameters / ranks
 
 
 def clipped(parts, most):
@@ -506,22 +505,17 @@ def raises(model, mesh):
 
 
 RIGHT = {
+    "stage_2_bytes": [in_one_line],
     "clip": [clipped_one_by_one],
     "shard_it": [stays_whole],
 }
 WRONG = {
-    "fewest_gpus": [
-        ((19, 6, 4), "round up"),
-        ((20, 5, 4), "62.4"),
-        ((20, 6, 3), "69.3"),
-        ((13, 4, 3), "float32 copy"),
-        ((6, 4, 3), "not 80"),
-        ((20, 20, 4), "gradients are divided"),
-        ((20, 6, 6), "weights are divided"),
-        ((4, 4, 4), "whole on each GPU"),
-        ((20, 7, 4), "every GPU holds 2 whole"),
-        (([20], 6, 4), "not a list"),
-        (("20", 6, 4), "give a number, not '20'"),
+    "stage_2_bytes": [
+        (all_of_ddp, "that is DDP"),
+        (all_of_stage_1, "that is stage 1"),
+        (all_of_stage_3, "that is stage 3"),
+        (without_adamw, "without AdamW"),
+        (lambda parameters, ranks: parameters, "not 1,000"),
     ],
     "clip": [
         (decides_alone, "decide by the whole norm"),

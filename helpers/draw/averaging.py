@@ -1,0 +1,118 @@
+"""Ways to average gradients: what ranks compute and send in a step, on one axis."""
+
+from helpers.draw.picture import COLOURS, HOST, INK, WIDEST, Picture
+
+_LANE, _HEAD, _LEFT = 20, 26, 118
+_FORWARD, _STEP = "#E3E3E3", "#777777"
+_PACKS = ("cat", "copy_", "_to_copy", "mul", "mul_", "div", "div_")
+_STEPS = ("_foreach_add_", "_fused_sgd_")
+_LETTER = 6.6  # pixels, at most, of one in size 11
+
+
+def averaging(logs: dict, ranks=(0, 1, 2, 3), until=None) -> Picture:
+    """A step of each log: two lanes for each rank, computing and its all-reduces.
+
+    A message has its rank's colour while the rank computes as well (hidden), and is
+    white while the GPU waits for it.
+
+    Args:
+        logs: heading -> what `ranks.timeline()` returned after one step.
+        ranks: to draw, of each log.
+        until: a longer log, of another picture, with which the axis is shared.
+
+    Taught in 16-average-gradients.
+    """
+    ends = {name: _end(log) for name, log in logs.items()}
+    longest = max(*ends.values(), 0.0 if until is None else _end(until))
+    waits = {name: _wait(log, ranks[0]) for name, log in logs.items()}
+    spoken = "; ".join(
+        f"{name}: {len(_messages(log, ranks[0]))} messages, the GPU waits "
+        f"{waits[name] * 1e6:,.0f} of {ends[name] * 1e6:,.0f} µs"
+        for name, log in logs.items()
+    )
+    each = _HEAD + len(ranks) * (2 * _LANE + 6) + 4
+    picture = Picture(WIDEST, len(logs) * each + 46, f"A step, simulated. {spoken}")
+    scale = (WIDEST - _LEFT - 12) / longest
+    y = 4
+    for name, log in logs.items():
+        words = f"{name}: {ends[name] * 1e6:,.0f} µs, of which the GPU waits "
+        words += f"{waits[name] * 1e6:,.0f} µs for messages"
+        picture.text(8, y + 16, words, 13, weight="bold")
+        y += _HEAD
+        for rank in ranks:
+            _lanes(picture, y, log, rank, scale)
+            y += 2 * _LANE + 6
+        y += 4
+    picture.line(_LEFT, y, WIDEST - 12, y, HOST)
+    picture.text(_LEFT, y + 16, "0", 12)
+    end = f"{longest * 1e6:,.0f} µs (simulated)"
+    picture.text(WIDEST - 12, y + 16, end, 12, "end")
+    legend = "black: packing a bucket · last grey box: optimizer step · "
+    legend += "colour: hidden message · white: the GPU waits"
+    picture.text(_LEFT, y + 34, legend, 11)
+    return picture
+
+
+def _end(log) -> float:
+    """Seconds until the last kernel or message; who copies results later adds none."""
+    events = [e for rank in log.ranks for e in log.events(rank)]
+    return max(e.end for e in events if e.kind != "copy")
+
+
+def _messages(log, rank: int) -> list:
+    found = [e for e in log.events(rank) if e.name.startswith("all_reduce")]
+    return sorted(found, key=lambda event: event.start)
+
+
+def _kernels(log, rank: int) -> list[tuple[str, float, float]]:
+    """(phase, start, end), neighbours of a phase as one."""
+    found = [e for e in log.events(rank) if e.kind == "kernel"]
+    spans: list[tuple[str, float, float]] = []
+    phase = "forward"
+    for event in sorted(found, key=lambda event: event.start):
+        if event.name == "ones_like":  # the gradient of the loss
+            phase = "backward"
+        its = "step" if event.name in _STEPS else phase
+        if phase == "backward" and event.name in _PACKS:
+            its = "pack"
+        if spans and spans[-1][0] == its and event.start - spans[-1][2] < 6e-6:
+            spans[-1] = (its, spans[-1][1], event.end)
+        else:
+            spans.append((its, event.start, event.end))
+    return spans
+
+
+def _backward_ends(log, rank: int) -> float:
+    return max(end for phase, _, end in _kernels(log, rank) if phase == "backward")
+
+
+def _wait(log, rank: int) -> float:
+    """Seconds of messages after backward, in which nothing is computed."""
+    end = _backward_ends(log, rank)
+    return sum(max(0.0, e.end - max(e.start, end)) for e in _messages(log, rank))
+
+
+def _lanes(picture: Picture, y: float, log, rank: int, scale: float) -> None:
+    fills = {"forward": _FORWARD, "backward": HOST, "pack": INK, "step": _STEP}
+    picture.text(8, y + 14, f"rank {rank} computes", 11)
+    picture.text(8, y + _LANE + 14, "all-reduces", 11)
+    for phase, start, end in _kernels(log, rank):
+        _box(picture, y + 1, start, end, scale, fills[phase], phase)
+    over = _backward_ends(log, rank)
+    for number, event in enumerate(_messages(log, rank), 1):
+        middle = min(max(event.start, over), event.end)
+        colour = COLOURS[rank % len(COLOURS)]
+        if event.start < middle:
+            words = str(number) if middle == event.end else ""
+            _box(picture, y + _LANE, event.start, middle, scale, colour, words)
+        if middle < event.end:
+            _box(picture, y + _LANE, middle, event.end, scale, "white", str(number))
+
+
+def _box(picture: Picture, y, start, end, scale, fill, words: str) -> None:
+    x, long = _LEFT + start * scale, max((end - start) * scale, 1)
+    white = fill == "white"
+    stroke = INK if white else "none"
+    picture.box(x, y, long, _LANE - 3, fill, stroke=stroke)
+    if len(words) * _LETTER + 2 < long and fill != INK:
+        picture.text(x + long / 2, y + 13, words, 11, "middle")

@@ -1,0 +1,122 @@
+"""Steps with sharded parameters: computing, gathers and reductions on one axis."""
+
+import re
+
+from helpers.draw.picture import COLOURS, HOST, INK, WIDEST, Picture
+
+LEFT, TOP, LANE, ROW = 108, 40, 24, 128  # pixels
+GAP = 10e-6  # seconds without a kernel that are drawn as a wait
+LANES = {"compute": COLOURS[0], "all-gather": COLOURS[1], "reduce-scatter": COLOURS[2]}
+
+
+def sharded_steps(
+    runs: dict[str, tuple[float, float, list]], title: str, blocks: int = 0
+) -> Picture:
+    """One step of each run: when a rank computes, gathers, reduces, and waits.
+
+    A collective carries the number of its block, if its name has one ("all_gather
+    blocks.2"). In a run in which none has, the largest are taken for those of the
+    blocks: gathered up and down again, reduced down. A dashed box is a time in which no
+    kernel runs.
+
+    Args:
+        runs: name -> (the second at which the step begins, the one at which its
+            forward pass ends, its events of `simgpu.timeline()`).
+        title: above the picture.
+        blocks: how many the network has.
+
+    Taught in 18-shard-everything.
+    """
+    lanes = {
+        name: _lanes(begin, _numbered(events, blocks))
+        for name, (begin, _, events) in runs.items()
+    }
+    said = {name: _words(found["compute"]) for name, found in lanes.items()}
+    spoken = "; ".join(f"{name}: {words}" for name, words in said.items())
+    picture = Picture(WIDEST, TOP + ROW * len(runs) + 30, f"{title}. {spoken}")
+    picture.text(8, 20, title, 14, weight="bold")
+    picture.text(WIDEST - 8, 20, "rank 0, simulated", 12, "end")
+    longest = max(
+        (
+            end
+            for found in lanes.values()
+            for row in found.values()
+            for _, end, _ in row
+        ),
+        default=1e-6,
+    )
+    scale = (WIDEST - LEFT - 12) / longest
+    for row, (name, (begin, forward, _)) in enumerate(runs.items()):
+        y = TOP + ROW * row
+        picture.text(8, y + 12, f"{name}: {said[name]}", 13, weight="bold")
+        turn = LEFT + (forward - begin) * scale
+        picture.line(turn, y + 20, turn, y + 34 + LANE * len(LANES), INK)
+        picture.text(turn - 6, y + 29, "forward", 11, "end")
+        picture.text(turn + 6, y + 29, "backward", 11)
+        for place, (lane, spans) in enumerate(lanes[name].items()):
+            _lane(picture, y + 34 + LANE * place, lane, spans, scale)
+    _axis(picture, TOP + ROW * len(runs) - 2, longest, scale)
+    return picture
+
+
+def _numbered(events: list, blocks: int) -> list:
+    """The events; the largest collectives with their blocks, if no name has one."""
+    sent = [e for e in events if e.kind == "collective"]
+    if not blocks or any("blocks." in e.name for e in sent):
+        return events
+    up, most = [*range(blocks)], max((e.nbytes for e in sent), default=0)
+    numbers = {"all_gather": iter(up + up[::-1]), "reduce_scatter": iter(up[::-1])}
+    return [
+        e._replace(name=f"{e.name} blocks.{next(numbers[e.name])}")
+        if e.kind == "collective" and e.nbytes == most
+        else e
+        for e in events
+    ]
+
+
+def _lanes(begin: float, events: list) -> dict[str, list[tuple[float, float, str]]]:
+    """Lane -> (start, end, number of the block); kernels in a row are one span."""
+    found: dict[str, list] = {lane: [] for lane in LANES}
+    for event in sorted(events, key=lambda event: event.start):
+        start, end = event.start - begin, event.end - begin
+        if event.kind == "collective":
+            block = re.search(r"blocks\.(\d+)", event.name)
+            lane = "all-gather" if "gather" in event.name else "reduce-scatter"
+            found[lane].append((start, end, block[1] if block else ""))
+        elif event.stream == 0:
+            row = found["compute"]
+            if row and start - row[-1][1] < GAP:
+                start = row.pop()[0]
+            row.append((start, end, ""))
+    return found
+
+
+def _words(spans: list[tuple[float, float, str]]) -> str:
+    waits = [b[0] - a[1] for a, b in zip(spans, spans[1:], strict=False)]
+    total = spans[-1][1] if spans else 0.0
+    waited = sum(waits) + (spans[0][0] if spans else 0.0)
+    return f"{1e6 * total:,.0f} µs, of which the GPU waits {1e6 * waited:,.0f}"
+
+
+def _lane(picture: Picture, y: float, lane: str, spans: list, scale: float) -> None:
+    """Boxes of one lane; in the lane of kernels, dashed ones between them."""
+    picture.text(LEFT - 8, y + 14, lane, 12, "end")
+    before = 0.0
+    for start, end, words in spans:
+        x, long = LEFT + start * scale, max((end - start) * scale, 1)
+        if lane == "compute" and start > before:
+            width = (start - before) * scale
+            picture.box(x - width, y + 1, width, 17, dashed=True, stroke=HOST)
+        picture.box(x, y + 1, long, 17, LANES[lane], stroke="none")
+        picture.text(x + long / 2, y + 14, words, 11, "middle")
+        before = end
+
+
+def _axis(picture: Picture, y: float, seconds: float, scale: float) -> None:
+    """A line with a mark at every 1000 µs."""
+    picture.line(LEFT, y, WIDEST - 12, y, INK)
+    for mark in range(0, int(1e6 * seconds) + 1, 1000):
+        x = LEFT + mark / 1e6 * scale
+        picture.line(x, y, x, y + 4, INK)
+        anchor = "start" if mark == 0 else "end" if x > WIDEST - 40 else "middle"
+        picture.text(x, y + 17, f"{mark:,} µs", 12, anchor)
