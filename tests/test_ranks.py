@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from helpers import ranks as module
-from helpers.ranks import RankError, Ranks, call, fork_server, output, worker
+from helpers.ranks import RankError, Ranks, call, fork_server, output, pickling, worker
 from helpers.ranks import ranks as ranks_module
 from helpers.ranks.listener import Listener
 from helpers.ranks.magic import run_cell_in_ranks
@@ -452,6 +452,17 @@ def test_errors_survive_pickling():
     error = pickle.loads(pickle.dumps(RankError("rank 1: no")))
     assert str(error) == "rank 1: no"
     assert error._render_traceback_() == ["RankError: rank 1: no"]
+
+
+def test_functions_that_are_sent_keep_the_names_of_their_files():
+    source = "def outer():\n    def inner():\n        return 1 / 0\n    return inner()"
+    namespace = {"__name__": "__main__"}
+    exec(compile(source, "<a cell>", "exec"), namespace)
+    received = pickle.loads(pickling.dumps(namespace["outer"]))
+    with pytest.raises(ZeroDivisionError) as caught:
+        received()
+    files = [str(entry.path) for entry in caught.traceback[-2:]]
+    assert files == ["<a cell>", "<a cell>"]
 
 
 # -- starting --------------------------------------------------------------------------

@@ -10,10 +10,8 @@ import pickle
 import threading
 from collections.abc import Callable
 
-import cloudpickle
-
 from helpers import simgpu  # noqa: F401 - has the timeline drawn
-from helpers.ranks import fork_server, worker
+from helpers.ranks import fork_server, pickling, worker
 from helpers.ranks.call import GRACE_SECONDS, Call
 from helpers.ranks.gpus import choose
 from helpers.ranks.report import RankError, may_have_lost_connections
@@ -120,7 +118,7 @@ class Ranks:
             TypeError: if the function or an argument cannot be sent.
         """
         try:
-            payload = cloudpickle.dumps((function, args, kwargs))
+            payload = pickling.dumps((function, args, kwargs))
         except Exception as error:
             raise TypeError(f"cannot send this to the ranks: {error}") from None
         results = self._call("call", payload, timeout)

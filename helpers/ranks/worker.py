@@ -25,8 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-import cloudpickle
-
+from helpers.ranks import pickling
 from helpers.ranks.gpus import Gpus
 from helpers.ranks.listener import connect
 from helpers.ranks.process import exit_with_stdin
@@ -235,7 +234,7 @@ def _call_function(payload: bytes) -> bytes:
     function, args, kwargs = pickle.loads(payload)
     result = function(*args, **kwargs)
     try:
-        return cloudpickle.dumps(result)
+        return pickling.dumps(result)
     except Exception as error:
         kind = type(result).__name__
         raise TypeError(f"the result, a {kind}, cannot be sent: {error}") from None
