@@ -328,6 +328,8 @@ time.sleep(0.5)"""
     )
     told = error_of(four.cell, "x = 1\n1 +")
     assert "SyntaxError: " in told and told.endswith("\n  this cell, line 2: 1 +")
+    told = error_of(run_cell_in_ranks, "", "x = 1\nx / 0")  # below a line %%ranks
+    assert "\n  this cell, line 3: x / 0" in told
 
 
 def test_a_rank_that_died_between_two_calls_is_noticed(four):

@@ -51,10 +51,12 @@ def test_a_second_start_goes_on_with_the_weights_of_the_first(one, four):
 def test_a_rank_that_differs_is_named_with_the_tensor(four):
     _, second = four
     assert "step 3: 9 tensors are equal on 4 ranks" in second
-    assert "step 7: rank 2 IS OUT OF STEP in 3.weight" in second
+    assert "step 7: rank 2 IS OUT OF STEP in 0.weight" in second
     assert second.count("IS OUT OF STEP") == 1
 
 
-def test_two_ranks_have_the_loss_of_one(one, tmp_path):
-    printed = run(2, tmp_path, "--epochs 1")
+def test_two_ranks_have_the_loss_of_one_and_neither_is_blamed_alone(one, tmp_path):
+    printed = run(2, tmp_path, "--epochs 1 --spoil 1")
     assert losses(printed) == pytest.approx(losses(one)[:1], abs=1e-4)
+    for rank in range(2):
+        assert f"step 7: rank {rank} IS OUT OF STEP in 0.weight" in printed

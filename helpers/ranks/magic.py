@@ -26,7 +26,8 @@ def run_cell_in_ranks(line: str, cell: str) -> None:
     ranks = current()
     if ranks is None:
         raise RankError("there are no ranks; open some with ranks = Ranks(4)")
-    ranks.cell(cell, options.timeout)
+    # an error then names the line by the number that an editor shows
+    ranks.cell(f"\n{cell}", options.timeout)
 
 
 def _raise_usage(*_) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 # Your sizes, in bytes. On real GPUs go up to 2**30, where the bandwidth is level.
 SIZES = (2**12, 2**16, 2**20, 2**24)
+DTYPE = torch.float32  # yours, such as torch.bfloat16
 CALLS = 5
 
 local_rank = int(os.environ["LOCAL_RANK"])
@@ -40,13 +41,14 @@ def seconds_of_all_reduce(x):
 
 
 if rank == 0:
-    print(f"all-reduce of float32 on {world_size} x {torch.cuda.get_device_name()}")
+    print(f"all-reduce of {DTYPE} on {world_size} x {torch.cuda.get_device_name()}")
     print("     bytes   time (µs)  algorithm (GB/s)  bus (GB/s)  values")
 for size in SIZES:
-    x = torch.full((size // 4,), float(rank), device="cuda")
+    x = torch.full((size // DTYPE.itemsize,), rank, dtype=DTYPE, device="cuda")
     seconds = seconds_of_all_reduce(x)
     expected = (world_size - 1) / 2  # the average of 0, 1, ... world_size - 1
-    wrong = ((x - expected).abs() > 1e-4).sum()  # float32 rounds the averages
+    rounding = torch.finfo(DTYPE).eps * world_size**2  # at most, of the averages
+    wrong = ((x.double() - expected).abs() > rounding).sum()
     dist.all_reduce(wrong)
     algorithm = size / seconds / 1e9  # bytes of the tensor in a second
     bus = algorithm * 2 * (world_size - 1) / world_size  # as if in a ring

@@ -4,7 +4,7 @@
     torchrun --standalone --nproc-per-node=2 sharded_training.py --load=checkpoint
 
 The model starts on "meta", without memory. A checkpoint may be loaded by another number
-of ranks. Put your own model and data between the two lines of dashes.
+of ranks. Put your own model, first values and data between the two lines of dashes.
 Used in 18-shard-everything.
 """
 
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
-# -- your model and data ---------------------------------------------------------------
+# -- your model, its first values and your data ----------------------------------------
 
 
 class Block(nn.Module):
@@ -52,20 +52,23 @@ def batch(step):
     return images, images[:, :10].argmax(1)
 
 
-# --------------------------------------------------------------------------------------
-
-
 def first_values(model):
-    """Draw each full parameter, one at a time, and keep this rank's shard."""
-    for name, parameter in model.named_parameters():
-        full = torch.zeros(parameter.shape, device="cuda")
-        if parameter.ndim > 1:
-            nn.init.normal_(full, std=0.02)
-        elif "norm.weight" in name:
-            nn.init.ones_(full)
-        shard = distribute_tensor(full, parameter.device_mesh, parameter.placements)
-        parameter.data.copy_(shard)
+    """Draw each full parameter, one at a time, and keep this rank's shard.
 
+    Buffers have no values yet, either: fill yours here, if your model has any.
+    """
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            full = torch.zeros(parameter.shape, device="cuda")
+            if parameter.ndim > 1:
+                nn.init.normal_(full, std=0.02)
+            elif isinstance(module, nn.LayerNorm) and name == "weight":
+                nn.init.ones_(full)
+            shard = distribute_tensor(full, parameter.device_mesh, parameter.placements)
+            parameter.data.copy_(shard)
+
+
+# --------------------------------------------------------------------------------------
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=10)

@@ -36,15 +36,16 @@ def make_optimizer(weights):
 
 def memory_of(layer, x):
     """Bytes that training needs for one layer, measured, and what it passes on."""
+    x = x.to(gpus[0])
     before = torch.cuda.memory_allocated(gpus[0])
     layer = copy.deepcopy(layer).to(gpus[0])
-    output = layer(x.to(gpus[0]).requires_grad_())
-    output.sum().backward()
+    output = layer(x)
     weights = list(layer.parameters())
-    optimizer = make_optimizer(weights) if weights else None
-    if optimizer is not None:
+    if weights:
+        output.sum().backward()
+        optimizer = make_optimizer(weights)
         optimizer.step()
-    return torch.cuda.memory_allocated(gpus[0]) - before, output.detach().cpu()
+    return torch.cuda.memory_allocated(gpus[0]) - before, output.detach()
 
 
 @functools.cache
