@@ -75,6 +75,7 @@ class GPT(nn.Module):
 
 
 # -- its plan: Shard(1) is a part of the tokens, Replicate() is everything -------------
+# The names are those of your layers. `place` has no batch: its tokens are dimension 0.
 
 gather = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
 PLAN = {
