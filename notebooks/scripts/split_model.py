@@ -101,6 +101,7 @@ def train(model):
     return found, peaks
 
 
+memory_of(whole[0], images[0])  # cuBLAS takes its workspaces now, once for all layers
 needs, x = [], images[0]
 for layer in whole:
     need, x = memory_of(layer, x)

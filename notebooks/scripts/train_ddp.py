@@ -60,6 +60,7 @@ def average(group, bucket):
 
 model = DDP(model, device_ids=[local_rank], gradient_as_bucket_view=True)
 model.register_comm_hook(None, average)
+torch.manual_seed(rank)  # from here on, such as for dropout, each rank has its own
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 
 for step in range(12):
@@ -70,11 +71,11 @@ for step in range(12):
     sent.update(messages=0, bytes=0)
     total = torch.zeros((), device="cuda")
     for number, (x, y) in enumerate(zip(images, labels, strict=True), 1):
-        last = number == options.accumulate
+        last = number == len(images)  # a small batch may have fewer parts
         with contextlib.nullcontext() if last else model.no_sync():
             loss = nn.functional.cross_entropy(model(x.cuda()), y.cuda())
-            (loss / options.accumulate).backward()
-        total += loss.detach() / options.accumulate
+            (loss / len(images)).backward()
+        total += loss.detach() / len(images)
     optimizer.step()
     if step % 4 == 3:
         dist.all_reduce(total, op=dist.ReduceOp.AVG)  # every rank calls it
