@@ -16,6 +16,7 @@ _FOREIGN = [
     "<string>",
 ]
 CELL = "<ranks cell"  # how the file name of a `%%ranks` cell begins
+_running = ""  # the file name of the cell that runs
 
 
 def add_foreign(folder: Path) -> None:
@@ -30,10 +31,16 @@ def is_learners(filename: str) -> bool:
     return not packages and not filename.startswith(tuple(_FOREIGN))
 
 
+def run_cell(filename: str = "") -> None:
+    """From here on, "this cell" is this one; without a name, none is."""
+    global _running
+    _running = filename
+
+
 def shown(filename: str) -> str:
     """The name of a file, the same on every machine if it is a notebook's cell."""
     if filename.startswith(CELL):
-        return "this cell"
+        return "this cell" if filename == _running else "an earlier cell"
     return "this notebook" if "ipykernel_" in filename else filename
 
 

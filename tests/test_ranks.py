@@ -326,6 +326,8 @@ time.sleep(0.5)"""
         "  this cell, line 5: f()\n"
         "  this cell, line 3, in f: return 1 / 0"
     )
+    told = error_of(four.cell, "f()")
+    assert "this cell, line 1: f()\n  an earlier cell, line 3, in f: return" in told
     told = error_of(four.cell, "x = 1\n1 +")
     assert "SyntaxError: " in told and told.endswith("\n  this cell, line 2: 1 +")
     told = error_of(run_cell_in_ranks, "", "x = 1\nx / 0")  # below a line %%ranks

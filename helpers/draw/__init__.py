@@ -24,10 +24,10 @@ screen readers speak, and looks the same on every machine, so that tests compare
     data_parallel.py  the four functions of nn.DataParallel; weights reach all GPUs
     shared_step.py  one step of nn.DataParallel: what each GPU does when
     copy_path.py    from CPU memory to the GPU: who copies, whether Python waits
-    collectives.py  what each rank holds before and after a collective
-    before_after.py   the same for several collectives, number by number
+    before_after.py   what each rank has before and after several collectives
     conversations.py  who sends to whom and when, several programs on one axis
     course_map.py   the lessons of the course
+    experts.py      tokens travel to the rank of their expert
     equal_ranks.py  which values all ranks have alike
     sharing.py      one tensor in two processes, and a lost update
     visible.py      which cards a program sees, and what it calls them
@@ -36,12 +36,12 @@ screen readers speak, and looks the same on every machine, so that tests compare
 from helpers.draw.averaging import averaging
 from helpers.draw.before_after import before_after
 from helpers.draw.budgets import Budget, budgets
-from helpers.draw.collectives import collective
 from helpers.draw.conversations import conversations
 from helpers.draw.copy_path import copy_path
 from helpers.draw.course_map import ON_RANKS, course_map
 from helpers.draw.data_parallel import four_functions, star_and_chain
 from helpers.draw.equal_ranks import equal_ranks
+from helpers.draw.experts import tokens_to_experts
 from helpers.draw.exposed import exposed
 from helpers.draw.hidden_copies import hidden_copies
 from helpers.draw.jobs import job_memory, job_timeline, overlap
@@ -64,11 +64,11 @@ from helpers.draw.visible import visible_cards
 
 __all__ = [
     "Budget", "COLOURS", "HOST", "INK", "ON_RANKS", "Picture", "WIDEST", "averaging",
-    "before_after", "budgets", "collective", "colour", "conversations", "copy_path",
+    "before_after", "budgets", "colour", "conversations", "copy_path",
     "course_map", "devices", "equal_ranks", "exposed", "four_functions",
     "hidden_copies", "job_memory", "job_timeline", "loaders", "lost_update",
     "memory_bars", "mixed_step", "number_formats", "overlap", "parts", "roofline",
     "schedule", "segment_picture", "segments", "sharded_steps", "shared_step",
     "shared_tensor", "slice_times", "stages", "star_and_chain", "steps", "stopwatches",
-    "timeline", "two_matmuls", "visible_cards",
+    "timeline", "tokens_to_experts", "two_matmuls", "visible_cards",
 ]  # fmt: skip

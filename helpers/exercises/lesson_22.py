@@ -59,44 +59,52 @@ def solution_1():
 @exercise(
     "22.2",
     hints=(
-        "Give each token its place among the tokens of the same expert: 1 for the "
-        "first, 2 for the second. Which tokens are kept, then?",
-        "`one_hot(chosen)` has a column for each expert. What does `cumsum(0)` make of "
-        "a column? `gather(1, chosen[:, None])` takes the token's own column.",
+        "Sort the tokens by their weights, the largest first. In this order, the first "
+        "tokens of each expert are those to keep.",
+        "`order = weight.argsort(descending=True)`. Count places as `kept_of` does, but "
+        "for `chosen[order]`. Place `i` is then that of token `order[i]`.",
     ),
 )
 def kept(function) -> None:
-    """A function: experts of the tokens, a capacity -> which tokens are kept."""
+    """A function: experts, weights, a capacity -> which tokens are kept."""
     must_be_callable(function)
     chosen = _chosen()
+    weight = torch.rand(TOKENS, generator=torch.Generator().manual_seed(1))
     for capacity in (3, 8, TOKENS):
-        found = tensor(call(function, chosen.clone(), capacity), "it returns", [TOKENS])
+        result = call(function, chosen.clone(), weight.clone(), capacity)
+        found = tensor(result, "it returns", [TOKENS])
         if found.dtype != torch.bool:
             raise Wrong(f"return booleans, not {found.dtype}")
         for expert in range(EXPERTS):
-            mine = found[chosen == expert]
-            some = min(capacity, len(mine))
+            mine = chosen == expert
+            some = min(capacity, int(mine.sum()))
             about = f"with a capacity of {capacity}, expert {expert} keeps"
-            if mine.sum() != some:
-                raise Wrong(f"{about} {int(mine.sum())} tokens; it should be {some}")
-            if not mine[:some].all():
-                raise Wrong(f"{about} others than its first {some} tokens")
+            if (found & mine).sum() != some:
+                number = int((found & mine).sum())
+                raise Wrong(f"{about} {number} tokens; it should be {some}")
+            dropped = weight[mine & ~found]
+            if len(dropped) and dropped.max() > weight[mine & found].min():
+                raise Wrong(f"{about} a token with a smaller weight than one it drops")
 
 
 @solution("22.2")
 def solution_2():
-    """A running count in each expert's column gives every token its place.
+    """In the order of the weights, a running count gives every token its place.
 
     `cumsum` adds up the column of an expert, so at a token of this expert it says how
-    many of its tokens came up to here. No loop over the tokens is needed, and nothing
-    is read by the CPU.
+    many of its tokens came up to here. `found[order]` takes the answers back to the
+    tokens' own order. No loop over the tokens is needed.
     """
+    import torch
     from torch.nn.functional import one_hot
 
-    def kept(chosen, capacity):
-        places = one_hot(chosen).cumsum(0)
-        place = places.gather(1, chosen[:, None])[:, 0]
-        return place <= capacity
+    def kept(chosen, weight, capacity):
+        order = weight.argsort(descending=True)
+        places = one_hot(chosen[order]).cumsum(0)
+        place = places.gather(1, chosen[order, None])[:, 0]
+        found = torch.empty_like(chosen, dtype=torch.bool)
+        found[order] = place <= capacity
+        return found
 
     return kept
 
@@ -199,7 +207,22 @@ def one_too_many(chosen, rank):
     return (chosen != rank).sum() + 1
 
 
-def kept_by_a_loop(chosen, capacity):
+def kept_by_a_loop(chosen, weight, capacity):
+    found = torch.zeros(len(chosen), dtype=torch.bool)
+    for expert in range(EXPERTS):
+        mine = (chosen == expert).nonzero()[:, 0]
+        best = weight[mine].topk(min(capacity, len(mine))).indices
+        found[mine[best]] = True
+    return found
+
+
+def of_all_experts(chosen, weight, capacity):
+    found = torch.zeros(len(chosen), dtype=torch.bool)
+    found[weight.topk(min(EXPERTS * capacity, len(chosen))).indices] = True
+    return found
+
+
+def first_tokens(chosen, weight, capacity):
     counts, found = {}, []
     for expert in chosen.tolist():
         counts[expert] = counts.get(expert, 0) + 1
@@ -207,20 +230,21 @@ def kept_by_a_loop(chosen, capacity):
     return torch.tensor(found)
 
 
-def first_tokens(chosen, capacity):
-    return torch.arange(len(chosen)) < capacity
+def in_sorted_order(chosen, weight, capacity):
+    order = weight.argsort(descending=True)
+    return kept_by_a_loop(chosen, weight, capacity)[order]
 
 
-def last_tokens(chosen, capacity):
-    return kept_by_a_loop(chosen.flip(0), capacity).flip(0)
+def least_sure(chosen, weight, capacity):
+    return kept_by_a_loop(chosen, -weight, capacity)
 
 
-def one_less(chosen, capacity):
-    return kept_by_a_loop(chosen, capacity - 1)
+def one_less(chosen, weight, capacity):
+    return kept_by_a_loop(chosen, weight, capacity - 1)
 
 
-def as_numbers(chosen, capacity):
-    return kept_by_a_loop(chosen, capacity).int()
+def as_numbers(chosen, weight, capacity):
+    return kept_by_a_loop(chosen, weight, capacity).int()
 
 
 def all_experts(router, experts, tokens):
@@ -262,8 +286,10 @@ WRONG = {
         (3, "give a function"),
     ],
     "kept": [
-        (first_tokens, "expert 0 keeps"),
-        (last_tokens, "others than its first"),
+        (of_all_experts, "it should be 3"),
+        (first_tokens, "a smaller weight"),
+        (in_sorted_order, "expert 0 keeps"),
+        (least_sure, "a smaller weight"),
         (one_less, "it should be 3"),
         (as_numbers, "return booleans"),
     ],

@@ -167,6 +167,7 @@ class Ranks:
         if not self._busy.acquire(blocking=False):
             raise RankError("these ranks are at work on another call")
         try:
+            frames.run_cell(payload[0] if kind == "cell" else "")
             return self._call_alone(kind, payload, timeout)
         finally:
             self._busy.release()

@@ -30,6 +30,7 @@ from helpers.ranks.gpus import Gpus
 from helpers.ranks.listener import connect
 from helpers.ranks.process import exit_with_stdin
 from helpers.ranks.report import describe
+from simgpu import frames
 from simgpu.device.cards import parse_memory
 from simgpu.device.job_memory import GpuMemory, memory_of
 from simgpu.timing.job import RankLog, log_of
@@ -216,6 +217,7 @@ def _answer(kind: str, payload, namespace: dict) -> tuple:
     """Do what the notebook has sent; Ctrl-C in the notebook interrupts it."""
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        frames.run_cell(payload[0] if kind == "cell" else "")
         if kind == "call":
             return "ok", _call_function(payload)
         if kind == "cell":

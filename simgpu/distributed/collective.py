@@ -14,6 +14,11 @@ _DIFFERENT = (
     "  rank {0}: {3}\n  rank {1}: {4}\n"
     "NCCL would hang, or give wrong values."
 )
+_UNEQUAL = (
+    "rank {0} and rank {1} do not agree about {2}:\n"
+    "  rank {0}: {3}\n  rank {1}: {4}\n"
+    "NCCL would hang, or give wrong values."
+)
 _GONE = (
     "{}: rank {} has ended, and what it gave is lost. Let it wait for the others: call "
     "dist.barrier() or dist.destroy_process_group() at the end."
@@ -137,6 +142,13 @@ class Collective:
             words += f", root {header.root}"
         return f"{words} ({header.where})"
 
+    def _pieces(self, header: Header, other: int) -> str:
+        """An all-to-all between two members: "all_to_all, 5 float32 to rank 1, …"."""
+        rank = self.channel.ranks[other]
+        to, come = header.gives[other], header.takes[other]
+        size = f"{to:,} {header.dtype} to rank {rank}, {come:,} from it"
+        return f"{header.name}, {size} ({header.where})"
+
     @property
     def is_settled(self) -> bool:
         return self.meeting.end is not None
@@ -197,8 +209,14 @@ class Collective:
                 which = f"collective, number {number} of {channel.title}"
                 if channel.is_pair:
                     which = f"message, number {number} from {channel.title}"
-                calls = (self._call(headers[i], i) for i in (first, second))
-                text = _DIFFERENT.format(ranks[first], ranks[second], which, *calls)
+                ends = ((first, second), (second, first))
+                if same and mine.name == "all_to_all":
+                    calls = (self._pieces(headers[i], other) for i, other in ends)
+                    text = _UNEQUAL
+                else:
+                    calls = (self._call(headers[i], i) for i in (first, second))
+                    text = _DIFFERENT
+                text = text.format(ranks[first], ranks[second], which, *calls)
                 raise dist.DistBackendError(text)
 
     def _deliver(self, headers: list[Header]) -> None:
