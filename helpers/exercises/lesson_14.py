@@ -20,6 +20,7 @@ from helpers.exercises.counted import counted, listed, number, word
 from helpers.exercises.exercise import Later, NotYet, Wrong, call, exercise, solution
 from helpers.exercises.results import tensor
 
+ROWS = 11  # of the accuracy: a prime number, so that parts cannot be equal
 ASKS = 10  # seconds in which a producer must have done something with `received`
 STAYS = 2  # seconds for which it must then stay, though all was fetched
 ENDS = 6  # seconds that it may go on after `received` is set
@@ -292,7 +293,7 @@ def parallel_accuracy(function) -> None:
         notes = Path(folder) / "notes"
         torch.manual_seed(0)
         model = _Scores(str(notes))
-        x = torch.randint(0, 100_000, (10, 8))
+        x = torch.randint(0, 100_000, (ROWS, 8))
         with torch.no_grad():
             best = model(x).argmax(1)
         right_rows = torch.tensor([0, 3, 9])
@@ -366,8 +367,8 @@ def _check_accuracy(result: float, notes: str) -> None:
         raise Wrong("the notebook's own process computes; leave that to workers")
     if len(workers) < 2:
         raise Wrong(f"processes that compute: {len(workers)}; start several")
-    if rows != 10:
-        raise Wrong(f"the workers compute {rows} rows of 10")
+    if rows != ROWS:
+        raise Wrong(f"the workers compute {rows} rows of {ROWS}")
     own = sum({pid: nbytes for pid, nbytes, _ in calls}.values())
     # A mapping may hold more than the weights: about 1 MB in each forked worker.
     if own > COPY_OF_WEIGHTS / 2:
@@ -381,10 +382,10 @@ def _check_accuracy(result: float, notes: str) -> None:
         3: "that is the number of right rows; divide by all rows",
     }
     why = (
-        f"{result:.3f} is not the share of right rows, 0.300; parts differ in size, so "
-        "add up right rows and divide once"
+        f"{result:.3f} is not the share of right rows, {3 / ROWS:.3f}; parts differ in "
+        "size, so add up right rows and divide once"
     )
-    counted(result, 0.3, mistakes, why, near=3e-4)
+    counted(result, 3 / ROWS, mistakes, why, near=3e-4)
 
 
 # -- answers ---------------------------------------------------------------------------
@@ -659,7 +660,7 @@ WRONG = {
         (copied_in_workers, "MB of weights of their own"),
         (serial, "the notebook's own process computes"),
         (one_worker, "that compute: 1"),
-        (each_does_all, "40 rows of 10"),
+        (each_does_all, "44 rows of 11"),
         (mean_of_means, "add up right rows"),
         (not_divided, "divide by all rows"),
         (into_private, "memory of their own; share what they write"),

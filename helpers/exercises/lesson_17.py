@@ -33,10 +33,10 @@ UNTOUCHED = 987_654_321  # a seed that nobody chooses
 # -- a seed ----------------------------------------------------------------------------
 
 
-def _seeds(function) -> tuple[int, int, int]:
-    """What this rank's generator starts from: seed 5, seed 5 again, seed 40."""
+def _seeds(function) -> tuple[int, ...]:
+    """What this rank's generator starts from: seed 5, seed 5 again, seeds 40 and 0."""
     found = []
-    for seed in (5, 5, 40):
+    for seed in (5, 5, 40, 0):
         torch.manual_seed(UNTOUCHED)
         run(function, seed)
         found.append(torch.initial_seed())
@@ -55,14 +55,14 @@ def seed_this_rank(function) -> None:
     """A function: seed -> nothing; afterwards each rank draws other numbers."""
     must_be_callable(function)
     results = in_ranks(THREE, _seeds, function)
-    first, again, other = zip(*results, strict=True)
+    first, again, other, zero = zip(*results, strict=True)
     if set(first) == {UNTOUCHED}:
         raise NotYet("your function seeds nothing so far")
     if first != again:
         raise Wrong("the same seed gives other numbers the second time")
-    if len(set(first)) < THREE:
+    if any(len(set(each)) < THREE for each in (first, other, zero)):
         raise Wrong("some ranks have the same seed, so they draw the same numbers")
-    if first == other:
+    if any(a == b for a, b in zip(first, other, strict=True)):
         raise Wrong("another seed must give other numbers; use the argument `seed`")
 
 
@@ -206,6 +206,7 @@ def solution_2():
 # -- unequal shares --------------------------------------------------------------------
 
 SHARES = (8, 3, 1)  # samples of each rank
+OTHER_SHARES = (2, 5, 4)
 HANGS = 10  # seconds before ranks that wait for each other are given up
 
 
@@ -213,12 +214,16 @@ def _losses(model, samples: _Samples, part) -> torch.Tensor:
     return cross_entropy(model(samples.x[part]), samples.y[part], reduction="none")
 
 
-def _averaged(function) -> torch.Tensor:
-    """The gradients after DDP has averaged, from unequal shares."""
-    rank, samples = dist.get_rank(), _Samples(sum(SHARES))
-    first = sum(SHARES[:rank])
+def _averaged(function) -> list[torch.Tensor]:
+    """The gradients after DDP has averaged, from unequal shares, twice."""
+    return [_averaged_once(function, shares) for shares in (SHARES, OTHER_SHARES)]
+
+
+def _averaged_once(function, shares: tuple[int, ...]) -> torch.Tensor:
+    rank, samples = dist.get_rank(), _Samples(sum(shares))
+    first = sum(shares[:rank])
     model = DistributedDataParallel(_linear())
-    losses = _losses(model, samples, slice(first, first + SHARES[rank]))
+    losses = _losses(model, samples, slice(first, first + shares[rank]))
     loss = call(function, losses)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise Wrong("return one number, a tensor that `backward()` can start from")
@@ -246,9 +251,18 @@ def loss_to_average(function) -> None:
     ended = ("did not finish", "lost another rank", "killed by SIGABRT")  # gloo's ways
     meanings = dict.fromkeys(ended, hang)
     results = in_ranks(THREE, _averaged, function, seconds=HANGS, meanings=meanings)
+    _check_averaged(results[0][0])
+    samples, model = _Samples(sum(OTHER_SHARES)), _linear()
+    _losses(model, samples, slice(None)).mean().backward()
+    if not near(results[0][1], gradients(model), atol=1e-5):
+        raise Wrong(f"right for {SHARES} samples, and wrong for {OTHER_SHARES}")
+
+
+def _check_averaged(found: torch.Tensor) -> None:
+    """Of the first shares."""
     model, samples = _linear(), _Samples(sum(SHARES))
     _losses(model, samples, slice(None)).mean().backward()
-    wanted, found = gradients(model), results[0]
+    wanted = gradients(model)
     if near(found, wanted, atol=1e-5):
         return
     model, first = _linear(), 0
@@ -307,6 +321,10 @@ def in_steps(seed):
 
 def same_everywhere(seed):
     torch.manual_seed(seed)
+
+
+def times_rank(seed):
+    torch.manual_seed(seed * (1 + dist.get_rank()))
 
 
 def rank_only(seed):
@@ -393,6 +411,10 @@ def total_only(losses):
     return weighted(losses) / dist.get_world_size()
 
 
+def for_twelve(losses):
+    return losses.sum() / 12 * THREE
+
+
 def own_sum(losses):
     return losses.sum()
 
@@ -421,6 +443,7 @@ WRONG = {
     "seed_this_rank": [
         (same_everywhere, "the same seed"),
         (rank_only, "use the argument"),
+        (times_rank, "the same seed"),
         (by_chance, "the second time"),
         (5, "give a function"),
     ],
@@ -437,6 +460,7 @@ WRONG = {
     "loss_to_average": [
         (own_mean, "mean of means"),
         (total_only, "once more"),
+        (for_twelve, "right for (8, 3, 1)"),
         (own_sum, "by the number of samples"),
         (on_rank_0, "every rank"),
         (a_float, "return one number"),

@@ -61,8 +61,8 @@ def solution_1():
     hints=(
         "Sort the tokens by their weights, the largest first. In this order, the first "
         "tokens of each expert are those to keep.",
-        "`order = weight.argsort(descending=True)`. Count places as `kept_of` does, but "
-        "for `chosen[order]`. Place `i` is then that of token `order[i]`.",
+        "`order = weight.argsort(descending=True)`. Count places as `kept_of` does, "
+        "but for `chosen[order]`. Place `i` is then that of token `order[i]`.",
     ),
 )
 def kept(function) -> None:
