@@ -1,6 +1,7 @@
 """`train_gpt.py`: every way takes the steps of one process, and goes on from any."""
 
 import contextlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -94,6 +95,19 @@ def test_an_unmodified_run_on_simulated_gpus(capfd):
     assert done.returncode == 0, done.stderr
     train_gpt.main(list(words))
     assert done.stdout == capfd.readouterr().out.replace("cpu", "cuda")
+
+
+def test_float16_goes_with_fsdp(alone):
+    words = "--device=cuda", "--parallel=fsdp", "--amp=float16", "--steps=12"
+    launch = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"
+    done = subprocess.run(
+        [sys.executable, *launch, "-m", "simgpu", str(SCRIPTS / GPT), *TINY, *words],
+        cwd=NOTEBOOKS, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    *_, before, after = re.findall(r"[\d.]+", done.stdout.partition("2 x cuda")[2])
+    assert float(before) == 12
+    assert float(after) == pytest.approx(alone.bits[1], abs=0.01)
 
 
 def test_the_end_of_the_script_leaves_at_once():
@@ -197,7 +211,6 @@ def test_it_learns_and_writes(alone):
         (None, "--batch 3 --accumulate 4", "less than one row"),
         (None, "--parallel dp", "dp needs --device cuda"),
         (None, "--amp float16", "float16 needs --device cuda"),
-        (4, "--parallel fsdp --device cuda --amp float16", "does not go with fsdp"),
         (None, "--hold=3", "--hold needs --folder"),
     ],
 )

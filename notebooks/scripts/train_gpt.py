@@ -280,9 +280,8 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error("--parallel ddp and fsdp go with torchrun, and only with it")
     if args.batch < max(1, ranks) * args.accumulate:
         parser.error("--batch is less than one row for each rank and part")
-    if args.amp == "float16" and (args.device == "cpu" or args.parallel == "fsdp"):
-        # a rank of FSDP sees an overflow in its own part only
-        parser.error("--amp float16 needs --device cuda, and does not go with fsdp")
+    if args.amp == "float16" and args.device == "cpu":
+        parser.error("--amp float16 needs --device cuda")
     if args.parallel == "dp" and args.device == "cpu":
         parser.error("--parallel dp needs --device cuda")
     if args.folder:
