@@ -76,8 +76,11 @@ def solution_1():
 
 
 def _gradient() -> torch.Tensor:
-    """The whole gradient: its norm is 13, that of its halves 5 and 12."""
-    return torch.tensor([3.0, 4.0, 0.0, 0.0, 0.0, 12.0])
+    """The whole gradient: its norm is 13, that of its halves 5 and 12.
+
+    Rank 0 has numbers in both of its parts, [3, 0] and [4].
+    """
+    return torch.tensor([3.0, 0.0, 4.0, 0.0, 0.0, 12.0])
 
 
 def _clip(function, most: float) -> tuple[float, torch.Tensor]:
@@ -110,6 +113,7 @@ def clip(function) -> None:
             "scale differently: ask all ranks"
         )
     mistakes = {
+        193**0.5: "norms of a rank's parts cannot be added; add up their squares",
         17.0: "norms cannot be added; add up the squares, then take the root",
         12.0: "the whole norm is not the larger of the ranks' norms",
         169.0: "that is the sum of squares; the root is missing",
@@ -377,6 +381,13 @@ def adds_norms(parts, most):
     return norm
 
 
+def adds_norms_of_parts(parts, most):
+    square = sum(part.norm() for part in parts) ** 2
+    dist.all_reduce(square)
+    [p.mul_(most / square.sqrt()) for p in parts]
+    return square.sqrt()
+
+
 def decides_alone(parts, most):
     own = torch.cat(parts).norm()
     square = own**2
@@ -521,6 +532,7 @@ WRONG = {
         (decides_alone, "decide by the whole norm"),
         (clips_alone, "the ranks disagree"),
         (adds_norms, "norms cannot be added"),
+        (adds_norms_of_parts, "norms of a rank's parts"),
         (takes_the_largest, "larger of"),
         (without_root, "root is missing"),
         (averages, "not averaged"),

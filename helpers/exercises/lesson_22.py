@@ -115,7 +115,7 @@ class _Counting(nn.Linear):
     given = 0
 
     def forward(self, x):
-        self.given += len(x)
+        self.given += x.numel() // x.shape[-1]
         return super().forward(x)
 
 
@@ -147,7 +147,10 @@ def top_two(function) -> None:
     router = nn.Linear(WIDTH, EXPERTS, bias=False)
     experts = nn.ModuleList(_Counting(WIDTH, WIDTH) for _ in range(EXPERTS))
     tokens = torch.randn(TOKENS, WIDTH)
-    wanted = _two_best(router, experts, tokens).detach()
+    wanted = _two_best(router, experts, tokens)
+    modules = nn.ModuleList([router, experts])
+    right = torch.autograd.grad(wanted.square().sum(), list(modules.parameters()))
+    wanted = wanted.detach()
     for expert in experts:
         expert.given = 0
     result = call(function, router, experts, tokens)
@@ -160,9 +163,13 @@ def top_two(function) -> None:
         raise Wrong("the values differ from the weighted sum of the two best experts")
     if given != 2 * TOKENS:
         raise Wrong(f"the experts computed {given} tokens; two a token are enough")
-    found.sum().backward()
+    found.square().sum().backward()
     if router.weight.grad is None:
         raise Wrong("the router gets no gradient: its weights must be in the result")
+    for (name, p), gradient in zip(modules.named_parameters(), right, strict=True):
+        if p.grad is None or not near(p.grad, gradient, atol=1e-4):
+            part = "the router" if name.startswith("0.") else "an expert"
+            raise Wrong(f"the result is right, and {part} gets another gradient")
 
 
 @solution("22.3")
@@ -273,10 +280,37 @@ def without_gradient(router, experts, tokens):
     return values + 0 * tokens.clone().requires_grad_()
 
 
+def detached_experts(router, experts, tokens):
+    probabilities, numbers = router(tokens).softmax(-1).topk(2)
+    weights = probabilities / probabilities.sum(-1, keepdim=True)
+    out = torch.zeros_like(tokens)
+    for index, expert in enumerate(experts):
+        for column in range(2):
+            rows = (numbers[:, column] == index).nonzero()[:, 0]
+            part = expert(tokens[rows]).detach()
+            out = out.index_add(0, rows, weights[rows, column, None] * part)
+    return out
+
+
+def detached_divisor(router, experts, tokens):
+    best = router(tokens).softmax(-1).topk(2)[0].sum(-1, keepdim=True)
+    return _two_best(router, experts, tokens) * best / best.detach()
+
+
+def one_by_one(router, experts, tokens):
+    probabilities, numbers = router(tokens).softmax(-1).topk(2)
+    weights = probabilities / probabilities.sum(-1, keepdim=True)
+    rows = []
+    for token, weight, two in zip(tokens, weights, numbers, strict=True):
+        both = zip(weight, two.tolist(), strict=True)
+        rows.append(sum(w * experts[n](token) for w, n in both))
+    return torch.stack(rows)
+
+
 RIGHT = {
     "sent_elsewhere": [by_a_loop],
     "kept": [kept_by_a_loop],
-    "top_two": [_two_best],
+    "top_two": [_two_best, one_by_one],
 }
 WRONG = {
     "sent_elsewhere": [
@@ -298,5 +332,7 @@ WRONG = {
         (not_divided, "divide the two weights"),
         (only_the_best, "the values differ"),
         (without_gradient, "the router gets no gradient"),
+        (detached_experts, "an expert gets another gradient"),
+        (detached_divisor, "the router gets another gradient"),
     ],
 }

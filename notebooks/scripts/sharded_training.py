@@ -62,7 +62,7 @@ def first_values(model):
             full = torch.zeros(parameter.shape, device="cuda")
             if parameter.ndim > 1:
                 nn.init.normal_(full, std=0.02)
-            elif isinstance(module, nn.LayerNorm) and name == "weight":
+            elif name == "weight":  # of a norm
                 nn.init.ones_(full)
             shard = distribute_tensor(full, parameter.device_mesh, parameter.placements)
             parameter.data.copy_(shard)
@@ -91,6 +91,7 @@ model.to_empty(device="cuda")
 torch.manual_seed(0)
 first_values(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+torch.manual_seed(rank)  # from here on, such as for dropout, each rank has its own
 
 first = 0
 if args.load:
