@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import simgpu
+from helpers import Messages
 
 CUDA1 = torch.device("cuda:1")
 
@@ -350,6 +351,12 @@ def test_flop_counter_on_top():
     with FlopCounterMode(display=False) as counter:
         torch.ones(2, 3, device=1) @ torch.ones(3, 4, device=1)
     assert counter.get_total_flops() == 2 * 2 * 3 * 4
+
+
+def test_zeros_of_backward_are_on_the_gpu_under_a_mode_of_the_program():
+    used, _ = (torch.ones(4, device="cuda:1", requires_grad=True) * 2).chunk(2)
+    with Messages():  # the part that nobody used has zeros for a gradient
+        used.sum().backward()
 
 
 def test_subclasses_keep_their_class():

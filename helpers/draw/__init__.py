@@ -29,6 +29,7 @@ screen readers speak, and looks the same on every machine, so that tests compare
     course_map.py   the lessons of the course
     experts.py      tokens travel to the rank of their expert
     equal_ranks.py  which values all ranks have alike
+    ring_attention.py  attention over ranks: who computes what, and when
     sharing.py      one tensor in two processes, and a lost update
     visible.py      which cards a program sees, and what it calls them
 """
@@ -50,6 +51,11 @@ from helpers.draw.memory import devices, parts, segment_picture, segments
 from helpers.draw.memory_bars import memory_bars
 from helpers.draw.picture import COLOURS, HOST, INK, WIDEST, Picture, colour
 from helpers.draw.precision import mixed_step, number_formats
+from helpers.draw.ring_attention import (
+    attention_squares,
+    attention_times,
+    online_softmax,
+)
 from helpers.draw.roofline import roofline
 from helpers.draw.sharded_steps import sharded_steps
 from helpers.draw.shared_step import shared_step
@@ -63,12 +69,13 @@ from helpers.draw.two_matmuls import two_matmuls
 from helpers.draw.visible import visible_cards
 
 __all__ = [
-    "Budget", "COLOURS", "HOST", "INK", "ON_RANKS", "Picture", "WIDEST", "averaging",
-    "before_after", "budgets", "colour", "conversations", "copy_path",
-    "course_map", "devices", "equal_ranks", "exposed", "four_functions",
-    "hidden_copies", "job_memory", "job_timeline", "loaders", "lost_update",
-    "memory_bars", "mixed_step", "number_formats", "overlap", "parts", "roofline",
-    "schedule", "segment_picture", "segments", "sharded_steps", "shared_step",
-    "shared_tensor", "slice_times", "stages", "star_and_chain", "steps", "stopwatches",
-    "timeline", "tokens_to_experts", "two_matmuls", "visible_cards",
+    "Budget", "COLOURS", "HOST", "INK", "ON_RANKS", "Picture", "WIDEST",
+    "attention_squares", "attention_times", "averaging", "before_after", "budgets",
+    "colour", "conversations", "copy_path", "course_map", "devices", "equal_ranks",
+    "exposed", "four_functions", "hidden_copies", "job_memory", "job_timeline",
+    "loaders", "lost_update", "memory_bars", "mixed_step", "number_formats",
+    "online_softmax", "overlap", "parts", "roofline", "schedule", "segment_picture",
+    "segments", "sharded_steps", "shared_step", "shared_tensor", "slice_times",
+    "stages", "star_and_chain", "steps", "stopwatches", "timeline", "tokens_to_experts",
+    "two_matmuls", "visible_cards",
 ]  # fmt: skip

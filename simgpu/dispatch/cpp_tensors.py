@@ -42,11 +42,23 @@ def _call_into_cpp(runtime):
         frame = frame.f_back
         if frame is None:
             return None
+        if _is_given_by_function_mode(frame) and is_passed_on(frame.f_back.f_back):
+            frame = frame.f_back.f_back
         if is_passed_on(frame):
             frame = frame.f_back.f_back
     if frame.f_code is _BACKWARD_CODE:
         return "backward"
     return (runtime.thread.function_calls, id(frame), frame.f_lasti)
+
+
+def _is_given_by_function_mode(frame) -> bool:
+    """Whether `frame` is an operation's that our function mode has called."""
+    above = frame.f_back
+    return (
+        frame.f_code.co_filename == _OPERATIONS
+        and above is not None
+        and above.f_code.co_filename == _FUNCTION_MODE
+    )
 
 
 def is_passed_on(frame) -> bool:

@@ -1,0 +1,117 @@
+"""Train on sequences that are cut into parts: a rank has some tokens of each.
+
+    torchrun --standalone --nproc-per-node=4 stretch_sequence.py
+
+Context parallelism with `context_parallel`. Your model and data go in where it says so;
+twice the number of ranks should divide the tokens of a sequence.
+Lesson 21 of the course explains each line.
+"""
+
+import argparse
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+VOCABULARY = 64
+
+
+# -- your model and data ---------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query, self.key = nn.Linear(width, width), nn.Linear(width, width)
+        self.value, self.out = nn.Linear(width, width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.heads = heads
+
+    def attend(self, x):
+        q, k, v = (  # (batch, heads, tokens, width of a head)
+            layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        # context_parallel replaces this function, if it is found in its module
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+    def forward(self, x):
+        x = x + self.attend(self.norm1(x))
+        return x + self.down(functional.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    def __init__(self, depth=4, width=128, heads=4, length=64):
+        super().__init__()
+        self.token = nn.Embedding(VOCABULARY, width)
+        self.place = nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY)
+
+    def forward(self, tokens, places):
+        """Tokens (batch, tokens); their places in the full sequence, (tokens,)."""
+        x = self.token(tokens) + self.place(places)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def sequences(number, length=64, seed=0):
+    """Sequences that count in steps of 1 to 8, and the next number at each place."""
+    generator = torch.Generator().manual_seed(seed)
+    start = torch.randint(VOCABULARY, (number, 1), generator=generator)
+    step = torch.randint(1, 9, (number, 1), generator=generator)
+    tokens = (start + step * torch.arange(length + 1)) % VOCABULARY
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+# --------------------------------------------------------------------------------------
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--length", type=int, default=64, help="tokens of a sequence")
+    length = parser.parse_args().length
+
+    local_rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(local_rank)
+    dist.init_process_group("nccl")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cuda", (ranks,))
+
+    torch.manual_seed(0)
+    model = DDP(GPT(length=length).cuda(), device_ids=[local_rank])  # averages
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(9):
+        # all ranks load the same sequences; context_parallel leaves each rank its part
+        tokens, targets = (t.cuda() for t in sequences(8, length, seed=step))
+        places = torch.arange(length, device="cuda")
+        with context_parallel(
+            mesh, buffers=[tokens, targets, places], buffer_seq_dims=[1, 1, 0]
+        ):
+            scores = model(tokens, places)
+            loss = functional.cross_entropy(scores.flatten(0, 1), targets.flatten())
+            loss.backward()  # inside of `with`: attention sends in backward, too
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = loss.detach()
+        dist.all_reduce(loss, op=dist.ReduceOp.AVG)
+        if rank == 0 and step % 4 == 0:
+            print(f"step {step}: loss {loss.item():.4f}")
+
+    rows = [None] * ranks
+    dist.all_gather_object(rows, torch.cuda.max_memory_allocated())
+    for number, peak in enumerate(rows if rank == 0 else []):
+        print(f"rank {number} of {ranks}: peak {peak:,} bytes")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
