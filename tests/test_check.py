@@ -171,7 +171,7 @@ ODD = (
 )  # fmt: skip
 SLOW = {  # checks that take long to refuse an answer: they get fewer of them
     "all_gather_in_a_ring", "rotate_without_a_deadlock", "send_bfloat16",
-    "sliced_loss", "loss_in_slices", "clip", "shard_it", "delivers_all",
+    "tie", "loss_in_slices", "clip", "shard_it", "delivers_all",
     "parallel_accuracy", "within_32", "lean_evaluation",
 }  # fmt: skip
 

@@ -25,6 +25,7 @@ from helpers.ranks import ranks as ranks_module
 from helpers.ranks.listener import Listener
 from helpers.ranks.magic import run_cell_in_ranks
 from helpers.ranks.process import MAIN
+from helpers.ranks.report import Failure, Frame, failure_report
 from helpers.ranks.worker_group import WorkerGroup
 from tests.waiting import wait
 
@@ -332,6 +333,18 @@ time.sleep(0.5)"""
     assert "SyntaxError: " in told and told.endswith("\n  this cell, line 2: 1 +")
     told = error_of(run_cell_in_ranks, "", "x = 1\nx / 0")  # below a line %%ranks
     assert "\n  this cell, line 3: x / 0" in told
+
+
+def test_a_file_of_this_folder_is_named_without_the_path_to_it(tmp_path, monkeypatch):
+    """So a stored error is the same on every machine."""
+    here, elsewhere = tmp_path / "here", str(tmp_path / "model.py")
+    here.mkdir()
+    monkeypatch.chdir(here)
+    inside = os.path.join("scripts", "model.py")
+    stack = [Frame(str(here / inside), 1, "f"), Frame(elsewhere, 2, "g")]
+    told = failure_report({}, {}, {0: Failure("ValueError: no", stack)})
+    assert f"\n  {inside}, line 1, in f: " in told
+    assert f"\n  {elsewhere}, line 2, in g: " in told
 
 
 def test_a_rank_that_died_between_two_calls_is_noticed(four):

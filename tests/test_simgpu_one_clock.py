@@ -223,6 +223,31 @@ def test_a_message_passes_a_collective_that_is_not_complete(simulated_ranks, loo
     assert [end for _, end in first] == [end for _, end in second]
 
 
+def backward_beside_messages() -> list[float]:
+    """Rank 1 needs the first of two messages; the second one comes late."""
+    rank = join_at_zero()
+    if rank == 0:
+        works = [dist.isend(ones(), 1)]
+        simgpu.host_busy(LATE)
+        works.append(dist.isend(ones(), 1))
+    else:
+        boxes = [torch.empty(MILLION, device="cuda") for _ in range(2)]
+        works = [dist.irecv(box, 0) for box in boxes]
+        works[0].wait()
+        leaf = ones().requires_grad_()
+        (2 * leaf).backward(boxes[0])
+    for work in works:
+        work.wait()
+    torch.cuda.synchronize()
+    return [e.end for e in simgpu.timeline().events if e.kind == "kernel"]
+
+
+def test_backward_waits_for_no_message_but_its_own(simulated_ranks):
+    """A pipeline receives ahead: its backward must not wait for what comes later."""
+    _, ends = simulated_ranks(backward_beside_messages, 2)
+    assert ends and max(ends) < LATE
+
+
 def test_a_communicator_that_all_wait_for_holds_the_message_up(simulated_ranks):
     with pytest.raises(RuntimeError) as caught:
         simulated_ranks(reduce_around_a_message, 2, False, True)

@@ -16,6 +16,7 @@ screen readers speak, and looks the same on every machine, so that tests compare
     slice_times.py  a table: times of a block that is cut over four GPUs
     two_matmuls.py  two matmuls cut by columns and by rows: which rank has which slice
     stages.py       what each GPU of a split model does when
+    pipelines.py    schedules of a pipeline on one axis: tasks of each rank, bubbles
     steps.py        one step of several runs on one axis: copying, computing, idle
     sharded_steps.py  a step with sharded parameters: computing, gathers, waits
     roofline.py     what a card can reach, and the kernels below it
@@ -50,6 +51,7 @@ from helpers.draw.loaders import loaders
 from helpers.draw.memory import devices, parts, segment_picture, segments
 from helpers.draw.memory_bars import memory_bars
 from helpers.draw.picture import COLOURS, HOST, INK, WIDEST, Picture, colour
+from helpers.draw.pipelines import bubble, pipelines
 from helpers.draw.precision import mixed_step, number_formats
 from helpers.draw.ring_attention import (
     attention_squares,
@@ -70,12 +72,12 @@ from helpers.draw.visible import visible_cards
 
 __all__ = [
     "Budget", "COLOURS", "HOST", "INK", "ON_RANKS", "Picture", "WIDEST",
-    "attention_squares", "attention_times", "averaging", "before_after", "budgets",
-    "colour", "conversations", "copy_path", "course_map", "devices", "equal_ranks",
-    "exposed", "four_functions", "hidden_copies", "job_memory", "job_timeline",
-    "loaders", "lost_update", "memory_bars", "mixed_step", "number_formats",
-    "online_softmax", "overlap", "parts", "roofline", "schedule", "segment_picture",
-    "segments", "sharded_steps", "shared_step", "shared_tensor", "slice_times",
-    "stages", "star_and_chain", "steps", "stopwatches", "timeline", "tokens_to_experts",
-    "two_matmuls", "visible_cards",
+    "attention_squares", "attention_times", "averaging", "before_after", "bubble",
+    "budgets", "colour", "conversations", "copy_path", "course_map", "devices",
+    "equal_ranks", "exposed", "four_functions", "hidden_copies", "job_memory",
+    "job_timeline", "loaders", "lost_update", "memory_bars", "mixed_step",
+    "number_formats", "online_softmax", "overlap", "parts", "pipelines", "roofline",
+    "schedule", "segment_picture", "segments", "sharded_steps", "shared_step",
+    "shared_tensor", "slice_times", "stages", "star_and_chain", "steps", "stopwatches",
+    "timeline", "tokens_to_experts", "two_matmuls", "visible_cards",
 ]  # fmt: skip

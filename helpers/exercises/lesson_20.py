@@ -1,21 +1,16 @@
-"""The exercises of lesson 20: bytes of slices, a gated layer, and a sliced loss.
+"""The exercises of lesson 20: costs of a pipeline, an order, and a shared weight.
 
-Two of them run the learner's answer in two real ranks, which end the ranks that were
+The last one runs the learner's answer in four real ranks, which end the ranks that were
 open before.
 """
-
-import logging
-from fnmatch import fnmatch
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard, parallel
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-from torch.nn.functional import cross_entropy, silu
 
-from helpers.exercises.counted import counted, is_near
+from helpers.exercises.counted import counted
 from helpers.exercises.exercise import (
+    NotYet,
     Wrong,
     call,
     exercise,
@@ -24,432 +19,396 @@ from helpers.exercises.exercise import (
     solution,
 )
 from helpers.exercises.in_ranks import device, in_ranks
-from helpers.exercises.learning import flat
-from helpers.exercises.results import a, near
+from helpers.exercises.results import near, sequence
 
-TWO = 2  # ranks
+FOUR = 4  # ranks
+SECONDS = 20  # before ranks that hang are given up
 
 
 @exercise(
     "20.1",
     hints=(
-        "Look at *Cost*, where each way has one line of arithmetic, and at the "
-        "comparison of rows and slices below it. How many all-reduces does a block "
-        "need with slices, and how large is the tensor in each of them?",
-        "Count the all-reduces of the backward pass as well, and remember that a "
-        "sliced layer still computes for the whole batch. A rank that gets a part of "
-        "the rows has a gradient for every weight, so the number of ranks appears in "
-        "neither result.",
+        "Both bubbles come from the formula under *The bubble, predicted and counted*, "
+        "with another v. For the bytes, ask what crosses the border between a rank and "
+        "the next one, and what crosses the border to the one before.",
+        "A rank in the middle sends the activations of all tokens to the next rank, "
+        "and their gradients to the rank before. Into how many micro-batches the "
+        "tokens are cut does not matter. An element of bfloat16 has 2 bytes.",
     ),
 )
-def handed_over(slices_bytes, rows_bytes, tokens_equal) -> None:
-    """24 blocks of width 1024, 2048 tokens, float32."""
-    blocks, width, tokens = 24, 1024, 2048
-    slices = 4 * blocks * 4 * tokens * width
-    rows = 4 * blocks * 12 * width**2
+def pipeline_costs(bubble, interleaved, nbytes) -> None:
+    """8 ranks, 32 micro-batches, 64 x 1024 tokens, width 4096, bfloat16."""
+    p, m, tokens, width = 8, 32, 64 * 1024, 4096
     mistakes = {
-        slices / 2: "that is one pass; backward has two all-reduces a block, too",
-        slices / 4: "a number in float32 has 4 bytes; and count all four all-reduces",
-        slices / 8: "a rank hands over the activations of the whole batch, not 1/8",
-        1.5 * slices: "a block needs two all-reduces forward and two backward",
-        1.75 * slices: "leave out the ring: the question is what is handed over",
+        (p - 1) / m: "that is idle time divided by busy time; divide by the total time",
+        p / (m + p): "a pipeline is idle for p - 1 tasks, not for p",
+        100 * (p - 1) / (m + p - 1): "give the share, not percent",
+        1 - (p - 1) / (m + p - 1): "that is the busy share",
     }
-    why = "four all-reduces a block, each of tokens x width numbers of 4 bytes"
-    counted(slices_bytes, slices, mistakes, why, what="slices", unit=1)
+    why = "the formula has p - 1 idle tasks, and m + p - 1 in all"
+    counted(bubble, (p - 1) / (m + p - 1), mistakes, why, what="1F1B", near=2e-3)
+    right = (p - 1) / (2 * m + p - 1)
     mistakes = {
-        rows / 4: "a gradient in float32 has 4 bytes",
-        rows / 8: "a rank hands over the gradients of all weights, not of 1/8",
-        1.75 * rows: "leave out the ring: the question is what is handed over",
-        2 * rows: "gradients are sent once a step, in backward()",
+        (p - 1) / (2 * m): "divide by the total time, not by the busy time",
+        (p - 1) / (m + p - 1): "with two stages on each rank, a task is half as long",
+        (p - 1) / (2 * (m + p - 1)): "the total time becomes shorter, too",
+        (2 * p - 1) / (2 * m + 2 * p - 1): "p is the number of ranks, not of stages",
+        (2 * p - 1) / (m + 2 * p - 1): "p is the number of ranks, not of stages",
+        100 * right: "give the share, not percent",
     }
-    why = "4 bytes for each weight, 12 x width x width of them a block"
-    counted(rows_bytes, rows, mistakes, why, what="rows", unit=1)
-    if tokens_equal == 3 * width + 1:  # the first number for which they send less
-        return
+    why = "use v = 2 in the formula"
+    counted(interleaved, right, mistakes, why, what="interleaved", near=2e-3)
+    right = 2 * tokens * width * 2
     mistakes = {
-        width * 12: "slices have four all-reduces a block, not one",
-        6 * width: "count the backward pass of the slices, too",
+        right // 2: "count both directions: activations, and their gradients",
+        2 * right: "an element of bfloat16 has 2 bytes; or these are two stages' bytes",
+        right // m: "that is one micro-batch; count a step",
+        m * right: "the tokens are those of the full batch, in all micro-batches",
+        right // 1024: "count 1,024 tokens for each sequence",
     }
-    why = "set both numbers of bytes equal and solve for the tokens"
-    counted(tokens_equal, 3 * width, mistakes, why, what="tokens")
+    why = "two directions x tokens x width x bytes of an element"
+    counted(nbytes, right, mistakes, why, what="bytes", unit=1)
 
 
 @solution("20.1")
 def solution_1():
-    """With slices, every all-reduce carries an activation of the whole batch.
+    """Each rank is idle for p - 1 tasks in both passes together, whatever the schedule.
 
-    Each rank computes one term of a sum, and each term has the full shape: tokens times
-    width. A block needs four such sums. Two are at the exits, after attention and after
-    the two linear layers, in the forward pass. Two are at the entrances, in the
-    backward pass.
+    With two stages on each rank, a rank has twice as many tasks, each half as long. The
+    idle time is still p - 1 tasks, but of the short ones.
 
-    With rows, a rank has a gradient for every weight and passes each of them to an
-    all-reduce once in a step. The number of tokens does not matter.
-
-    Both ways pass on the same number of bytes in a block if
-
-        4 · tokens · width = 12 · width²
-
-    With more tokens than that, rows pass on less.
+    A rank in the middle has two neighbours. It sends the activations of all tokens to
+    one of them, and the gradients of all tokens to the other. The micro-batches have
+    all tokens of the batch together, however many they are.
     """
-    blocks = 24
-    width = 1024
-    tokens = 2048
-    bytes_of_a_number = 4
+    p = 8
+    m = 32
+    bubble = (p - 1) / (m + p - 1)
+    interleaved = (p - 1) / (2 * m + p - 1)
 
-    activation = tokens * width * bytes_of_a_number
-    all_reduces_of_a_block = 2 + 2  # forward and backward
-    slices_bytes = blocks * all_reduces_of_a_block * activation
-
-    weights = blocks * 12 * width**2
-    rows_bytes = weights * bytes_of_a_number
-
-    tokens_equal = 12 * width**2 // (all_reduces_of_a_block * width)
-    return slices_bytes, rows_bytes, tokens_equal
+    tokens = 64 * 1024
+    width = 4096
+    nbytes = 2 * tokens * width * 2
+    return bubble, interleaved, nbytes
 
 
-# -- two real ranks --------------------------------------------------------------------
-
-
-class _Gated(nn.Module):
-    """The module of the exercise, always with the same weights."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.gate = nn.Linear(16, 64, bias=False)
-        self.up = nn.Linear(16, 64, bias=False)
-        self.down = nn.Linear(64, 16, bias=False)
-
-    def forward(self, x):
-        return self.down(silu(self.gate(x)) * self.up(x))
-
-
-def _whole(t: torch.Tensor) -> torch.Tensor:
-    """A tensor, or all of one that is in parts, on the CPU."""
-    return (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().cpu()
-
-
-def _gated_step(model) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and gradients, whole."""
-    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(14))
-    out = model(x.to(next(model.parameters()).device))
-    (
-        out.full_tensor() if hasattr(out, "full_tensor") else out
-    ).square().sum().backward()
-    return _whole(out), flat(_whole(p.grad) for p in model.parameters())
-
-
-def _run_plan(plan) -> tuple:
-    """Output, whole gradients, bytes of each weight here, messages of forward."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import parallelize_module
-
-    from helpers import Messages
-
-    # An impossible product is logged with its traceback before it is raised.
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
-    model = _Gated().to(device())
-    run(parallelize_module, model, init_device_mesh(device(), (TWO,)), plan)
-    sizes = {
-        name: (p.to_local() if hasattr(p, "to_local") else p).nbytes
-        for name, p in model.named_parameters()
-    }
-    with Messages() as messages, torch.no_grad():
-        run(model, torch.ones(4, 16, device=device()))
-    return *run(_gated_step, model), sizes, messages.by_name()
-
-
-_MEANINGS = {
-    "same reduction dim": (
-        "a layer gets the wrong part of its input: a column-wise layer takes the whole "
-        "input, a row-wise one takes the slice that a column-wise one has made"
-    )
-}
+# -- 20.2: an order --------------------------------------------------------------------
 
 
 @exercise(
     "20.2",
     hints=(
-        "Compare this module with `up` and `down` of the GPT block under *Concise: "
-        "slices*. Which layers read the whole `x`, and which layer reads what the "
-        "slices before it have computed?",
-        "The product `silu(gate(x)) * up(x)` multiplies slice by slice, so both "
-        "factors must be cut in the same way. The plan needs an entry for each of "
-        "the three layers, and the output should become whole only once, at the end.",
+        "Which tasks can rank 0 do before anything has come back from the last rank? "
+        "Let it do all of these first. In backward, which stage gets its gradient "
+        "first, the rank's first or its second one?",
+        "Write two loops, one inside the other. The outer one goes over the rank's "
+        "stages, the inner one over the micro-batches. In backward, the outer loop "
+        "goes the other way.",
     ),
 )
-def gated_plan(plan) -> None:
-    """gate and up column-wise, down row-wise."""
-    if not isinstance(plan, dict):
-        raise Wrong('a plan is a dictionary, such as {"up": ColwiseParallel()}')
-    names = ("gate", "up", "down")
-    missing = [n for n in names if not any(fnmatch(n, str(key)) for key in plan)]
-    if missing:
-        raise Wrong(
-            f"the plan says nothing of {missing[0]}, so all ranks keep it whole"
-        )
-    if any(isinstance(style, type) for style in plan.values()):
-        raise Wrong("a style is an object: ColwiseParallel(), with brackets")
-    results = in_ranks(TWO, _run_plan, plan, meanings=_MEANINGS)
-    model = _Gated()
-    out, wanted = _gated_step(model)
-    for rank, (own, found, sizes, messages) in enumerate(results):
-        if not near(own, out, atol=1e-5):
-            raise Wrong(f"rank {rank} has another output than one process")
-        if not near(found, wanted, atol=1e-4):
-            raise Wrong(f"rank {rank} has other gradients than one process")
-        for name, p in model.named_parameters():
-            if sizes[name] != p.nbytes // TWO:
-                raise Wrong(f"rank {rank} has more than half of {name}")
-        if messages != {"all_reduce": (1, out.nbytes)}:
-            said = ", ".join(f"{count} {kind}" for kind, (count, _) in messages.items())
+def loops(function) -> None:
+    """All forward, then all backward, two stages a rank; timed without messages."""
+    must_be_callable(function)
+    for ranks, parts in ((4, 8), (2, 2), (3, 9)):
+        orders = [_order(function, r, ranks, parts) for r in range(ranks)]
+        idle = _idle(orders, ranks)
+        right = (ranks - 1) / (2 * parts + ranks - 1)
+        if idle > right + 1e-6:
             raise Wrong(
-                f"the output is right, but the forward pass sends {said or 'nothing'}; "
-                "one all-reduce is enough, at the end"
+                f"with {ranks} ranks and {parts} micro-batches, the bubble is "
+                f"{idle:.1%}, not {right:.1%}: some rank waits although it has "
+                "other tasks to do"
             )
+
+
+def _order(function, rank: int, ranks: int, parts: int) -> list[tuple[str, int, int]]:
+    """The learner's order of a rank, if it has every task once, forward first."""
+    answer = call(function, rank, ranks, parts)
+    found = sequence(answer, "return a list of (kind, stage, micro-batch)")
+    stages = (rank, rank + ranks)
+    tasks = {(k, s, m) for k in "FB" for s in stages for m in range(parts)}
+    for task in found:
+        if not isinstance(task, (tuple, list)) or len(task) != 3:
+            raise Wrong(f'a task is like ("F", 0, 3), not {task!r}')
+        if tuple(task) not in tasks:
+            raise Wrong(f"rank {rank} of {ranks} has no task {tuple(task)!r}")
+    found = [tuple(task) for task in found]
+    if len(found) != len(set(found)):
+        raise Wrong(f"rank {rank} does a task twice")
+    if len(found) < len(tasks):
+        missing = min(tasks - {*found}, key=lambda task: (task[0] == "B", task[1:]))
+        raise Wrong(f"rank {rank} leaves out {missing!r}")
+    kinds = "".join(kind for kind, _, _ in found)
+    if kinds != "F" * (2 * parts) + "B" * (2 * parts):
+        raise Wrong(
+            f"rank {rank} begins backward before all its forward tasks are done"
+        )
+    return found
+
+
+def _idle(orders: list[list[tuple[str, int, int]]], ranks: int) -> float:
+    """The idle share, if a forward task takes 1, backward 2, and messages nothing."""
+    last, done = 2 * ranks - 1, {}
+    places, free = [0] * ranks, [0.0] * ranks
+    while any(place < len(order) for place, order in zip(places, orders, strict=True)):
+        before = len(done)
+        for rank, order in enumerate(orders):
+            while places[rank] < len(order):
+                kind, stage, m = task = order[places[rank]]
+                needs = [("F", stage, m)] if kind == "B" else []
+                if stage != (0 if kind == "F" else last):
+                    needs.append((kind, stage + (-1 if kind == "F" else 1), m))
+                if not all(need in done for need in needs):
+                    break
+                start = max([free[rank], *(done[need] for need in needs)])
+                free[rank] = done[task] = start + (1 if kind == "F" else 2)
+                places[rank] += 1
+        if len(done) == before:
+            raise Wrong(
+                "the ranks wait for each other for ever: rank 0 waits with "
+                f"{orders[0][min(places[0], len(orders[0]) - 1)]!r}"
+            )
+    busy = 3 * len(orders[0]) / 2
+    return 1 - busy / max(free)
 
 
 @solution("20.2")
 def solution_2():
-    """`silu` and the product treat each number by itself, so they work on slices.
+    """Every rank first takes all micro-batches through its first stage.
 
-    `gate` and `up` both read the whole `x`. If both are cut by their outputs, a rank
-    has the same part of the hidden numbers from each of them, and can
-    multiply the two without asking the other ranks.
+    Rank 0 can do this without waiting. Meanwhile micro-batch 0 goes through all ranks
+    and comes back to rank 0, for its second stage. If there are at least as many
+    micro-batches as ranks, it is there when rank 0 has finished its first stage.
 
-    `down` reads these hidden numbers. Cut by its inputs, it takes exactly the slice
-    that its rank has, and computes one term of the output. The only all-reduce of the
-    forward pass adds up these terms.
+    Backward begins at the last stage of the model, so every rank's second stage comes
+    first. Each task is half as long as without interleaving, and so is the idle time.
     """
-    plan = {
-        "gate": parallel.ColwiseParallel(),
-        "up": parallel.ColwiseParallel(),
-        "down": parallel.RowwiseParallel(),
-    }
-    return plan
+
+    def loops(rank, ranks, parts):
+        stages = [rank, rank + ranks]
+        order = []
+        for stage in stages:
+            for m in range(parts):
+                order.append(("F", stage, m))
+        for stage in reversed(stages):
+            for m in range(parts):
+                order.append(("B", stage, m))
+        return order
+
+    return loops
 
 
-def _run_loss(function, scores, y) -> tuple[torch.Tensor, list]:
-    """This rank's loss, and its messages."""
+# -- 20.3: a weight that two ranks share -----------------------------------------------
+
+
+def _gradients() -> list[torch.Tensor]:
+    """Of the first and of the last use of the weight."""
+    generator = torch.Generator().manual_seed(20)
+    return [torch.randn(6, 4, generator=generator) for _ in range(2)]
+
+
+def _tied(function) -> tuple:
+    """This rank's gradient after the learner's function, and its messages."""
     from helpers import Messages
 
-    part = scores.chunk(TWO, 1)[dist.get_rank()].contiguous().to(device())
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    weight = None
+    if rank in (0, last):
+        weight = nn.Parameter(torch.zeros(6, 4, device=device()))
+        weight.grad = _gradients()[rank == last].to(device())
     with Messages() as messages:
-        loss = call(function, part, y.to(device()), part.shape[1] * dist.get_rank())
-    if not isinstance(loss, (int, float, torch.Tensor)):
-        raise Wrong(f"return one number, not {a(type(loss).__name__)}")
-    loss = torch.as_tensor(loss).detach().double().cpu()
-    return loss, [(m.name, m.nbytes) for m in messages.log]
+        run(function, weight)
+    gradient = None if weight is None or weight.grad is None else weight.grad.cpu()
+    return gradient, messages.by_name()
 
 
 @exercise(
     "20.3",
     hints=(
-        "Write the loss of one row as a formula, and mark the numbers in it that "
-        "depend on all columns. Which part of each can a rank compute from its own "
-        "columns, and which operation puts the parts together?",
-        "Each row needs its own largest score, and that of all ranks, before you take "
-        "`exp`. Only one rank has the column of the right word. What do the other "
-        "ranks contribute, for which `y - first` is no column of theirs?",
+        "One process would add up the gradients of both uses of the weight. Which "
+        "collective adds a tensor of two ranks, and leaves the sum on both? The other "
+        "ranks must not take part in it.",
+        "`dist.new_group([0, last])` makes a process group of two ranks. All ranks of "
+        "the job must call `new_group`, also those that are not in the group. Only the "
+        "two ranks in it call the all-reduce, with `group=...`.",
     ),
 )
-def sliced_loss(function) -> None:
-    """Cross-entropy from halves of the vocabulary, with three small all-reduces."""
+def tie(function) -> None:
+    """Gradients of a weight that the first and the last of four ranks share."""
     must_be_callable(function)
-    generator = torch.Generator().manual_seed(14)
-    scores = torch.randn(32, 100, generator=generator) * 3
-    y = torch.randint(100, (32,), generator=generator)
-    every_other_row = 200.0 * (torch.arange(32) % 2)[:, None]
-    for name, these in (
-        ("", scores),
-        (" with scores of 200 and more", scores + 200),
-        (" with scores of 200 and more in every other row", scores + every_other_row),
-    ):
-        want = cross_entropy(these, y).double()
-        results = in_ranks(TWO, _run_loss, function, these, y)
-        for rank, (loss, log) in enumerate(results):
-            _check_loss(rank, loss, want, name)
-            _check_messages(log, 4 * len(y))
+    first, second = _gradients()
+    wanted = first + second
+    results = in_ranks(FOUR, _tied, function, seconds=SECONDS)
+    (low, sent), *middle, (high, _) = results
+    if low is None or high is None:
+        raise Wrong("rank 0 or rank 3 has no gradient any more")
+    if torch.equal(low, first) and torch.equal(high, second):
+        if not sent:
+            raise NotYet("your function leaves both gradients as they were so far")
+        raise Wrong("both gradients are as they were: change weight.grad in place")
+    for rank, found in ((0, low), (FOUR - 1, high)):
+        if near(found, wanted / 2) or near(found, wanted / FOUR):
+            raise Wrong("one process adds up the gradients of both uses; no average")
+        if not near(found, wanted, atol=1e-6):
+            raise Wrong(
+                f"rank {rank} does not have the gradient of one process, which is the "
+                "sum of both"
+            )
+    for rank, (_, messages) in enumerate(middle, 1):
+        if messages:
+            raise Wrong(
+                f"the gradients are right, but rank {rank}, which has no copy of the "
+                f"weight, takes part in {', '.join(messages)}"
+            )
 
 
 @solution("20.3")
 def solution_3():
-    """Three numbers of a row depend on all columns, and three all-reduces make them.
+    """One process uses the weight twice, and autograd adds up both gradients.
 
-    The first is the largest score. Each rank takes the maximum of its own columns, and
-    an all-reduce with `MAX` gives all ranks the maximum of the whole row. After it is
-    subtracted, no score is above zero, and `exp` cannot overflow. In at least one
-    column of the row the score is exactly zero, so the sum cannot become 0 either.
+    In the pipeline, each of two ranks has computed one of them. An all-reduce over a
+    group of these two ranks adds them and leaves the sum on both. As both optimizers
+    then make the same step, the two copies stay equal.
 
-    The second is the sum of the exponentials, which is a sum of the ranks' sums.
-
-    The third is the score of the right word. One rank has it, and the others add zero.
-    Comparing the number of each column with `y` finds the word without an index that
-    could be out of range.
-
-    The logarithm of the sum is too small by the largest score, which is added again.
+    All ranks must call `new_group`, since it is itself a collective call. The two ranks
+    alone call the all-reduce. A real program makes the group once, before training.
     """
 
-    def sliced_loss(scores, y, first):
-        largest = scores.max(dim=1).values
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    def tie(weight):
+        last = dist.get_world_size() - 1
+        group = dist.new_group([0, last])
+        if weight is not None:
+            dist.all_reduce(weight.grad, group=group)
 
-        total = (scores - largest[:, None]).exp().sum(dim=1)
-        dist.all_reduce(total)
-
-        words = first + torch.arange(scores.shape[1], device=scores.device)
-        is_right = words == y[:, None]
-        right = torch.where(is_right, scores, 0.0).sum(dim=1)
-        dist.all_reduce(right)
-
-        losses = total.log() + largest - right
-        return losses.mean()
-
-    return sliced_loss
-
-
-def _check_loss(rank: int, loss: torch.Tensor, want: torch.Tensor, name: str) -> None:
-    if loss.numel() != 1:
-        raise Wrong("return one number, the mean over the rows")
-    if not loss.isfinite().all():
-        raise Wrong(
-            f"the loss is {loss.item()}{name}: exp overflows, or is 0 in every "
-            "column; take off the largest score of each row first, the "
-            "largest of all ranks"
-        )
-    if is_near(loss.item(), 32 * want.item(), 1e-3):
-        raise Wrong("that is the sum over the rows, not the mean")
-    if not abs(loss.item() - want.item()) <= 1e-3:
-        raise Wrong(f"rank {rank} has {loss.item():.4f}, one process {want:.4f}{name}")
-
-
-def _check_messages(log: list[tuple[str, int]], row: int) -> None:
-    """At most three all-reduces of one number a row."""
-    large = [(kind, nbytes) for kind, nbytes in log if nbytes > row]
-    if large or any(kind == "all_gather" for kind, _ in log):
-        kind, nbytes = (large or log)[0]
-        raise Wrong(
-            f"the loss is right, but a rank hands {nbytes:,} bytes to an "
-            f"{kind}; all-reduces of {row} bytes, one number a row, will do"
-        )
-    if len(log) > 3:
-        raise Wrong(f"the loss is right, but {len(log)} messages are too many")
+    return tie
 
 
 # -- answers ---------------------------------------------------------------------------
 
-SLICES = 4 * 24 * 2048 * 1024 * 4
-ROWS = 4 * 24 * 12 * 1024 * 1024
+BUBBLE, INTERLEAVED, BYTES = 7 / 39, 7 / 71, 2**30
 
 
-def add(x, op=dist.ReduceOp.SUM):
-    dist.all_reduce(x, op)
-    return x
+def reversed_parts(rank, ranks, parts):
+    """Backward may begin with the last micro-batch, as autograd's own order does."""
+    forward = [("F", s, m) for s in (rank, rank + ranks) for m in range(parts)]
+    return forward + [("B", s, m) for _, s, m in reversed(forward)]
 
 
-def three_numbers(scores, y, first):
-    most = add(scores.max(1).values, dist.ReduceOp.MAX)
-    total = add((scores - most[:, None]).exp().sum(1))
-    column = y - first
-    here = (column >= 0) & (column < scores.shape[1])
-    own = scores.gather(1, column.clamp(0, scores.shape[1] - 1)[:, None])[:, 0]
-    right = add(torch.where(here, own, 0.0))
-    return (total.log() + most - right).mean()
+def by_micro_batch(rank, ranks, parts):
+    stages = (rank, rank + ranks)
+    forward = [("F", s, m) for m in range(parts) for s in stages]
+    return forward + [("B", s, m) for m in range(parts) for s in reversed(stages)]
 
 
-def without_maximum(scores, y, first):
-    total = add(scores.exp().sum(1))
-    words = torch.arange(scores.shape[1], device=y.device) + first
-    right = add((scores * (words == y[:, None])).sum(1))
-    return (total.log() - right).mean()
+def backward_in_the_order_of_forward(rank, ranks, parts):
+    stages = (rank, rank + ranks)
+    return [(kind, s, m) for kind in "FB" for s in stages for m in range(parts)]
 
 
-def own_maximum(scores, y, first):
-    most = scores.max(1).values
-    total = add((scores - most[:, None]).exp().sum(1))
-    words = torch.arange(scores.shape[1], device=y.device) + first
-    right = add((scores * (words == y[:, None])).sum(1))
-    return (total.log() + most - right).mean()
+def neighbours(rank, ranks, parts):
+    stages = (2 * rank, 2 * rank + 1)
+    forward = [("F", s, m) for s in stages for m in range(parts)]
+    return forward + [("B", s, m) for s in reversed(stages) for m in range(parts)]
 
 
-def one_maximum_for_all(scores, y, first):
-    most = add(scores.max().expand(len(y)).clone(), dist.ReduceOp.MAX)
-    total = add((scores - most[:, None]).exp().sum(1))
-    words = torch.arange(scores.shape[1], device=y.device) + first
-    right = add((scores * (words == y[:, None])).sum(1))
-    return (total.log() + most - right).mean()
+def one_stage(rank, ranks, parts):
+    return [(kind, rank, m) for kind in "FB" for m in range(parts)]
 
 
-def gathered(scores, y, first):
-    parts = [torch.empty_like(scores) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, scores)
-    return torch.nn.functional.cross_entropy(torch.cat(parts, 1), y)
+def one_f_one_b(rank, ranks, parts):
+    order = []
+    for stage in (rank, rank + ranks):
+        for m in range(parts):
+            order += [("F", stage, m), ("B", stage, m)]
+    return order
 
 
-def summed(scores, y, first):
-    return three_numbers(scores, y, first) * len(y)
+def pairs(rank, ranks, parts):
+    return [(kind, m) for kind in "FB" for m in range(2 * parts)]
 
 
-def by_row(scores, y, first):
-    return three_numbers(scores, y, first).expand(len(y))
+def by_messages(weight):
+    if weight is None:
+        return
+    other = dist.get_world_size() - 1 - dist.get_rank()
+    box = torch.empty_like(weight.grad)
+    if dist.get_rank() == 0:
+        dist.send(weight.grad, other)
+        dist.recv(box, other)
+    else:
+        dist.recv(box, other)
+        dist.send(weight.grad, other)
+    weight.grad += box
 
 
-def local(scores, y, first):
-    inside = (y - first).clamp(0, scores.shape[1] - 1)
-    return torch.nn.functional.cross_entropy(scores, inside)
+def over_all_ranks(weight):
+    gradient = torch.zeros(6, 4) if weight is None else weight.grad
+    dist.all_reduce(gradient)
 
 
-def plan(gate=ColwiseParallel, up=ColwiseParallel, down=RowwiseParallel):
-    return {"gate": gate(), "up": up(), "down": down()}
+def alone(weight):
+    if weight is not None:
+        dist.all_reduce(weight.grad)
+
+
+def averaged(weight):
+    group = dist.new_group([0, dist.get_world_size() - 1])
+    if weight is not None:
+        dist.all_reduce(weight.grad, group=group)
+        weight.grad /= 2
+
+
+def one_way(weight):
+    group = dist.new_group([0, dist.get_world_size() - 1])
+    if weight is not None:
+        dist.reduce(weight.grad, 0, group=group)
+
+
+def to_a_copy(weight):
+    group = dist.new_group([0, dist.get_world_size() - 1])
+    if weight is not None:
+        dist.all_reduce(weight.grad.clone(), group=group)
+
+
+def of_rank_0(weight):
+    group = dist.new_group([0, dist.get_world_size() - 1])
+    if weight is not None:
+        dist.broadcast(weight.grad, 0, group=group)
 
 
 RIGHT = {
-    "handed_over": [
-        (SLICES, ROWS, 3073),
-    ],
-    "sliced_loss": [three_numbers],
+    "pipeline_costs": [(BUBBLE, INTERLEAVED, BYTES), (0.1795, 0.0986, BYTES)],
+    "loops": [reversed_parts],
+    "tie": [by_messages],
 }
 WRONG = {
-    "handed_over": [
-        ((SLICES // 2, ROWS, 3072), "backward has two"),
-        ((SLICES // 8, ROWS, 3072), "whole batch"),
-        ((SLICES, ROWS // 4, 3072), "4 bytes"),
-        ((SLICES, ROWS * 7 // 4, 3072), "leave out the ring"),
-        ((SLICES, ROWS, 6144), "backward pass"),
-        ((SLICES, ROWS, 12288), "four all-reduces"),
-        ((1, ROWS, 1), "tokens x width"),
+    "pipeline_costs": [
+        ((7 / 32, INTERLEAVED, BYTES), "divide by the total time"),
+        ((8 / 40, INTERLEAVED, BYTES), "not for p"),
+        ((17.95, INTERLEAVED, BYTES), "not percent"),
+        ((BUBBLE, BUBBLE, BYTES), "half as long"),
+        ((BUBBLE, BUBBLE / 2, BYTES), "becomes shorter"),
+        ((BUBBLE, 15 / 47, BYTES), "not of stages"),
+        ((BUBBLE, INTERLEAVED, BYTES // 2), "both directions"),
+        ((BUBBLE, INTERLEAVED, 2 * BYTES), "has 2 bytes"),
+        ((BUBBLE, INTERLEAVED, BYTES // 32), "one micro-batch"),
+        ((BUBBLE, INTERLEAVED, 7), "two directions"),
     ],
-    "gated_plan": [
-        ({"up": ColwiseParallel(), "down": RowwiseParallel()}, "gate"),
-        ({"gate": 1, "up": 1, "down": ColwiseParallel}, "brackets"),
-        (plan(down=ColwiseParallel), "wrong part of its input"),
-        (
-            plan(RowwiseParallel, RowwiseParallel, ColwiseParallel),
-            "wrong part of its input",
-        ),
-        (plan(up=RowwiseParallel), "wrong part of its input"),
-        (
-            plan(
-                lambda: ColwiseParallel(output_layouts=Replicate()),
-                lambda: ColwiseParallel(output_layouts=Replicate()),
-                lambda: RowwiseParallel(input_layouts=Replicate()),
-            ),
-            "one all-reduce is enough",
-        ),
-        (
-            plan(down=lambda: RowwiseParallel(output_layouts=Shard(0))),
-            "another output",
-        ),
-        ([ColwiseParallel()], "dictionary"),
+    "loops": [
+        (by_micro_batch, "some rank waits"),
+        (backward_in_the_order_of_forward, "wait for each other for ever"),
+        (neighbours, "has no task"),
+        (one_stage, "leaves out"),
+        (one_f_one_b, "before all its forward tasks"),
+        (pairs, "a task is like"),
+        (lambda rank, ranks, parts: 3, "return a list"),
     ],
-    "sliced_loss": [
-        (without_maximum, "overflows"),
-        (own_maximum, "one process"),
-        (one_maximum_for_all, "is 0 in every column"),
-        (gathered, "the loss is right, but"),
-        (summed, "not the mean"),
-        (by_row, "one number"),
-        (local, "one process"),
+    "tie": [
+        (over_all_ranks, "takes part in all_reduce"),
+        (averaged, "no average"),
+        (one_way, "the sum of both"),
+        (to_a_copy, "in place"),
+        (of_rank_0, "the sum of both"),
+        (alone, "in 4 ranks"),
     ],
 }

@@ -5,6 +5,7 @@ its stack written by faulthandler (`parse_stack`). `failure_report` makes one te
 all, with the learner's own lines only.
 """
 
+import os
 import re
 import traceback
 from pathlib import Path
@@ -119,7 +120,9 @@ def _learners_lines(stack: list[Frame]) -> str:
         if frames.is_learners(file):
             inside = "" if function == "<module>" else f", in {function}"
             code = frames.text(file, line)
-            lines.append(f"\n  {frames.shown(file)}, line {line}{inside}: {code}")
+            # a file from here has the same name on every machine
+            name = frames.shown(file).removeprefix(os.getcwd() + os.sep)
+            lines.append(f"\n  {name}, line {line}{inside}: {code}")
     if len(lines) > MOST_LINES:
         lines[3:-3] = [f"\n  ... {len(lines) - 6} more"]
     return "".join(lines)

@@ -20,6 +20,7 @@ from simgpu.api.events import CudaEvent, Event
 from simgpu.device.blocks import stream_handle
 from simgpu.dispatch.devices import find_gpu, gpu_named
 from simgpu.errors import NotSimulated
+from simgpu.timing.events import FIRST_OF_NCCL
 
 FIRST_EXTERNAL = 200  # number of the first stream that is not of a pool
 POOL = 32  # streams of each GPU and priority, handed out in turn
@@ -247,12 +248,15 @@ def accelerator_stream(device=None) -> Stream:
 
 
 def join_streams() -> None:
-    """The current stream of each GPU waits for all the others (before backward)."""
+    """The current stream of each GPU waits for the program's others (before backward).
+
+    Not for NCCL's: who needs a message waits for its `Work`.
+    """
     now = runtime.current()
     clock = now.clock
     for index, number in clock.keys():
         current = now.thread.streams.get(index, 0)
-        if number != current:
+        if number != current and number < FIRST_OF_NCCL:
             position = clock.record(index, number)
             clock.stream_waits(index, current, position)
             clock.forget(position)
