@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node=4 stretch_sequence.py
 
 Context parallelism with `context_parallel`. Your model and data go in where it says so;
-twice the number of ranks should divide the tokens of a sequence.
+twice the number of ranks divides the tokens of a sequence.
 Lesson 21 of the course explains each line.
 """
 
@@ -84,6 +84,8 @@ def main():
     torch.cuda.set_device(local_rank)
     dist.init_process_group("nccl")
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    if length % (2 * ranks):
+        parser.error(f"{2 * ranks} does not divide {length} tokens; pad sequences")
     mesh = init_device_mesh("cuda", (ranks,))
 
     torch.manual_seed(0)
