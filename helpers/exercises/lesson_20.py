@@ -109,7 +109,7 @@ def solution_1():
 def loops(function) -> None:
     """All forward, then all backward, two stages a rank; timed without messages."""
     must_be_callable(function)
-    for ranks, parts in ((4, 8), (2, 2), (3, 9)):
+    for ranks, parts in ((4, 8), (2, 2), (3, 7)):
         orders = [_order(function, r, ranks, parts) for r in range(ranks)]
         idle = _idle(orders, ranks)
         right = (ranks - 1) / (2 * parts + ranks - 1)
@@ -219,7 +219,7 @@ def _tied(function) -> tuple:
     with Messages() as messages:
         run(function, weight)
     gradient = None if weight is None or weight.grad is None else weight.grad.cpu()
-    return gradient, messages.by_name()
+    return gradient, messages.by_name(), dist.distributed_c10d._world.group_count
 
 
 @exercise(
@@ -239,7 +239,7 @@ def tie(function) -> None:
     first, second = _gradients()
     wanted = first + second
     results = in_ranks(FOUR, _tied, function, seconds=SECONDS)
-    (low, sent), *middle, (high, _) = results
+    (low, sent, _), *middle, (high, _, _) = results
     if low is None or high is None:
         raise Wrong("rank 0 or rank 3 has no gradient any more")
     if torch.equal(low, first) and torch.equal(high, second):
@@ -254,7 +254,12 @@ def tie(function) -> None:
                 f"rank {rank} does not have the gradient of one process, which is the "
                 "sum of both"
             )
-    for rank, (_, messages) in enumerate(middle, 1):
+    if len({groups for _, _, groups in results}) > 1:
+        raise Wrong(
+            "the gradients are right, but not all ranks have called `new_group`: the "
+            "next process group of the job would hang"
+        )
+    for rank, (_, messages, _) in enumerate(middle, 1):
         if messages:
             raise Wrong(
                 f"the gradients are right, but rank {rank}, which has no copy of the "
@@ -341,6 +346,12 @@ def by_messages(weight):
     weight.grad += box
 
 
+def group_of_two_alone(weight):
+    last = dist.get_world_size() - 1
+    if weight is not None:
+        dist.all_reduce(weight.grad, group=dist.new_group([0, last]))
+
+
 def over_all_ranks(weight):
     gradient = torch.zeros(6, 4) if weight is None else weight.grad
     dist.all_reduce(gradient)
@@ -405,6 +416,7 @@ WRONG = {
     ],
     "tie": [
         (over_all_ranks, "takes part in all_reduce"),
+        (group_of_two_alone, "not all ranks have called"),
         (averaged, "no average"),
         (one_way, "the sum of both"),
         (to_a_copy, "in place"),

@@ -121,6 +121,19 @@ def merge(function) -> None:
         good = near(out, wanted[0], atol=1e-3)
         if not good or not near(lse, wanted[1] + shift, atol=1e-3):
             raise Wrong(f"with scores around {shift:g} it is another result")
+    for first, second in _uneven(parts):
+        out, lse = _merged(function, first, second)
+        wanted = _joined(first, second)
+        if not out.isfinite().all() or not lse.isfinite().all():
+            raise Wrong(
+                "where scores of one query or of one part are around 200, it is not "
+                "finite: subtract the larger lse of the two, for each query"
+            )
+        if not near(out, wanted[0], atol=1e-3) or not near(lse, wanted[1], atol=1e-3):
+            raise Wrong(
+                "where scores of one query or of one part are around 200, it is "
+                "another result"
+            )
     masked = torch.zeros_like(parts[1][0]), torch.full_like(parts[1][1], -torch.inf)
     for order in ((parts[0], masked), (masked, parts[0])):
         out, lse = _merged(function, *order)
@@ -132,6 +145,23 @@ def merge(function) -> None:
 
 
 _HALVES = slice(0, 5), slice(5, 12)
+
+
+def _uneven(parts) -> list:
+    """Both parts with one query around 200, and one part around 200, in both orders."""
+    one_query = torch.zeros_like(parts[0][1])
+    one_query[..., 0] = 200.0
+    pairs = [tuple((out, lse + one_query) for out, lse in parts)]
+    (out1, lse1), second = parts
+    large = out1, lse1 + 200.0
+    return [*pairs, (large, second), (second, large)]
+
+
+def _joined(first, second) -> tuple[torch.Tensor, torch.Tensor]:
+    (out1, lse1), (out2, lse2) = first, second
+    lse = torch.logaddexp(lse1, lse2)
+    weights = (lse1 - lse).exp(), (lse2 - lse).exp()
+    return out1 * weights[0][..., None] + out2 * weights[1][..., None], lse
 
 
 @solution("21.2")
@@ -201,6 +231,14 @@ def even_work(cut, join) -> None:
         for part in mine:
             if not equal(part, part.sort().values):
                 raise Wrong("the tokens of a rank are not in the order of the sequence")
+        chunks = places[0].chunk(2 * ranks)
+        for rank, part in enumerate(mine):
+            tail = 2 * ranks - 1 - rank
+            if not equal(part, torch.cat([chunks[rank], chunks[tail]])):
+                raise Wrong(
+                    f"the work is equal, but rank {rank} of {ranks} should get chunk "
+                    f"{rank} from the head and chunk {tail} from the tail"
+                )
         back = call(join, [part.clone() for part in parts])
         if not equal(tensor(back, "join returns", rows.shape), rows):
             raise Wrong(f"for {ranks} ranks, join does not bring back the sequence")
@@ -296,6 +334,32 @@ def subtracts_one_for_all(out1, lse1, out2, lse2):
     ).log()
 
 
+def largest_of_all_queries(out1, lse1, out2, lse2):
+    most = torch.maximum(lse1.max(), lse2.max())
+    one, two = (lse1 - most).exp(), (lse2 - most).exp()
+    out = (out1 * one[..., None] + out2 * two[..., None]) / (one + two)[..., None]
+    return out, most + (one + two).log()
+
+
+def relative_to_the_first(out1, lse1, out2, lse2):
+    most = torch.where(lse1.isinf(), lse2, lse1)
+    one, two = (lse1 - most).exp(), (lse2 - most).exp()
+    out = (out1 * one[..., None] + out2 * two[..., None]) / (one + two)[..., None]
+    return out, most + (one + two).log()
+
+
+def single_tokens(x, ranks):
+    rows = x.unflatten(1, (-1, 2 * ranks))
+    return [
+        torch.stack([rows[:, :, r], rows[:, :, 2 * ranks - 1 - r]], 2).flatten(1)
+        for r in range(ranks)
+    ]
+
+
+def ranks_reversed(x, ranks):
+    return by_index(x, ranks)[::-1]
+
+
 def output_alone(out1, lse1, out2, lse2):
     return by_sigmoid(out1, lse1, out2, lse2)[0]
 
@@ -368,7 +432,9 @@ WRONG = {
         (overflows, "not finite"),
         (weighs_by_lse, "not that of attention"),
         (adds_lse, "lse is not"),
-        (subtracts_one_for_all, "masked"),
+        (subtracts_one_for_all, "not finite"),
+        (largest_of_all_queries, "not finite"),
+        (relative_to_the_first, "not finite"),
         (output_alone, "not"),
     ],
     "even_work": [
@@ -376,6 +442,8 @@ WRONG = {
         ((striped, joins_in_order), "not the same"),
         ((neighbours, joins_in_order), "not the same"),
         ((tail_first, joins_in_order), "order of the sequence"),
+        ((single_tokens, joins_in_order), "should get chunk 0"),
+        ((ranks_reversed, joins_in_order), "should get chunk 0"),
         ((for_four, back_by_index), "raised"),
         ((along_dimension_0, joins_in_order), ""),
         ((by_index, joins_in_order), "bring back"),
