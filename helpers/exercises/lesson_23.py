@@ -130,16 +130,12 @@ def solution_2():
 JOBS = (  # parameters, blocks, width, tokens of a batch, bytes of memory
     (10_000_000, 8, 512, 1_000_000, 40e9),  # many tokens: DDP alone
     (100_000_000, 8, 1024, 500_000, 40e9),  # in between: pairs
+    (10_000_000, 8, 1024, 131_072, 40e9),  # DDP alone, by a little
+    (10_000_000, 8, 512, 1_000_000, 160e6),  # fits exactly
     (400_000_000, 24, 1024, 16_384, 40e9),  # few tokens: slices in a whole node
     (6_000_000_000, 32, 4096, 16_384, 40e9),  # fits in quarters only
     (10_000_000_000, 48, 4096, 4_096, 24e9),  # fits in eighths only
-    (
-        400_000_000,
-        24,
-        1024,
-        2_000_000,
-        4e9,
-    ),  # DDP alone would be faster, and does not fit
+    (400_000_000, 24, 1024, 2_000_000, 4e9),  # DDP alone is faster, and does not fit
 )
 
 
@@ -283,6 +279,14 @@ def largest(parameters, blocks, width, tokens, memory):
     return 8
 
 
+def two_all_reduces(parameters, blocks, width, tokens, memory):
+    return fastest(parameters, blocks / 2, width, tokens, memory)
+
+
+def no_room_to_spare(parameters, blocks, width, tokens, memory):
+    return fastest(parameters, blocks, width, tokens, memory - 1)
+
+
 def all_tokens(parameters, blocks, width, tokens, memory):
     def time(tp):
         return seconds(parameters, blocks, width, tokens * 8 // tp, tp)
@@ -314,5 +318,7 @@ WRONG = {
         (smallest_that_fits, "s of messages"),
         (largest, "tp = 8 takes"),
         (all_tokens, "s of messages"),
+        (two_all_reduces, "s of messages"),
+        (no_room_to_spare, "s of messages"),
     ],
 }

@@ -29,6 +29,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 # -- your model, its plan and its data -------------------------------------------------
 
 WORDS, LENGTH, WIDTH, HEADS, BLOCKS = 64, 32, 128, 4, 2
+SEQUENCES = 16  # of all ranks together
 
 
 class Attention(nn.Module):
@@ -93,8 +94,8 @@ PLAN = {
 def batch(step):
     """The global batch of a step: sequences that count in steps of 1 to 8."""
     generator = torch.Generator().manual_seed(step)
-    start = torch.randint(WORDS, (16, 1), generator=generator)
-    stride = torch.randint(1, 9, (16, 1), generator=generator)
+    start = torch.randint(WORDS, (SEQUENCES, 1), generator=generator)
+    stride = torch.randint(1, 9, (SEQUENCES, 1), generator=generator)
     tokens = (start + stride * torch.arange(LENGTH + 1)) % WORDS
     return tokens[:, :-1], tokens[:, 1:]
 
@@ -112,6 +113,9 @@ rank, ranks = dist.get_rank(), dist.get_world_size()
 shards, rest = divmod(ranks, args.tp * args.replicate)
 if rest or not shards:
     parser.error(f"{args.replicate} x {args.tp} does not divide {ranks} ranks")
+if HEADS % args.tp or SEQUENCES % (ranks // args.tp):
+    words = f"{HEADS} heads by {args.tp}, or {SEQUENCES} sequences by the others"
+    parser.error(f"cannot divide {words}")
 sizes, names = (args.replicate, shards, args.tp), ("replicate", "shard", "tp")
 mesh = init_device_mesh("cuda", sizes, mesh_dim_names=names)
 
