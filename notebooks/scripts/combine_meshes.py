@@ -5,7 +5,7 @@
 Without options, FSDP over all ranks. `--tp 2` cuts each layer over two neighbours, and
 `--replicate 2` keeps two copies of all shards (HSDP). On several nodes, set `--tp` to
 at most the GPUs of a node, and `--replicate` to the number of nodes.
-Lesson 23 of the course explains each line.
+Lessons 18, 19 and 23 of the course explain it; the plan is that of lesson 19's script.
 """
 
 import argparse
