@@ -9,7 +9,6 @@ screen readers speak, and looks the same on every machine, so that tests compare
     memory.py       which tensor is on which device; what a GPU's memory is made of
     memory_bars.py  what memory is made of at several moments, predicted and counted
     jobs.py         what runs when on all ranks of a job, and their memory
-    mesh_costs.py   tables: bytes and times of ways on eight GPUs
     meshes.py       groups of a mesh on their nodes; what each rank has of a model
     timelines.py    what runs when: streams of GPUs, stages of a pipeline
     precision.py    numbers of 16 bits, and where a step of mixed precision has them
@@ -52,7 +51,6 @@ from helpers.draw.jobs import job_memory, job_timeline, overlap
 from helpers.draw.loaders import loaders
 from helpers.draw.memory import devices, parts, segment_picture, segments
 from helpers.draw.memory_bars import memory_bars
-from helpers.draw.mesh_costs import mesh_bytes, mesh_times
 from helpers.draw.meshes import mesh, mesh_ways
 from helpers.draw.picture import COLOURS, HOST, INK, WIDEST, Picture, colour
 from helpers.draw.pipelines import bubble, pipelines
@@ -79,10 +77,9 @@ __all__ = [
     "attention_squares", "attention_times", "averaging", "before_after", "bubble",
     "budgets", "colour", "conversations", "copy_path", "course_map", "devices",
     "equal_ranks", "exposed", "four_functions", "hidden_copies", "job_memory",
-    "job_timeline", "loaders", "lost_update", "memory_bars", "mesh", "mesh_bytes",
-    "mesh_times", "mesh_ways", "mixed_step", "number_formats", "online_softmax",
-    "overlap", "parts", "pipelines", "roofline", "schedule", "segment_picture",
-    "segments", "sharded_steps", "shared_step", "shared_tensor", "slice_times",
-    "stages", "star_and_chain", "steps", "stopwatches", "timeline", "tokens_to_experts",
-    "two_matmuls", "visible_cards",
+    "job_timeline", "loaders", "lost_update", "memory_bars", "mesh", "mesh_ways",
+    "mixed_step", "number_formats", "online_softmax", "overlap", "parts", "pipelines",
+    "roofline", "schedule", "segment_picture", "segments", "sharded_steps",
+    "shared_step", "shared_tensor", "slice_times", "stages", "star_and_chain", "steps",
+    "stopwatches", "timeline", "tokens_to_experts", "two_matmuls", "visible_cards",
 ]  # fmt: skip

@@ -2,7 +2,8 @@
 
 The small GPT has two blocks of width 128, and a step has 32 sequences of 64 tokens. Two
 nodes have four A100s each, and a network of 50 Gbit/s. Every group is a ring. The
-bounds of a time come from the simulator, as the counted times do.
+bounds of a time come from the simulator, as the counted times do. Used in
+23-combine-them.
 """
 
 import re
@@ -41,8 +42,6 @@ def mesh_bytes(stored: dict[str, int], logs: dict) -> str:
     Args:
         stored: way -> bytes that rank 0 stores at the end of backward.
         logs: way -> `ranks.timeline()` of one step.
-
-    Taught in 23-combine-them.
     """
     rows = [
         "MB            stored by rank 0      NVLink, node 0     network, node 0",
@@ -81,8 +80,6 @@ def mesh_times(logs: dict, gpt: type, stage: type) -> str:
         logs: way -> `ranks.timeline()` of one step.
         gpt: the class of the model.
         stage: the class of one of its two halves: model, whether the first -> module.
-
-    Taught in 23-combine-them.
 
     Raises:
         AssertionError: if a time is not between its bounds.
