@@ -13,28 +13,38 @@ class Variant:
     Attributes:
         name: of the variant.
         program: the file in `programs/`, without ".py".
-        edits: (old, new); each old text is there exactly once.
+        changes: lines that begin with "-" are replaced by the lines after them that
+            begin with "+"; one that begins with a space stays. An empty line is
+            between changes. Each group of old lines is in the program exactly once.
     """
 
     name: str
     program: str
-    edits: tuple[tuple[str, str], ...]
+    changes: str
 
     @property
     def text(self) -> str:
         """The whole program.
 
         Raises:
-            ValueError: if an old text is not there exactly once.
+            ValueError: if old lines are not there exactly once.
         """
-        text = (FOLDER / f"{self.program}.py").read_text(encoding="utf-8")
-        for old, new in self.edits:
-            if text.count(old) != 1:
-                raise ValueError(
-                    f"{self.name}: {old!r} is there {text.count(old)} times"
-                )
-            text = text.replace(old, new)
-        return text
+        text = "\n" + (FOLDER / f"{self.program}.py").read_text(encoding="utf-8")
+        places = []
+        for change in filter(None, self.changes.split("\n\n")):
+            old, new = (_lines(change, kept) for kept in (" -", " +"))
+            if (count := text.count(old)) != 1:
+                raise ValueError(f"{self.name}: {old!r} is there {count} times")
+            places.append((text.index(old), len(old), new))
+        for start, length, new in sorted(places, reverse=True):
+            text = text[:start] + new + text[start + length :]
+        return text[1:]
+
+
+def _lines(change: str, kept: str) -> str:
+    """The whole lines of a change that begin with one of two characters."""
+    lines = change.strip("\n").split("\n")
+    return "\n" + "".join(f"{line[1:]}\n" for line in lines if line[:1] in kept)
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,18 @@ import sys
 from helpers.prove.run import RUN_SECONDS, STEPS, across_worlds
 
 
+def _split(words: list[str]) -> tuple[list[str], list[str]]:
+    """Our own words, and those of the script, which stand after `--`."""
+    where = words.index("--") if "--" in words else len(words)
+    return words[:where], words[where + 1 :]
+
+
 def main() -> None:
     """Read the command line, compare, and say what was found."""
     parser = argparse.ArgumentParser(
         prog="python -m helpers.prove",
+        usage="%(prog)s [-h] [--worlds 1,2] [--steps N] [--seconds S] SCRIPT "
+        "[-- ARGUMENTS]",
         description="Run a training script on several numbers of simulated GPUs, and "
         "name the first step and place where they differ.",
     )
@@ -27,12 +35,12 @@ def main() -> None:
         "--seconds", type=float, default=RUN_SECONDS,
         help=f"that one run may take (default {RUN_SECONDS:g})",
     )  # fmt: skip
-    parser.add_argument("arguments", nargs="*", help="of the script, after --")
-    args = parser.parse_args()
+    words, arguments = _split(sys.argv[1:])
+    args = parser.parse_args(words)
     try:
         worlds = [int(word) for word in args.worlds.split(",")]
         report = across_worlds(
-            args.script, worlds, arguments=args.arguments, steps=args.steps,
+            args.script, worlds, arguments=arguments, steps=args.steps,
             seconds=args.seconds,
         )  # fmt: skip
     except (ValueError, OSError) as error:

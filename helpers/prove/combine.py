@@ -22,7 +22,7 @@ class Whole:
         outputs: per module, of all ranks.
         losses: of each rank, over its micro-batches.
         norms: of each rank; empty if nothing was clipped.
-        before, raw, used, after, buffers: per name, the mean over ranks or put together.
+        arrays: of each of `KINDS`, by name: the mean over ranks, or put together.
         apart: (kind, name) -> how far ranks are from one another (a norm).
         sizes: (kind, name) -> the largest norm of a rank's own array.
         settings: of rank 0.

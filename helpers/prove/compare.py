@@ -3,9 +3,9 @@
 An alarm is raised by what trains the model: the samples, the parameters, the gradients
 that the optimizer is given, its settings, what it does with them, buffers, and the norm
 by which gradients are clipped. Once there is one, the place is looked for in the order
-in which a step computes: samples, parameters, outputs of modules, loss, gradients, norm,
-update. The loss and the raw gradients may be scaled in a right program (a sum that is
-averaged later), so they never raise an alarm, but tell where to look.
+in which a step computes: samples, parameters, outputs of modules, loss, gradients,
+norm, update. The loss and the raw gradients may be scaled in a right program (a sum
+that is averaged later), so they raise no alarm, but tell where to look.
 """
 
 from dataclasses import dataclass
@@ -98,7 +98,7 @@ class _Step:
     def _allow(self, kind: str, name: str = "", part: float = 0.0) -> float:
         return self._allowed(self.number, kind, name, self.ranks, part)
 
-    # -- in the order of a step ----------------------------------------------------------
+    # -- in the order of a step --------------------------------------------------------
 
     def samples(self) -> Finding | None:
         """Whether the model was given the same samples, each as often."""
@@ -213,7 +213,7 @@ class _Step:
             "buffers", "buffer", _BUFFERS
         )
 
-    # -- how ----------------------------------------------------------------------------
+    # -- how ---------------------------------------------------------------------------
 
     def _compare(
         self, kind: str, stage: str, hint: str, sums: object = None

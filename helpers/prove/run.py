@@ -54,8 +54,8 @@ class Report:
             return "\n".join(map(str, self.findings))
         worlds = ", ".join(map(str, self.worlds))
         return (
-            f"{self.steps} steps on {worlds} ranks: samples, gradients, norms and updates "
-            "agree as far as rounding allows"
+            f"{self.steps} steps on {worlds} ranks: samples, gradients, norms and "
+            "updates agree as far as rounding allows"
         )
 
     __repr__ = __str__

@@ -1,4 +1,4 @@
-"""DDP with a DataLoader: three epochs, of which the samples that are left over are cut."""
+"""DDP with a DataLoader: three epochs of two steps; left-over samples are cut."""
 
 import os
 
