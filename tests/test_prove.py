@@ -115,6 +115,7 @@ def test_the_command_passes_arguments_and_a_new_folder(tmp_path):
         "import os, sys, torch\n"
         "folder, word = sys.argv[1:]\n"
         "assert word == 'hello' and os.listdir(folder) == [], sys.argv\n"
+        "torch.cuda.set_device(int(os.environ['LOCAL_RANK']))\n"
         "torch.manual_seed(0)\n"
         "model = torch.nn.Linear(2, 1).cuda()\n"
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"

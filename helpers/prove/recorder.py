@@ -6,7 +6,8 @@ would drop are drawn and noted, and nothing is dropped. Reading values waits for
 GPU, so times mean nothing in a program that is recorded.
 
 Leaves out: programs without a `torch.optim` optimizer, GANs with several of them (steps
-are counted together), pipelines (each rank has other modules).
+are counted together), pipelines (each rank has other modules), and dropout other than
+`nn.Dropout` and that of attention, whose mask is not compared.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as hooks
 from torch.optim import optimizer as optimizers
@@ -26,7 +28,6 @@ from helpers.prove.names import Names, Ties
 from helpers.prove.record import Mask, Moments, RankRecord, Step
 
 MOST_PARAMETERS = 5_000_000
-_WAIT = "AsyncCollectiveTensor"
 
 
 class TooLarge(ValueError):
@@ -90,9 +91,10 @@ class Recorder:
         self._undo.callback(setattr, where, name, original)
 
     def _replace_attention(self) -> None:
-        def without_dropout(original, *args, **kwargs):
-            kwargs["dropout_p"] = 0.0
-            return original(*args[:4], **kwargs)  # the fifth is dropout_p
+        def without_dropout(
+            original, query, key, value, attn_mask=None, dropout_p=0.0, *args, **kwargs
+        ):
+            return original(query, key, value, attn_mask, 0.0, *args, **kwargs)
 
         name = "scaled_dot_product_attention"
         self._replace(nn.functional, name, without_dropout)
@@ -276,7 +278,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def _host(tensor: torch.Tensor) -> np.ndarray:
     """Its values, in float64."""
-    if type(tensor).__name__ == _WAIT:
+    if isinstance(tensor, AsyncCollectiveTensor):
         tensor = tensor.wait()
     return tensor.detach().cpu().double().numpy()
 
