@@ -289,6 +289,8 @@ class Job:
         runs, found = runs_of(self.log), []
         meetings = [at for node in self.nodes for at in _met(node)]
         for before, after in zip(runs, runs[1:], strict=False):
+            if not before.marks:  # a node came late, and the ranks started again
+                continue
             ends = [before.marks[0]["time"]]
             for event, step in (("loaded", None), ("step", before.end - 1)):
                 times = [

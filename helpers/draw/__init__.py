@@ -79,9 +79,9 @@ __all__ = [
     "attention_squares", "attention_times", "averaging", "before_after", "bubble",
     "budgets", "colour", "conversations", "copy_path", "course_map", "devices",
     "elastic_job", "equal_ranks", "exposed", "four_functions", "hidden_copies",
-    "job_memory", "job_timeline", "loaders", "lost_update", "memory_bars", "mesh", "mesh_ways",
-    "mixed_step", "number_formats", "online_softmax", "overlap", "parts", "pipelines",
-    "roofline", "schedule", "segment_picture", "segments", "sharded_steps",
+    "job_memory", "job_timeline", "loaders", "lost_update", "memory_bars", "mesh",
+    "mesh_ways", "mixed_step", "number_formats", "online_softmax", "overlap", "parts",
+    "pipelines", "roofline", "schedule", "segment_picture", "segments", "sharded_steps",
     "shared_step", "shared_tensor", "slice_times", "stages", "star_and_chain", "steps",
     "stopwatches", "timeline", "tokens_to_experts", "two_matmuls", "visible_cards",
 ]  # fmt: skip

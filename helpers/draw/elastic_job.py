@@ -2,7 +2,7 @@
 
 from helpers.draw.picture import COLOURS, HOST, INK, WIDEST, Picture, plural
 
-LEFT, TOP, ROW, START, MEET = 62, 62, 50, 40, 16  # pixels
+LEFT, TOP, ROW, START, MEET = 58, 62, 50, 34, 14  # pixels
 
 
 def agents_meet(nodes: int = 2, ranks: int = 2) -> Picture:
@@ -37,7 +37,8 @@ def agents_meet(nodes: int = 2, ranks: int = 2) -> Picture:
             found.box(left, 186, width, 46, COLOURS[number % len(COLOURS)])
             found.text(left + width / 2, 205, f"worker, rank {number}", 13, "middle")
             found.text(left + width / 2, 223, f"GPU {local}", 12, "middle")
-        found.text(middle + 26, 160, "starts, watches, stops", 12)
+        found.text(middle + 76, 125, "starts, watches", 12)
+        found.text(middle + 76, 139, "and stops", 12)
     return found
 
 
@@ -86,10 +87,10 @@ def elastic_job(log: list[dict], nodes: list, every: int) -> Picture:
                 at = x + START + wide * (step - run.first)
                 lost = step >= again
                 fill = "white" if lost else COLOURS[lanes[rank] % len(COLOURS)]
-                found.box(at, y, wide - 2, 26, fill, dashed=lost)
-                found.text(at + wide / 2 - 1, y + 17, step, 9, "middle")
+                found.box(at, y, wide - 1, 26, fill, dashed=lost)
+                found.text(at + wide / 2, y + 17, step, 8, "middle")
                 if (step + 1) % every == 0:
-                    found.box(at + wide - 2.5, y - 3, 2, 32, INK)
+                    found.box(at + wide - 1.5, y - 3, 2, 32, INK)
         for mark in run.marks:
             words = mark["event"].replace("kill", "✕").replace("add", "+")
             at = x + START + wide * (mark["step"] - run.first)

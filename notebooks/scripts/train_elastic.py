@@ -2,9 +2,8 @@
 
     torchrun --standalone --nproc-per-node=4 --max-restarts=3 train_elastic.py
 
-A step takes `--batch` samples, whatever the number of ranks. So the weights do not
-depend on who computed a step, but for rounding. A checkpoint gets its name when it is
-whole. FOLDER/log.jsonl says who did what. Lesson 24 of the course explains each line.
+A step has `--batch` samples, whatever the number of ranks, so the weights do not depend
+on who computed it, but for rounding. Lesson 24 of the course explains each line.
 """
 
 import argparse
@@ -43,22 +42,18 @@ def make_data() -> tuple[torch.Tensor, torch.Tensor]:
 
 def rows_of_step(step: int, batch: int, size: int) -> torch.Tensor:
     """The samples of a step, the same on every rank and after every restart."""
-    steps = size // batch  # of an epoch
-    generator = torch.Generator().manual_seed(step // steps)
-    order = torch.randperm(size, generator=generator)
-    first = step % steps * batch
-    return order[first : first + batch]
+    epoch, place = divmod(step, size // batch)
+    generator = torch.Generator().manual_seed(epoch)
+    return torch.randperm(size, generator=generator).split(batch)[place]
 
 
 def save(folder: Path, step: int, state: dict) -> None:
     """Write a checkpoint under another name, then rename it; keep the last two."""
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    content = buffer.getvalue()
-    path = folder / f"step-{step:06}.pt"
+    content, path = io.BytesIO(), folder / f"step-{step:06}.pt"
+    torch.save(state, content)
     half = path.with_suffix(".half")
     with half.open("wb") as file:
-        file.write(hashlib.sha256(content).digest() + content)
+        file.write(hashlib.sha256(content.getvalue()).digest() + content.getvalue())
         file.flush()
         os.fsync(file.fileno())  # on the disk before it has its name
     half.replace(path)
@@ -77,17 +72,23 @@ def newest(folder: Path) -> tuple[dict | None, list[str]]:
     return None, broken
 
 
-def log(folder: Path, event: str, **more) -> None:
-    """Append one line to the job's log; a single write is never mixed with others."""
-    who = {"rank": dist.get_rank(), "ranks": dist.get_world_size()}
-    who |= {"pid": os.getpid(), "agent": os.getppid()}
-    line = json.dumps({"time": time.time(), "event": event, **who, **more}) + "\n"
-    file = os.open(folder / "log.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.write(file, line.encode())
-    os.close(file)
+class Log:
+    """Lines of JSON, from all ranks in one file: who did what, and when."""
+
+    def __init__(self, folder: Path):
+        how = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        self.file = os.open(folder / "log.jsonl", how)
+        rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.who = {"rank": rank, "ranks": ranks, "agent": os.getppid()}
+        self.who |= {"pid": os.getpid()}
+
+    def __call__(self, event: str, **more) -> None:
+        line = {"time": time.time(), "event": event, **self.who, **more}
+        os.write(self.file, json.dumps(line).encode() + b"\n")  # one write: not mixed
 
 
 def train(args: argparse.Namespace) -> None:
+    log = Log(args.folder)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     x, y = (part.cuda() for part in make_data())
     model = make_model().cuda()
@@ -99,7 +100,7 @@ def train(args: argparse.Namespace) -> None:
         step = found[0]["step"]
         model.load_state_dict(found[0]["model"])
         optimizer.load_state_dict(found[0]["optimizer"])
-    log(args.folder, "loaded", step=step)
+    log("loaded", step=step)
     parallel = DDP(model, device_ids=[torch.cuda.current_device()])
     while step < args.steps:
         mine = rows_of_step(step, args.batch, SAMPLES)[rank::ranks]
@@ -108,13 +109,14 @@ def train(args: argparse.Namespace) -> None:
         (loss * ranks).backward()  # DDP divides by the number of ranks
         optimizer.step()
         optimizer.zero_grad()
-        log(args.folder, "step", step=step, rows=mine.tolist())
+        log("step", step=step, rows=mine.tolist())
         step += 1
         if step % args.every == 0 or step == args.steps:
             dist.all_reduce(loss)
             if rank == 0:
                 state = {"model": model.state_dict(), "step": step}
-                save(args.folder, step, {**state, "optimizer": optimizer.state_dict()})
+                state["optimizer"] = optimizer.state_dict()
+                save(args.folder, step, state)
                 print(f"step {step}: loss {loss.item():.4f}", flush=True)
 
 

@@ -1,12 +1,12 @@
 """Train on handwritten digits, and survive: checkpoints, restarts, any number of ranks.
 
-    torchrun --nnodes=1:3 --max-restarts=5 … train_elastic.py --folder FOLDER
+    torchrun --nnodes=1:3 --max-restarts=5 … elastic_on_cpu.py --folder FOLDER
 
+Lesson 24's script on the CPU, with gloo, for tests between two hosts.
 Each step takes `--batch` rows, whatever the number of ranks; a rank takes every n-th of
 them. So the weights after a step do not depend on who computed it (but for rounding).
 A checkpoint is written to another name first, then renamed: whoever reads it finds all
 of it or none. Every rank notes what it does in FOLDER/log.jsonl.
-Used in 24-survive-failures, 25-leave-one-machine, 27-train-it-all and their tests.
 """
 
 import time
