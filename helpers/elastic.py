@@ -139,7 +139,8 @@ class Job:
             own default is 0).
         conf: of the rendezvous, over those that make it quick here (`CONF`).
         options: more of torchrun's, such as "--shutdown-timeout=5".
-        gpus: simulated GPUs of each node; 0 if the ranks use none.
+        gpus: simulated GPUs of each node; 0 if the ranks use none. With some, all
+            `Ranks` end, and the process that forks them, because a job needs memory.
         folder: of a job before, to go on from its checkpoints; None makes a new one.
 
     Attributes:
@@ -170,7 +171,9 @@ class Job:
         self.gpus = gpus
         self.launcher = [sys.executable, "-m", "torch.distributed.run"]
         if gpus:
-            self.launcher[2:] = ["simgpu", f"--gpus={gpus}", "torchrun"]
+            self.launcher[1:1] = ["-m", "simgpu", f"--gpus={gpus}"]
+            if "helpers.ranks" in sys.modules:
+                sys.modules["helpers.ranks"].close()
         self.command = [
             *self.launcher, f"--nnodes={nodes}", f"--nproc-per-node={ranks}",
             f"--max-restarts={restarts}", "--rdzv-backend=c10d",

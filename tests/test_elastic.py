@@ -31,6 +31,7 @@ from tests.launching import (
 from tests.waiting import wait
 
 SCRIPT = str(SCRIPTS / "break_it.py")  # around train_elastic.py
+RUN = "torch.distributed.run"
 BATCH, STEPS = 120, 20
 PATIENT = {"last_call_timeout": 3}  # of nodes: a busy one may be late
 
@@ -178,7 +179,7 @@ def test_a_job_shows_its_command_without_what_differs_from_run_to_run():
     assert {"--nnodes=1:2", "--nproc-per-node=2", "--rdzv-id=NAME"} <= set(words)
     assert "--rdzv-endpoint=127.0.0.1:PORT" in words
     assert words[-2:] == ["a.py", "--folder=FOLDER"]
-    assert it.launcher[1:] == ["-m", "simgpu", "--gpus=2", "torchrun"]
+    assert it.launcher[1:] == ["-m", "simgpu", "--gpus=2", "-m", RUN]
 
 
 def test_a_log_is_cut_where_the_ranks_started():
