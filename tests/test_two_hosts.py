@@ -36,7 +36,7 @@ from scripts import two_hosts  # noqa: E402
 from scripts.two_hosts import HostsError, TwoHosts  # noqa: E402
 
 PROGRAM = SCRIPTS / "two_hosts.py"
-SCRIPT = str(SCRIPTS / "train_elastic.py")
+SCRIPT = str(ROOT / "tests" / "scripts" / "elastic_on_cpu.py")
 STEPS = 20
 
 

@@ -29,6 +29,7 @@ screen readers speak, and looks the same on every machine, so that tests compare
     before_after.py   what each rank has before and after several collectives
     conversations.py  who sends to whom and when, several programs on one axis
     course_map.py   the lessons of the course
+    elastic_job.py  agents that meet; a job that is killed and restarted, step by step
     experts.py      tokens travel to the rank of their expert
     equal_ranks.py  which values all ranks have alike
     ring_attention.py  attention over ranks: who computes what, and when
@@ -43,6 +44,7 @@ from helpers.draw.conversations import conversations
 from helpers.draw.copy_path import copy_path
 from helpers.draw.course_map import ON_RANKS, course_map
 from helpers.draw.data_parallel import four_functions, star_and_chain
+from helpers.draw.elastic_job import agents_meet, elastic_job
 from helpers.draw.equal_ranks import equal_ranks
 from helpers.draw.experts import tokens_to_experts
 from helpers.draw.exposed import exposed
@@ -73,13 +75,13 @@ from helpers.draw.two_matmuls import two_matmuls
 from helpers.draw.visible import visible_cards
 
 __all__ = [
-    "Budget", "COLOURS", "HOST", "INK", "ON_RANKS", "Picture", "WIDEST",
+    "Budget", "COLOURS", "HOST", "INK", "ON_RANKS", "Picture", "WIDEST", "agents_meet",
     "attention_squares", "attention_times", "averaging", "before_after", "bubble",
     "budgets", "colour", "conversations", "copy_path", "course_map", "devices",
-    "equal_ranks", "exposed", "four_functions", "hidden_copies", "job_memory",
-    "job_timeline", "loaders", "lost_update", "memory_bars", "mesh", "mesh_ways",
-    "mixed_step", "number_formats", "online_softmax", "overlap", "parts", "pipelines",
-    "roofline", "schedule", "segment_picture", "segments", "sharded_steps",
+    "elastic_job", "equal_ranks", "exposed", "four_functions", "hidden_copies",
+    "job_memory", "job_timeline", "loaders", "lost_update", "memory_bars", "mesh",
+    "mesh_ways", "mixed_step", "number_formats", "online_softmax", "overlap", "parts",
+    "pipelines", "roofline", "schedule", "segment_picture", "segments", "sharded_steps",
     "shared_step", "shared_tensor", "slice_times", "stages", "star_and_chain", "steps",
     "stopwatches", "timeline", "tokens_to_experts", "two_matmuls", "visible_cards",
 ]  # fmt: skip
