@@ -10,6 +10,7 @@ screen readers speak, and looks the same on every machine, so that tests compare
     memory_bars.py  what memory is made of at several moments, predicted and counted
     jobs.py         what runs when on all ranks of a job, and their memory
     meshes.py       groups of a mesh on their nodes; what each rank has of a model
+    network_steps.py  one step of a rank on several nodes: computing, and each link
     timelines.py    what runs when: streams of GPUs, stages of a pipeline
     precision.py    numbers of 16 bits, and where a step of mixed precision has them
     loaders.py      what loader workers and the GPU do when
@@ -54,6 +55,7 @@ from helpers.draw.loaders import loaders
 from helpers.draw.memory import devices, parts, segment_picture, segments
 from helpers.draw.memory_bars import memory_bars
 from helpers.draw.meshes import mesh, mesh_ways
+from helpers.draw.network_steps import network_steps
 from helpers.draw.picture import COLOURS, HOST, INK, WIDEST, Picture, colour
 from helpers.draw.pipelines import bubble, pipelines
 from helpers.draw.precision import mixed_step, number_formats
@@ -80,8 +82,9 @@ __all__ = [
     "budgets", "colour", "conversations", "copy_path", "course_map", "devices",
     "elastic_job", "equal_ranks", "exposed", "four_functions", "hidden_copies",
     "job_memory", "job_timeline", "loaders", "lost_update", "memory_bars", "mesh",
-    "mesh_ways", "mixed_step", "number_formats", "online_softmax", "overlap", "parts",
-    "pipelines", "roofline", "schedule", "segment_picture", "segments", "sharded_steps",
-    "shared_step", "shared_tensor", "slice_times", "stages", "star_and_chain", "steps",
-    "stopwatches", "timeline", "tokens_to_experts", "two_matmuls", "visible_cards",
+    "mesh_ways", "mixed_step", "network_steps", "number_formats", "online_softmax",
+    "overlap", "parts", "pipelines", "roofline", "schedule", "segment_picture",
+    "segments", "sharded_steps", "shared_step", "shared_tensor", "slice_times",
+    "stages", "star_and_chain", "steps", "stopwatches", "timeline", "tokens_to_experts",
+    "two_matmuls", "visible_cards",
 ]  # fmt: skip
