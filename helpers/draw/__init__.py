@@ -35,6 +35,7 @@ screen readers speak, and looks the same on every machine, so that tests compare
     equal_ranks.py  which values all ranks have alike
     ring_attention.py  attention over ranks: who computes what, and when
     sharing.py      one tensor in two processes, and a lost update
+    verdicts.py     claims and their cases: which hold, which fail, which are open
     visible.py      which cards a program sees, and what it calls them
 """
 
@@ -74,6 +75,7 @@ from helpers.draw.steps import steps
 from helpers.draw.stopwatches import stopwatches
 from helpers.draw.timelines import schedule, timeline
 from helpers.draw.two_matmuls import two_matmuls
+from helpers.draw.verdicts import verdicts
 from helpers.draw.visible import visible_cards
 
 __all__ = [
@@ -86,5 +88,5 @@ __all__ = [
     "overlap", "parts", "pipelines", "roofline", "schedule", "segment_picture",
     "segments", "sharded_steps", "shared_step", "shared_tensor", "slice_times",
     "stages", "star_and_chain", "steps", "stopwatches", "timeline", "tokens_to_experts",
-    "two_matmuls", "visible_cards",
+    "two_matmuls", "verdicts", "visible_cards",
 ]  # fmt: skip
