@@ -30,6 +30,7 @@ screen readers speak, and looks the same on every machine, so that tests compare
     conversations.py  who sends to whom and when, several programs on one axis
     course_map.py   the lessons of the course
     experts.py      tokens travel to the rank of their expert
+    published_runs.py  predicted beside published rates, a row for each run
     equal_ranks.py  which values all ranks have alike
     ring_attention.py  attention over ranks: who computes what, and when
     sharing.py      one tensor in two processes, and a lost update
@@ -55,6 +56,7 @@ from helpers.draw.meshes import mesh, mesh_ways
 from helpers.draw.picture import COLOURS, HOST, INK, WIDEST, Picture, colour
 from helpers.draw.pipelines import bubble, pipelines
 from helpers.draw.precision import mixed_step, number_formats
+from helpers.draw.published_runs import published_runs
 from helpers.draw.ring_attention import (
     attention_squares,
     attention_times,
@@ -79,7 +81,7 @@ __all__ = [
     "equal_ranks", "exposed", "four_functions", "hidden_copies", "job_memory",
     "job_timeline", "loaders", "lost_update", "memory_bars", "mesh", "mesh_ways",
     "mixed_step", "number_formats", "online_softmax", "overlap", "parts", "pipelines",
-    "roofline", "schedule", "segment_picture", "segments", "sharded_steps",
+    "published_runs", "roofline", "schedule", "segment_picture", "segments", "sharded_steps",
     "shared_step", "shared_tensor", "slice_times", "stages", "star_and_chain", "steps",
     "stopwatches", "timeline", "tokens_to_experts", "two_matmuls", "visible_cards",
 ]  # fmt: skip
