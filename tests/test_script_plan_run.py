@@ -185,7 +185,7 @@ for sizes, gpus, sequences, tokens, again in json.load(sys.stdin):
     dist.destroy_process_group()
 os._exit(0)
 """
-JOBS = [  # at full width, with few blocks: model, blocks, GPUs, sequences, tokens, again
+JOBS = [  # full width, few blocks: model, blocks, GPUs, sequences, tokens, again
     ("70B", 5, 64, 1, 4096, True),
     ("70B", 5, 1024, 2, 4096, True),
     ("7B", 6, 8, 1, 2048, False),
@@ -209,9 +209,7 @@ def test_memory_is_near_what_pytorchs_tracker_counts():
     for (sizes, gpus, sequences, tokens, again), peak in zip(
         jobs, counted, strict=True
     ):
-        plan = Plan(
-            gpus, gpus, sequences=sequences, tokens=tokens, again=float(again)
-        )
+        plan = Plan(gpus, gpus, sequences=sequences, tokens=tokens, again=float(again))
         predicted = sum(peak_bytes(Model(**sizes), plan).values())
         print(f"{predicted / 1e9:.2f} GB, tracked {peak / 1e9:.2f}")
         assert 0.95 < predicted / peak < 1.2
@@ -230,9 +228,7 @@ def test_hybrid_sharding_averages_a_shard_over_machines():
     found = sent(MODELS["70B"], Plan(64, 8))
     average = 2 * 4 * COUNTS["70B"] / 8 * 7 / 8
     assert found["average copies"] == pytest.approx(average, rel=1e-3)
-    assert found["gather weights"] == pytest.approx(
-        4 * COUNTS["70B"] * 7 / 8, rel=0.02
-    )
+    assert found["gather weights"] == pytest.approx(4 * COUNTS["70B"] * 7 / 8, rel=0.02)
 
 
 def test_weights_that_stay_gathered_are_sent_once_a_step():

@@ -81,7 +81,8 @@ __all__ = [
     "equal_ranks", "exposed", "four_functions", "hidden_copies", "job_memory",
     "job_timeline", "loaders", "lost_update", "memory_bars", "mesh", "mesh_ways",
     "mixed_step", "number_formats", "online_softmax", "overlap", "parts", "pipelines",
-    "published_runs", "roofline", "schedule", "segment_picture", "segments", "sharded_steps",
+    "published_runs", "roofline", "schedule", "segment_picture", "segments",
+    "sharded_steps",
     "shared_step", "shared_tensor", "slice_times", "stages", "star_and_chain", "steps",
     "stopwatches", "timeline", "tokens_to_experts", "two_matmuls", "visible_cards",
 ]  # fmt: skip

@@ -157,7 +157,8 @@ def tokens_that_hide(function) -> None:
             continue
         mistakes = {
             right / 8: "a byte has 8 bits",
-            right * 8: "the network of a machine carries the ring once, not once for each "
+            right
+            * 8: "the network of a machine carries the ring once, not once for each "
             "GPU behind them",
             right / 64: "a byte has 8 bits, and `gigabit` is of the whole machine, not "
             "of each GPU",

@@ -1,7 +1,7 @@
 """The plan explorer: does a training run fit, how fast is it, and what is faster?"""
 
 from helpers import draw
-from helpers.explore.explorer import Explorer, choice
+from helpers.explore.explorer import Explorer, choice, slider
 from scripts.plan_run import (
     CARDS,
     MODELS,
@@ -56,6 +56,7 @@ def plan() -> Explorer:
     """
     return Explorer(
         plan_picture,
+        sequences=slider("sequences at once", 1, 1, 4),
         model=choice("model", tuple(MODELS), "70B"),
         gpus=choice("GPUs (H100)", (8, 64, 512, 1024), 64),
         network=choice("Gbit/s of each GPU", (400, 100, 50, 12, 0)),
@@ -63,7 +64,6 @@ def plan() -> Explorer:
         tp=choice("tensor parallel (tp)", (1, 2, 4, 8)),
         pp=choice("pipeline stages (pp)", (1, 2, 4, 8, 16)),
         cp=choice("context parallel (cp)", (1, 2, 4, 8)),
-        sequences=choice("sequences at once", (1, 2, 4)),
         twice=choice("computed twice", tuple(_AGAIN)),
     )
 

@@ -239,9 +239,7 @@ def step_seconds(model, plan):
     exposed += max(0.0, hidden - computing)
     update = 28 * state_bytes(model, plan) / 16 / CARDS[plan.card][1]
     idle = bubble(plan) * (computing + exposed)
-    return {
-        "computing": computing, "messages": exposed, "bubble": idle, "update": update
-    }  # fmt: skip
+    return dict(computing=computing, messages=exposed, bubble=idle, update=update)
 
 
 def messages(model, plan):
@@ -259,8 +257,12 @@ def rate(model, plan):
 
 
 def choices(model, gpus, sequences, **options):
-    """Plans for so many sequences in a step, the fastest of those that fit first."""
-    found = []
+    """Plans for so many sequences in a step that fit: the fastest, then the smallest.
+
+    Returns:
+        ((tokens/s of a GPU, MFU), plan) of each.
+    """
+    found = {}
     degrees = product((1, 2, 4, 8), (1, 2, 4, 8, 16), (1, 8, 64, 1024), (1, 2, 4))
     for tp, pp, shard, batch in degrees:
         data = gpus // (tp * pp)
@@ -271,9 +273,13 @@ def choices(model, gpus, sequences, **options):
         for again, reshard in product((0.0, 0.5, 1.0), (True, False)):
             plan = Plan(gpus, shard, tp=tp, pp=pp, sequences=batch, again=again,
                         microbatches=turns, reshard=reshard, **options)  # fmt: skip
-            if sum(peak_bytes(model, plan).values()) < 0.9 * CARDS[plan.card][3]:
-                found.append((rate(model, plan), plan))
-    return sorted(set(found), key=lambda row: row[0], reverse=True)
+            memory = sum(peak_bytes(model, plan).values())
+            if memory < 0.9 * CARDS[plan.card][3]:
+                found[plan] = rate(model, plan), -memory
+    return [
+        (found[plan][0], plan)
+        for plan in sorted(found, key=lambda plan: found[plan], reverse=True)
+    ]
 
 
 # -- the command line ------------------------------------------------------------------
@@ -298,7 +304,9 @@ def main():
     parser.add_argument("model", choices=MODELS)
     for field in fields(Plan):
         is_flag = field.type is bool
-        kind = (lambda text: text not in ("0", "no", "False")) if is_flag else field.type
+        kind = (
+            (lambda text: text not in ("0", "no", "False")) if is_flag else field.type
+        )
         required = field.name == "gpus"
         default = None if required else field.default
         parser.add_argument(

@@ -255,7 +255,9 @@ def table(rows: list[tuple[Run, float]], names=("torchtitan", "IBM", "Llama 3 4"
         rows: what `ratios` returns.
         names: with which the runs begin that are printed.
     """
-    print("                                     tokens/s of a GPU            MFU       GB")
+    print(
+        "                                     tokens/s of a GPU            MFU       GB"
+    )
     print("                                    published, predicted, error")
     for run, ratio in rows:
         if run.is_fitted or not run.name.startswith(names):

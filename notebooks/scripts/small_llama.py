@@ -116,7 +116,7 @@ def peak_of_a_step(sizes, plan) -> tuple[int, int]:
     """The most bytes on this rank's GPU in a step of FSDP, and the bytes that it sends.
 
     Workspaces of cuBLAS are subtracted: they are what a GPU has before a step beside
-    parameters and AdamW's two numbers. Weights keep whatever values they have.
+    parameters and AdamW's two numbers. Values do not matter: all weights are 0.
 
     Args:
         sizes: a `Model` of `plan_run.py`.
@@ -128,6 +128,8 @@ def peak_of_a_step(sizes, plan) -> tuple[int, int]:
         model = Llama(sizes, again=bool(plan.again))
     shard(model).to_empty(device="cuda")
     parameters = list(model.parameters())
+    for p in parameters:
+        p.to_local().detach().zero_()
     optimizer = torch.optim.AdamW(parameters, fused=True)
     shape = plan.sequences, plan.tokens
     tokens = torch.zeros(shape, dtype=torch.int64, device="cuda")
