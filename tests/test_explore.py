@@ -7,8 +7,8 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from scripts import plan
-from scripts.plan import explore as plan_explorer
+from scripts import plan_explorer
+from scripts.plan_run import MODELS, peak_bytes, rate
 
 from helpers import explore, simgpu
 from helpers.explore import explorer as base
@@ -229,48 +229,37 @@ def test_the_classifier_loses_its_gradients_without_a_scale():
 
 # -- plans -----------------------------------------------------------------------------
 
-PLAN = dict(machines=8, model="70B", strategy="fsdp", card="H100", batch=1,
-            twice="all blocks")  # fmt: skip
+PLAN = dict(
+    model="70B", gpus=64, network=400, shard="all", tp=1, pp=1, cp=1, sequences=1,
+    twice="all blocks",
+)  # fmt: skip
 
 
 def test_plan_says_what_fits_and_how_fast_it_is():
     title = plan_explorer.plan_picture(**PLAN).title
-    sizes, step = plan.bytes_per_gpu("70B", 64), plan.step_seconds("70B", 64)
-    assert title.startswith(
-        f"70B on 64 H100, fsdp: {sizes.total / 1e9:.1f} GB each, fits into 85 GB; "
-        f"{step.seconds:.2f} s a step"
-    )
-    title = plan_explorer.plan_picture(**PLAN | dict(strategy="ddp")).title
-    assert "does not fit into 85 GB; if it did: " in title
+    asked = {name: value for name, value in PLAN.items() if name != "model"}
+    plan = plan_explorer.plan_of(**asked)
+    total = sum(peak_bytes(MODELS["70B"], plan).values())
+    tokens, _ = rate(MODELS["70B"], plan)
+    assert title.startswith(f"70B on 64 H100: {total / 1e9:.1f} GB each, fits")
+    assert f"{tokens:,.0f} tokens/s of each GPU" in title
+    title = plan_explorer.plan_picture(**PLAN | dict(shard=1)).title
+    assert "does not fit" in title and "if it did: " in title
 
 
-@pytest.mark.parametrize(
-    "model, machines, held, fits",
-    [("70B", 1, "1.13", True), ("405B", 1, "6.49", False), ("405B", 4, "1.62", True)],
-)
-def test_plan_asks_the_host_for_what_is_offloaded(model, machines, held, fits):
-    setting = dict(model=model, machines=machines, strategy="fsdp offload")
-    picture = plan_explorer.plan_picture(**PLAN | setting)
-    words = "fits" if fits else "does not fit"
-    assert "GB each, fits into 85 GB; " in picture.title  # the GPU has room
-    assert f"{held} TB in the host of each machine, {words} into 2 TB" in picture.title
-    assert ("if it did: " in picture.title) == (not fits)
-    assert "host" not in plan_explorer.plan_picture(**PLAN | dict(model=model)).title
+def test_plan_says_what_it_does_not_know_and_what_does_not_divide():
+    title = plan_explorer.plan_picture(**PLAN | dict(network=0)).title
+    assert "not known: the network between machines" in title
+    title = plan_explorer.plan_picture(**PLAN | dict(gpus=8, tp=4, pp=4)).title
+    assert "does not divide 8 GPUs" in title
 
 
 def test_plan_draws_every_choice():
     explorer = plan_explorer.plan()
-    for name in ("model", "strategy", "card", "twice"):
-        for value in explorer.controls[name].options:
-            for ends in (dict(machines=1, batch=16), dict(machines=128, batch=1)):
-                picture = plan_explorer.plan_picture(**PLAN | ends | {name: value})
-                ElementTree.fromstring(picture._repr_svg_())
-
-
-def test_plan_of_split_matrices_has_the_same_tokens():
-    picture = plan_explorer.plan_picture(**PLAN | dict(strategy="fsdp + tensor 8"))
-    step = plan.step_seconds("70B", 64, strategy="fsdp + tensor 8", batch=8)
-    assert f"{step.tokens_per_second:,.0f} tokens/s" in picture.title
+    for name, control in explorer.controls.items():
+        for value in getattr(control, "options", (1, 2, 3, 4)):
+            picture = plan_explorer.plan_picture(**PLAN | {name: value})
+            ElementTree.fromstring(picture._repr_svg_())
 
 
 def test_the_kernels_of_a_step_are_those_of_the_log():

@@ -32,6 +32,7 @@ screen readers speak, and looks the same on every machine, so that tests compare
     course_map.py   the lessons of the course
     elastic_job.py  agents that meet; a job that is killed and restarted, step by step
     experts.py      tokens travel to the rank of their expert
+    published_runs.py  predicted beside published rates, a row for each run
     equal_ranks.py  which values all ranks have alike
     ring_attention.py  attention over ranks: who computes what, and when
     sharing.py      one tensor in two processes, and a lost update
@@ -60,6 +61,7 @@ from helpers.draw.network_steps import network_steps
 from helpers.draw.picture import COLOURS, HOST, INK, WIDEST, Picture, colour
 from helpers.draw.pipelines import bubble, pipelines
 from helpers.draw.precision import mixed_step, number_formats
+from helpers.draw.published_runs import published_runs
 from helpers.draw.ring_attention import (
     attention_squares,
     attention_times,
@@ -85,8 +87,8 @@ __all__ = [
     "elastic_job", "equal_ranks", "exposed", "four_functions", "hidden_copies",
     "job_memory", "job_timeline", "loaders", "lost_update", "memory_bars", "mesh",
     "mesh_ways", "mixed_step", "network_steps", "number_formats", "online_softmax",
-    "overlap", "parts", "pipelines", "roofline", "schedule", "segment_picture",
-    "segments", "sharded_steps", "shared_step", "shared_tensor", "slice_times",
-    "stages", "star_and_chain", "steps", "stopwatches", "timeline", "tokens_to_experts",
-    "two_matmuls", "verdicts", "visible_cards",
+    "overlap", "parts", "pipelines", "published_runs", "roofline", "schedule",
+    "segment_picture", "segments", "sharded_steps", "shared_step", "shared_tensor",
+    "slice_times", "stages", "star_and_chain", "steps", "stopwatches", "timeline",
+    "tokens_to_experts", "two_matmuls", "verdicts", "visible_cards",
 ]  # fmt: skip

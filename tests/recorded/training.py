@@ -14,13 +14,15 @@ def compare(recording: Recording) -> tuple[list[Comparison], list[Omission]]:
     """Each run that the planner knows: tokens/s of a GPU as seconds of a token."""
     if NOTEBOOKS not in sys.path:  # where the planner lives
         sys.path.insert(0, NOTEBOOKS)
-    from scripts.plan.published import left_out, predict_published
+    from scripts.plan_run import rate
+    from scripts.published_runs import read, short
 
     found = []
-    for label, predicted, recorded, fitted in predict_published(recording.data):
-        card = next((word for word in label.split() if word in ("A100", "H100")), "")
-        found.append(
-            Comparison("training run", card, label, 1 / predicted, 1 / recorded, fitted)
-        )
-    omitted = left_out(recording.data)
+    runs, omitted = read(recording.data)
+    for run in runs:
+        predicted = rate(run.model, run.plan)[0]
+        label = f"{short(run)}, {run.plan.microbatches} x {run.plan.sequences}"
+        times = 1 / predicted, 1 / run.rate
+        card = run.plan.card
+        found.append(Comparison("training run", card, label, *times, run.is_fitted))
     return found, [Omission(recording.kind, row, why) for row, why in omitted]

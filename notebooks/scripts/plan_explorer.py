@@ -1,0 +1,167 @@
+"""The plan explorer: does a training run fit, how fast is it, and what is faster?"""
+
+from helpers import draw
+from helpers.explore.explorer import Explorer, choice, slider
+from scripts.plan_run import (
+    CARDS,
+    MODELS,
+    Plan,
+    choices,
+    not_known,
+    peak_bytes,
+    rate,
+    step_seconds,
+)
+
+SEQUENCES = 1024  # of a step, of 4096 tokens each
+RESERVE = 0.9  # of the card's memory that a plan may use
+_AGAIN = {"all blocks": 1.0, "half of the blocks": 0.5, "no block": 0.0}
+_SHOWN = 5  # other plans that are listed
+
+
+def table(runs) -> None:
+    """Print the fastest plan of each kind that fits: FSDP, with slices, with stages.
+
+    Args:
+        runs: (model, GPUs, Gbit/s of each GPU).
+
+    Taught in 26-plan-a-run.
+    """
+    kinds = {
+        "FSDP": lambda plan: plan.tp * plan.pp == 1,
+        "+ tp": lambda plan: plan.tp > 1 and plan.pp == 1,
+        "+ tp + pp": lambda plan: plan.tp > 1 and plan.pp > 1,
+    }
+    print("predicted                           tokens/s of a GPU")
+    for name, gpus, network in runs:
+        found = choices(MODELS[name], gpus, SEQUENCES, network=network)
+        for kind, is_of_kind in kinds.items():
+            title = f"{name:4} {gpus:5,} GPUs {network or '':>4}  {kind:10}"
+            of_kind = [row for row in found if is_of_kind(row[1])]
+            if not of_kind:
+                print(title, " no plan fits")
+                continue
+            (tokens, _), one = of_kind[0]
+            memory = sum(peak_bytes(MODELS[name], one).values()) / 1e9
+            split = f"shard {one.shard:4} tp {one.tp} pp {one.pp:2}"
+            batch = f"{one.microbatches:3} x {one.sequences} sequences"
+            how = f"{split} {batch}, again {one.again}, {memory:.0f} GB"
+            print(f"{title} {tokens:8,.0f}   {how}")
+
+
+def plan() -> Explorer:
+    """A model on some GPUs, split in a way that you choose.
+
+    Taught in 26-plan-a-run.
+    """
+    return Explorer(
+        plan_picture,
+        sequences=slider("sequences at once", 1, 1, 4),
+        model=choice("model", tuple(MODELS), "70B"),
+        gpus=choice("GPUs (H100)", (8, 64, 512, 1024), 64),
+        network=choice("Gbit/s of each GPU", (400, 100, 50, 12, 0)),
+        shard=choice("GPUs that share states", ("all", 8, 1)),
+        tp=choice("tensor parallel (tp)", (1, 2, 4, 8)),
+        pp=choice("pipeline stages (pp)", (1, 2, 4, 8, 16)),
+        cp=choice("context parallel (cp)", (1, 2, 4, 8)),
+        twice=choice("computed twice", tuple(_AGAIN)),
+    )
+
+
+def plan_of(
+    gpus: int, network: float, shard, tp: int, pp: int, cp: int, sequences: int,
+    twice: str,
+) -> Plan:  # fmt: skip
+    """The plan that the controls ask for, with `SEQUENCES` in each step.
+
+    Raises:
+        ValueError: if the degrees do not divide the GPUs, or the sequences.
+    """
+    data = gpus // (tp * pp)
+    shards = data if shard == "all" else min(shard, data)
+    if not data or gpus % (tp * pp) or data % cp or (shards % cp):
+        raise ValueError(f"tp {tp} x pp {pp} x cp {cp} does not divide {gpus} GPUs")
+    turns, rest = divmod(SEQUENCES * cp, data * sequences)
+    if rest or not turns:
+        raise ValueError(f"{SEQUENCES} sequences cannot be divided in this way")
+    return Plan(
+        gpus, shards, tp=tp, pp=pp, cp=cp, sequences=sequences, microbatches=turns,
+        again=_AGAIN[twice], network=network,
+    )  # fmt: skip
+
+
+def plan_picture(model: str, **controls) -> draw.Picture:
+    """The bytes of a GPU beside its memory, the seconds of a step, and other plans."""
+    sizes = MODELS[model]
+    others = _others(model, controls["gpus"], controls["network"])
+    try:
+        wanted = plan_of(**controls)
+    except ValueError as error:
+        return _draw(f"{model}: {error}", "", {}, {}, 0, others)
+    memory, room = peak_bytes(sizes, wanted), CARDS[wanted.card][3]
+    total = sum(memory.values())
+    fits = total <= RESERVE * room
+    words = (
+        f"{model} on {wanted.gpus} {wanted.card}: {total / 1e9:.1f} GB each, "
+        f"{'fits' if fits else 'does not fit'} ({RESERVE * room / 1e9:.0f} GB may be "
+        "used)"
+    )
+    if missing := not_known(sizes, wanted):
+        pace, seconds = f"seconds of a step: not known: {'; '.join(missing)}", {}
+    else:
+        seconds = step_seconds(sizes, wanted)
+        tokens, mfu = rate(sizes, wanted)
+        pace = (
+            f"{'' if fits else 'if it did: '}{sum(seconds.values()):.1f} s a step, "
+            f"{tokens:,.0f} tokens/s of each GPU, MFU {mfu:.0%} (predicted)"
+        )
+    return _draw(words, pace, memory, seconds, room, others)
+
+
+def _others(model: str, gpus: int, network: float) -> list[str]:
+    """The fastest plans that fit, one for each set of degrees."""
+    if gpus > 8 and not network:
+        return ["nothing is known of the time without the network"]
+    found: dict[tuple, str] = {}
+    for (tokens, _), one in choices(MODELS[model], gpus, SEQUENCES, network=network):
+        total = sum(peak_bytes(MODELS[model], one).values()) / 1e9
+        words = f"shard {one.shard}, tp {one.tp}, pp {one.pp}"
+        batch = f"{one.microbatches} x {one.sequences} sequences"
+        text = f"{words}, {batch}, {one.again:.0%} twice: "
+        text += f"{tokens:,.0f} tokens/s, {total:.0f} GB"
+        found.setdefault((one.tp, one.pp, one.shard), text)
+    return list(found.values())[:_SHOWN] or ["no plan fits"]
+
+
+def _draw(words, pace, memory, seconds, room, others) -> draw.Picture:
+    said = "; ".join(filter(None, (words, pace, f"fastest that fits: {others[0]}")))
+    picture = draw.Picture(draw.WIDEST, 232 + 18 * len(others), said)
+    picture.text(8, 20, words, 13, weight="bold")
+    if memory:
+        most = max(room, sum(memory.values()))
+        gigabytes = [f"{part} {size / 1e9:.1f} GB" for part, size in memory.items()]
+        _bar(picture, 30, memory.values(), gigabytes, draw.COLOURS, most)
+        edge = 8 + (draw.WIDEST - 16) * RESERVE * room / most
+        picture.line(edge, 26, edge, 70)
+    picture.text(8, 118, pace, 13, weight="bold")
+    if seconds:
+        spent = [f"{part} {time:.2f} s" for part, time in seconds.items()]
+        fills = [draw.COLOURS[i] for i in (0, 1, 5, 2)]
+        whole = sum(seconds.values())
+        _bar(picture, 128, seconds.values(), spent, fills, whole)
+    title = "The fastest plans that fit (predicted)"
+    picture.text(8, 218, title, 13, weight="bold")
+    for number, text in enumerate(others):
+        picture.text(8, 237 + 18 * number, text, 12)
+    return picture
+
+
+def _bar(picture: draw.Picture, y: int, sizes, words, fills, whole: float) -> None:
+    """A bar of one box for each size, and what they are below it."""
+    x, scale = 8.0, (draw.WIDEST - 16) / whole
+    apart = (draw.WIDEST - 16) / len(words)
+    for i, (size, text, fill) in enumerate(zip(sizes, words, fills, strict=False)):
+        picture.box(x, y, size * scale, 34, fill)
+        x += size * scale
+        picture.box(8 + apart * i, y + 50, 14, 14, fill)
+        picture.text(28 + apart * i, y + 62, text, 12)

@@ -1,0 +1,339 @@
+"""Plan a training run on GPUs that you do not have: memory, messages, seconds.
+
+    python plan_run.py 70B --gpus=64 --shard=64 --sequences=2 --network=400
+
+Models: a Llama (or a GPT, which has no gate), computed in bfloat16 with its states in
+float32, and one step of AdamW. Leaves out: what the allocator wastes, memory of CUDA
+and NCCL, data loading, slow GPUs, failures. Put your model and your card between the
+two lines of dashes. Lesson 26 of the course explains each function.
+"""
+
+import argparse
+import sys
+from dataclasses import dataclass, fields
+from itertools import product
+
+
+@dataclass(frozen=True)
+class Model:
+    layers: int
+    dim: int  # numbers of a token between two blocks
+    heads: int
+    kv_heads: int  # heads of keys and values
+    hidden: int  # numbers of a token inside the feed-forward network
+    vocab: int
+    tied: bool = False  # the embedding is also the last matrix
+    gated: bool = True  # three matrices in the feed-forward network, as in Llama
+    experts: int = 1
+    active: int = 1  # experts that a token uses
+
+
+@dataclass(frozen=True)
+class Plan:
+    gpus: int
+    shard: int = 1  # GPUs that share the states: 1 is DDP, all is FSDP
+    tp: int = 1  # GPUs that share each matrix
+    pp: int = 1  # stages of the pipeline
+    cp: int = 1  # GPUs that share a sequence
+    ep: int = 1  # GPUs that share the experts
+    sequences: int = 1  # of a micro-batch
+    microbatches: int = 1  # of a step
+    tokens: int = 4096  # of a sequence
+    again: float = 1.0  # share of the blocks that are computed twice
+    reshard: bool = True  # gather weights for each micro-batch, twice
+    chunks: int = 1  # parts of a stage (interleaved schedule)
+    card: str = "H100"
+    network: float = 0.0  # Gbit/s from machine to machine for each GPU; 0: not known
+    numbers: str = "bfloat16"
+    compiled: bool = False
+
+
+# -- your model, your card -------------------------------------------------------------
+MODELS = {
+    "1B": Model(16, 2048, 32, 8, 8192, 128256, tied=True),  # Llama 3.2
+    "7B": Model(32, 4096, 32, 32, 11008, 32000),  # Llama 2
+    "8B": Model(32, 4096, 32, 8, 14336, 128256),  # Llama 3
+    "70B": Model(80, 8192, 64, 8, 28672, 128256),  # Llama 3
+    "405B": Model(126, 16384, 128, 8, 53248, 128256),  # Llama 3.1
+}
+# FLOP/s in bfloat16; bytes/s of memory and of NVLink; bytes of memory (datasheets)
+CARDS = {
+    "A100": (312e12, 2.039e12, 300e9, 85e9),
+    "H100": (989.4e12, 3.35e12, 450e9, 85e9),
+}
+# The shares of the peak that matmuls and attention reach, and the share of the
+# memory's bandwidth: fitted to published runs. None is above 0.75, which large matmuls
+# reach alone
+REACHED = {"A100": (0.75, 0.32), "H100": (0.60, 0.17)}
+OF_MEMORY = 0.58
+# --------------------------------------------------------------------------------------
+MACHINE = 8  # GPUs joined by NVLink
+NVLINK, NETWORK = 0.8, 0.9  # shares of their bandwidth that messages reach: assumed
+HOP, CABLE = 0.7e-6, 12e-6  # seconds to the next GPU, and to the next machine: assumed
+PASSES = {True: (104, 10), False: (20, 4)}  # bytes of a token, in norms, gates, sums
+
+
+def matrices(model):
+    kv_dim = model.dim * model.kv_heads // model.heads
+    attention = 2 * model.dim * (model.dim + kv_dim)
+    feed_forward = (3 if model.gated else 2) * model.dim * model.hidden
+    return attention, feed_forward
+
+
+def parameters(model):
+    attention, feed_forward = matrices(model)
+    router = model.dim * model.experts if model.experts > 1 else 0
+    block = attention + model.experts * feed_forward + router + 2 * model.dim
+    outside = (1 if model.tied else 2) * model.vocab * model.dim + model.dim
+    return model.layers * block + outside
+
+
+def pieces(model, plan):
+    attention, feed_forward = matrices(model)
+    block = attention + feed_forward * model.experts / plan.ep
+    matrices_outside = 1 if model.tied or plan.pp > 1 else 2
+    outside = matrices_outside * model.vocab * model.dim
+    return model.layers / plan.pp, block / plan.tp, outside / plan.tp
+
+
+def state_bytes(model, plan):
+    layers, block, outside = pieces(model, plan)
+    return 16 * (layers * block * plan.ep + outside) / plan.shard
+
+
+def block_bytes(model, plan):
+    kv_dim = model.dim * model.kv_heads // model.heads
+    wide = model.hidden * model.active
+    cut = 16 * model.dim + 4 * kv_dim + 8 * wide + 4 * model.heads + 8
+    rows = plan.sequences * plan.tokens / plan.cp
+    return rows * (4 * model.dim + cut / plan.tp)
+
+
+def kept_bytes(model, plan):
+    rows = plan.sequences * plan.tokens / plan.cp
+    inputs = 2 * rows * model.dim / plan.tp
+    each = plan.again * inputs + (1 - plan.again) * block_bytes(model, plan)
+    in_flight = min(plan.pp, plan.microbatches)
+    return each * model.layers / plan.pp * in_flight
+
+
+def moment_bytes(model, plan):
+    layers, block, outside = pieces(model, plan)
+    rows = plan.sequences * plan.tokens / plan.cp
+    loss = rows * 12 * model.vocab / plan.tp + 2 * outside
+    gathered = 3 * outside + 10 * block
+    if plan.shard == 1:
+        gathered = 2 * (layers * block + outside)
+    elif not plan.reshard:
+        gathered = 6 * (layers * block + outside)
+    again = block_bytes(model, plan) if plan.again else 0
+    wide = 4 * rows * model.hidden * model.active / plan.tp
+    return max(loss, gathered + again + wide, 6 * outside)
+
+
+def peak_bytes(model, plan):
+    return {
+        "states": state_bytes(model, plan),
+        "activations": kept_bytes(model, plan),
+        "for a moment": moment_bytes(model, plan),
+    }
+
+
+def flops(model, plan):
+    attention, feed_forward = matrices(model)
+    block = attention + model.active * feed_forward
+    matmuls = 2 * (model.layers * block + model.vocab * model.dim)
+    scores = 2 * model.layers * plan.tokens * model.dim
+    return matmuls, scores
+
+
+def compute_seconds(model, plan):
+    peak, bandwidth, *_ = CARDS[plan.card]
+    bandwidth *= OF_MEMORY
+    of_matmuls, of_attention = REACHED[plan.card]
+    matmuls, scores = flops(model, plan)
+    for_dim, for_hidden = PASSES[model.gated]
+    block = for_dim * model.dim + for_hidden * model.hidden * model.active
+    moved = (3 + plan.again) * model.layers * block + 36 * model.vocab
+    seconds = (3 + plan.again) * matmuls / (peak * of_matmuls)
+    seconds += (3.5 + plan.again) * scores / (peak * of_attention)
+    seconds += moved / bandwidth
+    copied = 22 * parameters(model) / bandwidth
+    tokens = plan.sequences * plan.tokens / plan.cp
+    return (tokens * seconds + copied) / (plan.tp * plan.pp)
+
+
+def ring(nbytes, ranks):
+    return nbytes * (ranks - 1) / ranks
+
+
+def weight_messages(model, plan):
+    layers, block, outside = pieces(model, plan)
+    stage = layers * block + outside
+    turns, passes = (plan.microbatches, 2) if plan.reshard else (1, 1)
+    weights = turns * (passes * layers * block + outside)
+    copies = plan.gpus // (plan.tp * plan.pp * plan.shard)
+    gather = 2 * ring(weights, plan.shard)
+    scatter = 4 * turns * ring(stage, plan.shard)
+    average = 2 * 4 * ring(stage / plan.shard, copies)
+    gathers, calls = turns * (passes * layers + 1), turns * (layers + 1)
+    return [  # name, bytes, calls, ranks, apart, hidden
+        ("gather weights", gather, gathers, plan.shard, plan.tp, True),
+        ("scatter gradients", scatter, calls, plan.shard, plan.tp, True),
+        ("average copies", average, layers + 1, copies, plan.tp * plan.shard, True),
+    ]
+
+
+def token_messages(model, plan):
+    numbers = 2 * plan.sequences * plan.tokens / plan.cp * model.dim
+    keys = 2 * numbers * plan.cp * model.kv_heads / model.heads / plan.tp
+    passes = (2 + plan.again) * plan.microbatches * model.layers / plan.pp
+    slices = 4 * passes * ring(numbers, plan.tp)
+    gathered = passes * ring(keys, plan.cp)
+    experts = 2 * passes * ring(numbers * model.active, plan.ep)
+    hops, far = 2 * plan.microbatches * plan.chunks, plan.gpus // plan.pp
+    return [
+        ("slices of layers", slices, 4 * passes, plan.tp, 1, False),
+        ("keys and values", gathered, passes, plan.cp, plan.tp, False),
+        ("tokens to experts", experts, 2 * passes, plan.ep, plan.tp, False),
+        ("to next stage", hops * numbers / plan.tp, hops, min(plan.pp, 2), far, True),
+    ]
+
+
+def message_seconds(plan, nbytes, calls, ranks, apart):
+    bandwidth = NVLINK * CARDS[plan.card][2]
+    latency = HOP * (ranks - 1)
+    if ranks * apart > MACHINE:
+        cards = max(1, MACHINE // apart)
+        network = NETWORK * plan.network * 1e9 / 8 * cards
+        bandwidth = min(bandwidth, network)
+        latency += CABLE * ranks * min(apart, MACHINE) / MACHINE
+    return nbytes / bandwidth + calls * latency
+
+
+def bubble(plan):
+    return (plan.pp - 1) / (plan.microbatches * plan.chunks)
+
+
+def not_known(model, plan):
+    found = {
+        "the network between machines": plan.gpus > MACHINE and not plan.network,
+        f"the card {plan.card}": plan.card not in CARDS,
+        f"the speed in {plan.numbers}": plan.numbers != "bfloat16",
+        "the speed of compiled kernels": plan.compiled,
+        "how evenly the router fills the experts": model.experts > 1,
+        f"sequences of {plan.tokens:,} tokens": not 512 <= plan.tokens <= 65536,
+    }
+    return [what for what, is_missing in found.items() if is_missing]
+
+
+def step_seconds(model, plan):
+    if missing := not_known(model, plan):
+        raise ValueError("not known: " + "; ".join(missing))
+    computing = plan.microbatches * compute_seconds(model, plan)
+    hidden = exposed = 0.0
+    for _, *message, is_hidden in messages(model, plan):
+        seconds = message_seconds(plan, *message)
+        hidden += seconds * is_hidden
+        exposed += seconds * (not is_hidden)
+    exposed += max(0.0, hidden - computing)
+    update = 28 * state_bytes(model, plan) / 16 / CARDS[plan.card][1]
+    idle = bubble(plan) * (computing + exposed)
+    return dict(computing=computing, messages=exposed, bubble=idle, update=update)
+
+
+def messages(model, plan):
+    found = weight_messages(model, plan) + token_messages(model, plan)
+    return [message for message in found if message[3] > 1]
+
+
+def rate(model, plan):
+    sequences = plan.sequences * plan.microbatches
+    tokens = sequences * plan.tokens / (plan.cp * plan.tp * plan.pp)
+    per_second = tokens / sum(step_seconds(model, plan).values())
+    matmuls, scores = flops(model, plan)
+    mfu = 3 * (matmuls + 2 * scores) * per_second / CARDS[plan.card][0]
+    return per_second, mfu
+
+
+def choices(model, gpus, sequences, **options):
+    """Plans for so many sequences in a step that fit: the fastest, then the smallest.
+
+    Returns:
+        ((tokens/s of a GPU, MFU), plan) of each.
+    """
+    found = {}
+    degrees = product((1, 2, 4, 8), (1, 2, 4, 8, 16), (1, 8, 64, 1024), (1, 2, 4))
+    for tp, pp, shard, batch in degrees:
+        data = gpus // (tp * pp)
+        shard = min(shard, data)
+        turns = sequences // (data * batch) if data else 0
+        if not turns or model.layers < pp or model.kv_heads % tp or data % shard:
+            continue
+        for again, reshard in product((0.0, 0.5, 1.0), (True, False)):
+            plan = Plan(gpus, shard, tp=tp, pp=pp, sequences=batch, again=again,
+                        microbatches=turns, reshard=reshard, **options)  # fmt: skip
+            memory = sum(peak_bytes(model, plan).values())
+            if memory < 0.9 * CARDS[plan.card][3]:
+                found[plan] = rate(model, plan), -memory
+    return [
+        (found[plan][0], plan)
+        for plan in sorted(found, key=lambda plan: found[plan], reverse=True)
+    ]
+
+
+# -- the command line ------------------------------------------------------------------
+
+
+def check(model, plan):
+    """Refuse what does not divide."""
+    for number, by, what in (
+        (plan.gpus, plan.tp * plan.pp * plan.shard, "--gpus by --tp x --pp x --shard"),
+        (plan.gpus, MACHINE if plan.gpus > MACHINE else 1, "--gpus into machines"),
+        (plan.shard, plan.cp, "--shard by --cp: it counts the GPUs of a sequence"),
+        (plan.shard, plan.ep, "--shard by --ep: it counts the GPUs of the experts"),
+        (model.heads, plan.tp, "the heads by --tp"),
+        (plan.tokens, plan.cp, "--tokens by --cp"),
+    ):
+        if number % by:
+            sys.exit(f"plan_run.py: {number} cannot be divided by {by} ({what})")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", choices=MODELS)
+    for field in fields(Plan):
+        is_flag = field.type is bool
+        kind = (
+            (lambda text: text not in ("0", "no", "False")) if is_flag else field.type
+        )
+        required = field.name == "gpus"
+        default = None if required else field.default
+        parser.add_argument(
+            f"--{field.name}", type=kind, default=default, required=required
+        )
+    options = vars(parser.parse_args())
+    model = MODELS[options.pop("model")]
+    plan = Plan(**options)
+    check(model, plan)
+    print(f"{parameters(model):,} parameters on {plan.gpus} {plan.card}")
+    memory = peak_bytes(model, plan)
+    for name, nbytes in memory.items():
+        print(f"{name:18} {nbytes / 1e9:9.2f} GB")
+    total = sum(memory.values())
+    print(f"{'memory of a GPU':18} {total / 1e9:9.2f} GB", end="")
+    room = CARDS.get(plan.card, (0, 0, 0, 0))[3]
+    print(f" of {room / 1e9:.0f}: {'fits' if total < 0.9 * room else 'does not fit'}")
+    for name, nbytes, calls, *_ in messages(model, plan):
+        print(f"{name:18} {nbytes / 1e9:9.2f} GB in {calls:,.0f} messages a step")
+    if missing := not_known(model, plan):
+        print("seconds of a step: not known:", "; ".join(missing))
+        return
+    for name, seconds in step_seconds(model, plan).items():
+        print(f"{name:18} {seconds:9.3f} s")
+    per_second, mfu = rate(model, plan)
+    print(f"tokens/s of a GPU  {per_second:9,.0f}, MFU {mfu:.1%}")
+
+
+if __name__ == "__main__":
+    main()
