@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -45,6 +46,18 @@ def test_ranks_see_what_torchrun_gives_them(capsys):
 
 def in_this_process() -> int:
     return os.getpid()
+
+
+def _listening(process: int) -> set[str]:
+    connections = psutil.Process(process).net_connections("tcp")
+    return {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks which sockets there are")
+def test_only_this_machine_can_reach_the_store_where_ranks_meet():
+    before = _listening(os.getpid())
+    (found,) = run_ranks(_listening, 1, os.getpid())
+    assert "127.0.0.1" in found and found - before <= {"127.0.0.1"}
 
 
 def test_this_process_has_no_gpus_but_may_have():

@@ -1,4 +1,4 @@
-"""Runs a learner's function in ranks on the CPU, for exercises of lessons 15 to 24."""
+"""Runs a learner's function in ranks of its own, for exercises of lessons 15 to 28."""
 
 import contextlib
 import io
@@ -18,6 +18,7 @@ def in_ranks(
     seconds: float = SECONDS,
     reuse: bool = False,
     meanings: dict[str, str] | None = None,
+    on: str = "cpu",
 ) -> list:
     """What each rank returns; in ranks of their own, which end those that were open.
 
@@ -28,6 +29,7 @@ def in_ranks(
         seconds: that it may take; what the ranks import for it is not counted.
         reuse: take the ranks that are open, if they are as many and on the CPU.
         meanings: part of an error's first line -> what it means to the learner.
+        on: "cpu", or "cuda" for ranks with a GPU each.
 
     Raises:
         NotYet: if the learner's function returns nothing in a rank.
@@ -40,7 +42,7 @@ def in_ranks(
     if theirs is None or (theirs.size, theirs.backend) != (size, "gloo"):
         theirs = None
     with contextlib.redirect_stdout(io.StringIO()):  # "4 real ranks: ..."
-        ranks = theirs or Ranks(size, device="cpu")
+        ranks = theirs or Ranks(size, device=on)
     try:
         ranks.run(_arrived, function, args)
         return ranks.run(function, *args, timeout=seconds)
