@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests import take_home
-from tests.launching import load
+from tests.launching import load, prose_of
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +41,24 @@ def test_the_lessons_own_command_has_the_losses_of_one_process(one_process, tmp_
     assert list(again) == [25, 30, 35, 36]  # four ranks go on where two have ended
     for step in again:
         assert again[step] == pytest.approx(one_process[step], abs=2e-4)
+
+
+def test_a_killed_rank_is_started_again_by_the_lessons_command(
+    one_process, script, tmp_path
+):
+    """What the first start has left in the store of torchrun must not be read."""
+    loop = "    while step < args.steps:\n"
+    dies = '        if (step, rank, os.environ["TORCHELASTIC_RESTART_COUNT"]) == '
+    dies += '(12, 1, "0"):\n            os.kill(os.getpid(), 9)\n'
+    text = Path(script.__file__).read_text()
+    assert text.count(loop) == 1
+    mortal = tmp_path / "train_elastic.py"
+    mortal.write_text(text.replace(loop, loop + dies))
+    _, command = take_home.commands(prose_of(take_home.lesson_of("24")))
+    command = command.replace("train_elastic.py", str(mortal))
+    found = losses(take_home.run_command(command, tmp_path))
+    assert list(found) == [5, 10, 15, 20, 24]
+    assert found[20] == pytest.approx(one_process[20], abs=2e-4)
 
 
 def test_steps_of_an_epoch_have_different_samples(script):

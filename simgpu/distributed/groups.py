@@ -134,6 +134,10 @@ def rendezvous(*args, **kwargs):
         now.meetings += 1
         if now.meetings > 1:
             store = dist.PrefixStore(f"meeting {now.meetings}", store)
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        if restarts != "0" and os.environ.get("GROUP_WORLD_SIZE") == "1":
+            # torchrun keeps its store; several agents count restarts differently
+            store = dist.PrefixStore(f"restart {restarts}", store)
         yield store, rank, size
 
 
