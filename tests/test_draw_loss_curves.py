@@ -8,7 +8,7 @@ ONE = {0: 5.5, 1: 5.0, 2: 4.25}
 
 
 def picture(**curves) -> draw.Picture:
-    return draw.loss_curves(curves, ONE, "A training", {"one rounding": 3e-7})
+    return draw.loss_curves(curves, ONE, "A training")
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,9 @@ def test_a_rounding_error_does_not_change_the_picture():
 
 
 def test_a_curve_may_have_some_of_the_steps():
-    svg = picture(all=ONE, some={1: 5.0, 2: 4.25})._repr_svg_()
+    curves = {"all": ONE, "some": {1: 5.0, 2: 4.25}}
+    marks, notes = {"one rounding": 3e-7}, {1: "killed"}
+    svg = draw.loss_curves(curves, ONE, "A training", marks, notes)._repr_svg_()
     assert svg.count("<polyline") == 2
-    for words in ("loss, nats per byte", "one rounding", "some", "all"):
-        assert words in svg
+    for words in ("loss, nats per byte", "one rounding", "some", "all", "killed"):
+        assert f">{words}</text>" in svg

@@ -41,12 +41,12 @@ def logs(tmp_path_factory) -> dict[str, Log]:
     found = {
         "one": torchrun(folder, 1, ""),
         "4 fsdp tp bf16": log_of(take_home.run("27", folder)),  # the lesson's command
-        "4 ddp": torchrun(folder, 4, "--accumulate=3 --folder=saved"),
+        "4 ddp": torchrun(folder, 4, "--accumulate=3 --folder=of_ddp"),
     }
-    kept = sorted(path.name for path in (folder / "saved").iterdir())
+    kept = sorted(path.name for path in (folder / "of_ddp").iterdir())
     assert kept == ["latest", "step-000008", "step-000010"]
-    (folder / "saved" / "latest").write_text("step-000008")
-    found["2 fsdp tp"] = torchrun(folder, 2, "--parallel=fsdp --tp=2 --folder=saved")
+    (folder / "of_ddp" / "latest").write_text("step-000008")
+    found["2 fsdp tp"] = torchrun(folder, 2, "--parallel=fsdp --tp=2 --folder=of_ddp")
     options = "--parallel=fsdp --recompute --accumulate=2 --peak=312"
     found["2 fsdp"] = torchrun(folder, 2, options)
     return found

@@ -15,6 +15,7 @@ def loss_curves(
     reference: dict[int, float],
     title: str,
     marks: dict[str, float] | None = None,
+    notes: dict[int, str] | None = None,
 ) -> Picture:
     """All curves on one axis, and beside them the largest distance of each.
 
@@ -27,6 +28,7 @@ def loss_curves(
         reference: step -> loss of one process.
         title: above the picture.
         marks: words -> a distance to mark with a line.
+        notes: step -> what happened after it.
 
     Taught in 27-train-it-all.
     """
@@ -35,7 +37,7 @@ def loss_curves(
     height = TOP + max(HIGH, BAR * len(curves)) + 40
     picture = Picture(WIDEST, height, f"{title}. Largest distances. {spoken}")
     picture.text(8, 20, title, 14, weight="bold")
-    _panel_of_curves(picture, curves, reference)
+    _panel_of_curves(picture, curves, reference, notes or {})
     _panel_of_distances(picture, powers, marks or {})
     return picture
 
@@ -50,7 +52,9 @@ def _words(power: int) -> str:
     return f"{10.0**power:.{-power}f}"
 
 
-def _panel_of_curves(picture: Picture, curves: dict, reference: dict) -> None:
+def _panel_of_curves(
+    picture: Picture, curves: dict, reference: dict, notes: dict
+) -> None:
     width = SPLIT - LEFT - 20
     bottom, last = TOP + HIGH, max(reference)
     high = math.ceil(max(reference.values()))
@@ -80,6 +84,10 @@ def _panel_of_curves(picture: Picture, curves: dict, reference: dict) -> None:
             f'stroke-width="{thick}" stroke-linejoin="round"/>'
         )
         thick -= 2
+    for step, words in notes.items():
+        x, y = at(step, reference[step])
+        picture.line(x, y - 34, x, y, arrow=True)
+        picture.text(x, y - 40, words, 12, "middle")
 
 
 def _panel_of_distances(picture: Picture, powers: dict, marks: dict) -> None:
@@ -92,7 +100,8 @@ def _panel_of_distances(picture: Picture, powers: dict, marks: dict) -> None:
         y = TOP + BAR * row
         picture.text(NAMES - 8, y + 12, way, 12, "end")
         picture.box(NAMES, y, (power - LOWEST) * scale, BAR - 4, fill, stroke="none")
-        picture.text(NAMES + 4, y + 12, f"below {_words(power)}", 11)
+        end = NAMES + (power - LOWEST) * scale
+        picture.text(end + 6, y + 12, f"below {_words(power)}", 11)
     picture.line(NAMES, bottom, WIDEST - 12, bottom)
     for power in range(LOWEST + 1, HIGHEST + 1, 2):
         x = NAMES + (power - LOWEST) * scale
