@@ -1,8 +1,9 @@
 """Jobs of PyTorch's own elastic engine: started, broken on purpose, watched, ended.
 
 A `Job` starts agents (`torchrun` processes), one for each pretended machine, on this
-one. Agents and workers are real; what happens to them is real. `Job.log` is what the
-ranks have noted; `Job.reach` waits for a step. Nothing outlives a job: not when it is
+one. Agents and workers are real; what happens to them is real. Their GPUs may be
+simulated. `Job.log` is what the ranks have noted, and `runs_of` cuts it where they
+started anew. `Job.reach` waits for a step. Nothing outlives a job: not when it is
 closed, and not when the notebook is killed (a process of its own watches for that).
 Leaves out: more than one real machine (25-leave-one-machine has network namespaces).
 
@@ -22,6 +23,7 @@ import tempfile
 import time
 import uuid
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -32,6 +34,9 @@ MARK = "HELPERS_ELASTIC_JOB"  # in the environment of all that a job starts
 # Ten times 1 s: an agent that a busy machine holds up for 3 s must not count as dead.
 # It would never learn of it, and train on by itself beside the others.
 CONF = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 10}
+_PATH = [str(Path(__file__).parents[1])]
+if "PYTHONPATH" in os.environ:
+    _PATH.append(os.environ["PYTHONPATH"])
 # ends when the notebook closes the pipe, or is gone while another holds it open
 _GUARD = """
 import os, select, shutil, sys
@@ -56,12 +61,26 @@ class Node:
     def __init__(self, job: "Job", number: int, agent: subprocess.Popen):
         self.job, self.number, self.agent = job, number, agent
         self.output = job.folder / f"agent-{number}.txt"
+        self._pid = None
+
+    @property
+    def pid(self) -> int | None:
+        """The process that is torchrun; None if it has not begun.
+
+        On simulated GPUs, it is the only child of the process that `Job` starts.
+        """
+        if self._pid is None:
+            found = [self.agent.pid]
+            if self.job.gpus:
+                found = [child.pid for child in _children(self.agent.pid)]
+            self._pid = next(iter(found), None)
+        return self._pid
 
     @property
     def workers(self) -> list[int]:
         """The processes of its ranks, in order of their number on this node."""
         with_rank = []
-        for child in _children(self.agent.pid):
+        for child in _children(self.pid) if self.pid else []:
             rank = _environment(child).get("LOCAL_RANK")
             if rank is not None:
                 with_rank.append((int(rank), child.pid))
@@ -75,7 +94,10 @@ class Node:
     @property
     def status(self) -> int | None:
         """The agent's exit status; None while it runs, negative for a signal."""
-        return self.agent.poll()
+        status = self.agent.poll()
+        if status is not None and self.job.gpus and status > 128:
+            return 128 - status  # as a shell says that its child was killed
+        return status
 
     def kill_worker(self, which: int = 0) -> None:
         """Kill one of its ranks, as the system does that runs out of memory."""
@@ -95,15 +117,13 @@ class Node:
     def kill_agent(self) -> None:
         """Kill the agent alone. Its workers live on."""
         self.job.mark("kill agent", self.number)
-        self.agent.kill()
+        _kill(self.pid)
         self.agent.wait(30)
 
     def kill(self) -> None:
         """Kill agent and workers: the machine is gone."""
         self.job.mark("kill node", self.number)
-        workers = self.workers
-        self.agent.kill()
-        for pid in workers:
+        for pid in (self.pid, *self.workers):
             _kill(pid)
         self.agent.wait(30)
 
@@ -119,6 +139,8 @@ class Job:
             own default is 0).
         conf: of the rendezvous, over those that make it quick here (`CONF`).
         options: more of torchrun's, such as "--shutdown-timeout=5".
+        gpus: simulated GPUs of each node; 0 if the ranks use none. With some, all
+            `Ranks` end, and the process that forks them, because a job needs memory.
         folder: of a job before, to go on from its checkpoints; None makes a new one.
 
     Attributes:
@@ -132,7 +154,7 @@ class Job:
 
     def __init__(self, *script: str, nodes: str | int = 1, ranks: int = 1,
                  restarts: int = 3, conf: dict | None = None, options=(),
-                 folder: Path | None = None):  # fmt: skip
+                 gpus: int = 0, folder: Path | None = None):  # fmt: skip
         match = re.fullmatch("([1-9][0-9]*)(?::([1-9][0-9]*))?", str(nodes))
         if not match or int(match[2] or match[1]) < int(match[1]):
             raise ValueError(f'nodes={nodes!r}; write a number, or "1:3"')
@@ -146,9 +168,14 @@ class Job:
         self.nodes: list[Node] = []
         self.marks: list[dict] = []
         self.conf = CONF | (conf or {})
+        self.gpus = gpus
+        self.launcher = [sys.executable, "-m", "torch.distributed.run"]
+        if gpus:
+            self.launcher[1:1] = ["-m", "simgpu", f"--gpus={gpus}"]
+            if "helpers.ranks" in sys.modules:
+                sys.modules["helpers.ranks"].close()
         self.command = [
-            sys.executable, "-m", "torch.distributed.run",
-            f"--nnodes={nodes}", f"--nproc-per-node={ranks}",
+            *self.launcher, f"--nnodes={nodes}", f"--nproc-per-node={ranks}",
             f"--max-restarts={restarts}", "--rdzv-backend=c10d",
             f"--rdzv-endpoint=127.0.0.1:{self.port}", f"--rdzv-id={self.name}",
             "--local-addr=127.0.0.1", "--monitor-interval=0.1", *options,
@@ -156,6 +183,7 @@ class Job:
         ]  # fmt: skip
         self.environ = {
             **os.environ, MARK: self.name, "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(_PATH),  # for simgpu
             "TMPDIR": str(self.folder),  # torchrun leaves a folder there
             # or a restarted rank may find the address of the one before it
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -167,8 +195,7 @@ class Job:
 
     def _start_guard(self) -> subprocess.Popen:
         """A process that ends the job when this one is gone."""
-        path = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]
-        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(_PATH)}
         environ.pop(MARK, None)  # it must outlive a job that has started this one
         words = [str(os.getpid()), self.name]
         if self._temporary is not None:
@@ -184,9 +211,7 @@ class Job:
         """Start one more agent; the first hosts the rendezvous."""
         number = len(self.nodes)
         # else whoever binds the port first is host, and the job ends with that node
-        conf = self.conf | {"is_host": int(number == 0)}
-        words = ",".join(f"{name}={value}" for name, value in conf.items())
-        command = [*self.command[:3], f"--rdzv-conf={words}", *self.command[3:]]
+        command = self._command(is_host=number == 0)
         self.mark("add node", number)
         with (self.folder / f"agent-{number}.txt").open("w") as output:
             agent = subprocess.Popen(
@@ -195,6 +220,30 @@ class Job:
             )  # fmt: skip
         self.nodes.append(Node(self, number, agent))
         return self.nodes[-1]
+
+    def _command(self, is_host: bool) -> list[str]:
+        conf = self.conf | {"is_host": int(is_host)}
+        words = ",".join(f"{name}={value}" for name, value in conf.items())
+        first = len(self.launcher)
+        return [
+            *self.launcher, f"--rdzv-conf={words}", *self.command[first:]
+        ]  # fmt: skip
+
+    def __str__(self) -> str:
+        """The command of its first agent, as a shell would take it, in short lines."""
+        words = ["torchrun", *self._command(is_host=True)[len(self.launcher) :]]
+        secret = {
+            str(self.folder): "FOLDER", self.name: "NAME", f":{self.port}": ":PORT"
+        }  # fmt: skip
+        lines = [""]
+        for word in words:
+            for real, shown in secret.items():
+                word = word.replace(real, shown)
+            if len(lines[-1]) + len(word) > 84:
+                lines[-1] += " \\"
+                lines.append("   ")
+            lines[-1] += f" {word}"
+        return "\n".join(lines)[1:]
 
     def go(self, step: int) -> None:
         """Let the ranks do a step before which they wait (`--hold`)."""
@@ -211,6 +260,53 @@ class Job:
         """What the ranks have noted and what was done to them, by time."""
         entries = [*noted(self.folder), *self.marks]
         return sorted(entries, key=lambda entry: entry["time"])
+
+    @property
+    def rows_that_count(self) -> dict[int, list[int]]:
+        """Step -> the samples that made the final weights, of all ranks, sorted.
+
+        A step that was lost is done again, and then only the second time counts.
+        """
+        steps: dict[int, list[int]] = {}
+        for entry in self.log:
+            if entry["event"] == "loaded":
+                kept = [step for step in steps if step < entry["step"]]
+                steps = {step: steps[step] for step in kept}
+            elif entry["event"] == "step":
+                steps.setdefault(entry["step"], []).extend(entry["rows"])
+        return {step: sorted(rows) for step, rows in steps.items()}
+
+    @property
+    def steps_again(self) -> list[int]:
+        """For each start but the first: how many steps were done for nothing."""
+        runs = runs_of(self.log)
+        return [a.end - b.first for a, b in zip(runs, runs[1:], strict=False)]
+
+    def recoveries(self) -> list[tuple[str, float, float, float]]:
+        """For each start but the first: what was done to the job, and three times.
+
+        Seconds until the nodes have met, then until all ranks have loaded, then until
+        the steps that were lost are done. The agents must say what they do
+        (LOGLEVEL=INFO).
+        """
+        runs, found = runs_of(self.log), []
+        meetings = [at for node in self.nodes for at in _met(node)]
+        for before, after in zip(runs, runs[1:], strict=False):
+            if not before.marks:  # a node came late, and the ranks started again
+                continue
+            ends = [before.marks[0]["time"]]
+            for event, step in (("loaded", None), ("step", before.end - 1)):
+                times = [
+                    e["time"]
+                    for e in self.log
+                    if e["event"] == event and e["pid"] in after.pids
+                    and step in (None, e["step"])
+                ]  # fmt: skip
+                ends.append(max(times, default=ends[-1]))
+            ends.insert(1, max(t for t in meetings if t < ends[1]))
+            parts = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+            found.append((before.marks[0]["event"], *parts))
+        return found
 
     def reach(self, step: int, ranks: int = 1, seconds: float = 150) -> None:
         """Wait until so many ranks together have done a step, and all noted it.
@@ -236,6 +332,8 @@ class Job:
         end = time.monotonic() + seconds
         while True:
             over = all(node.status is not None for node in self.nodes)
+            for node in self.nodes:
+                _ = node.pid  # cannot be asked when it has ended
             if condition():
                 return
             if not self.nodes:
@@ -291,6 +389,60 @@ class Job:
 
     def __exit__(self, *exc_info) -> None:
         self.close()
+
+
+# -- what a log says -------------------------------------------------------------------
+
+
+class Run(NamedTuple):
+    """From one start of the ranks to the next."""
+
+    ranks: int
+    first: int  # step
+    steps: dict[int, list[int]]  # rank -> the steps that it has done
+    agents: dict[int, int]  # rank -> the process that has started it
+    pids: list[int]  # of the ranks
+    marks: list[dict]  # what was done to the job meanwhile, with the step to come
+
+    @property
+    def end(self) -> int:
+        """The step after the last one that was done."""
+        return max((s[-1] + 1 for s in self.steps.values() if s), default=self.first)
+
+
+def runs_of(log: list[dict]) -> list[Run]:
+    """The log, cut where the ranks started anew."""
+    runs: list[Run] = []
+    for entry in log:
+        rank = entry.get("rank")
+        if entry["event"] == "loaded":
+            last = runs[-1] if runs else None
+            if not last or rank in last.steps or last.ranks != entry["ranks"]:
+                runs.append(Run(entry["ranks"], entry["step"], {}, {}, [], []))
+            runs[-1].steps[rank] = []
+            runs[-1].agents[rank] = entry["agent"]
+            runs[-1].pids.append(entry["pid"])
+        elif entry["event"] == "step":
+            runs[-1].steps[rank].append(entry["step"])
+        elif "node" in entry and runs:
+            runs[-1].marks.append({**entry, "step": runs[-1].end})
+    return runs
+
+
+_MET = re.compile(r"I\d{4} (\d\d):(\d\d):(\d\d\.\d+) .*Rendezvous complete")
+
+
+def _met(node: "Node") -> list[float]:
+    """When its agent said that the nodes have met: seconds of the epoch."""
+    midnight = time.mktime((*time.localtime()[:3], 0, 0, 0, 0, 0, -1))
+    found = []
+    for hours, minutes, seconds in _MET.findall(node.words):
+        at = midnight + 3600 * int(hours) + 60 * int(minutes) + float(seconds)
+        found.append(at - 86400 if at > time.time() else at)  # yesterday
+    return found
+
+
+# -- processes -------------------------------------------------------------------------
 
 
 def noted(folder: Path) -> list[dict]:

@@ -29,7 +29,8 @@ NOTEBOOKS = ROOT / "notebooks"
 SCRIPTS = NOTEBOOKS / "scripts"
 
 sys.path.insert(0, str(NOTEBOOKS))
-from scripts import train_elastic  # noqa: E402
+sys.path.insert(0, str(ROOT / "tests" / "scripts"))
+import elastic_on_cpu as train_elastic  # noqa: E402
 
 # -- run -------------------------------------------------------------------------------
 
@@ -103,7 +104,7 @@ def in_ranks(name: str, ranks: int, *arguments: str) -> str:
     return printed.getvalue()
 
 
-# -- train_elastic.py ------------------------------------------------------------------
+# -- elastic_on_cpu.py -----------------------------------------------------------------
 
 ROWS, BATCH = 1437, 120
 

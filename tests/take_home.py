@@ -8,8 +8,10 @@ before it. `run` executes the second one, unmodified.
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from helpers.elastic import free_port
 from tests.launching import NOTEBOOKS, ROOT, SCRIPTS, environment, prose_of
 
 SECONDS = 200  # that a script may take
@@ -40,6 +42,18 @@ def run(number: str, folder: Path) -> str:
     _, simulated = commands(prose_of(lesson_of(number)))
     assert SIMULATED.match(simulated), simulated
     return run_command(simulated, folder)
+
+
+def run_agents(number: str, folder: Path, nodes: int) -> str:
+    """What a lesson's script prints when its command is started once for each node.
+
+    `$HOST:29500` in the command becomes this machine and a free port.
+    """
+    _, simulated = commands(prose_of(lesson_of(number)))
+    command = simulated.replace("$HOST:29500", f"localhost:{free_port()}")
+    with ThreadPoolExecutor(nodes) as pool:
+        said = pool.map(run_command, [command] * nodes, [folder] * nodes)
+    return "".join(said)
 
 
 def run_command(command: str, folder: Path) -> str:

@@ -1,11 +1,12 @@
 """The files for clusters, as far as they can be run without one.
 
 Stubs stand for what a cluster has: `srun` and `scontrol`, `ssh`, and the environment
-that Kubeflow's trainer gives its containers. Behind them torchrun and training are
-real: two pretended nodes on this machine's loopback. Not shown: that a real Slurm,
-Kubernetes or sshd takes them.
+that Kubeflow's trainer gives its containers. Behind them torchrun is real, on two
+pretended nodes with two simulated GPUs each. Not shown: that a real Slurm, Kubernetes
+or sshd takes them.
 """
 
+import functools
 import os
 import re
 import shlex
@@ -19,22 +20,15 @@ import jsonschema
 import pytest
 import torch
 import yaml
+from torch.nn.functional import cross_entropy
 
-from helpers.elastic import MARK, free_port, noted, processes
+from helpers.elastic import MARK, free_port, processes
 from simgpu.hosts import LOOPBACK
-from tests.launching import (
-    ROOT,
-    check_rows,
-    check_weights,
-    environment,
-    starts,
-    train_elastic,
-    undisturbed,
-)
+from tests.launching import ROOT, environment, load
 from tests.waiting import wait
 
 CLUSTER = ROOT / "notebooks/scripts/cluster"
-SCRIPT = "notebooks/scripts/train_elastic.py"
+SCRIPT = "notebooks/scripts/train_on_nodes.py"
 SLURM, SSH, KUBEFLOW = (
     CLUSTER / name for name in ("slurm.sbatch", "ssh.sh", "kubeflow.yaml")
 )
@@ -45,10 +39,10 @@ pytestmark = pytest.mark.skipif(
 HERE = {
     "PET_LOCAL_ADDR": "127.0.0.1", "PET_MONITOR_INTERVAL": "0.1",
     "GLOO_SOCKET_IFNAME": str(LOOPBACK),
-    "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
 }  # fmt: skip
 
-STEPS = 40
+STEPS, GPUS = 40, 2  # GPUs of each pretended node
 
 
 class Place:
@@ -60,7 +54,8 @@ class Place:
         path = f"{self.bin}{os.pathsep}{environ['PATH']}"
         self.environ = {**environ, **HERE, "PATH": path}
         self.bin.mkdir()
-        self.stub("torchrun", f'exec {sys.executable} -m torch.distributed.run "$@"')
+        simulated = f"{sys.executable} -m simgpu --gpus {GPUS}"
+        self.stub("torchrun", f'exec {simulated} -m torch.distributed.run "$@"')
 
     def stub(self, name: str, text: str) -> None:
         path = self.bin / name
@@ -88,16 +83,34 @@ def end_of(*started: subprocess.Popen) -> tuple[list[int], str]:
     return [each.returncode for each in started], "".join(said)
 
 
-def check(folder: Path, begun_at: int = 0) -> None:
-    """Two ranks trained from that step on, to the weights of one machine."""
-    log = noted(folder)
-    steps = [e for e in log if e["event"] == "step"]
-    assert {(e["rank"], e["ranks"]) for e in steps} == {(0, 2), (1, 2)}
-    assert starts(log) == [(2, begun_at)]
-    if begun_at == 0:
-        check_rows(log, STEPS)
-    weights = torch.load(folder / "weights.pt", weights_only=True)
-    check_weights(weights, STEPS)
+@functools.cache
+def one_process(steps: int) -> dict:
+    """The checkpoint after so many steps of one process with the global batch."""
+    script = load("train_on_nodes.py")
+    torch.manual_seed(0)
+    model = script.make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(steps):
+        x, y = script.global_batch(step)
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    both = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    return {**both, "step": steps}
+
+
+def check(folder: Path, said: str, begun_at: int = 0) -> None:
+    """All GPUs of both nodes trained from that step on, to one process' weights."""
+    places = re.findall(r"rank (\d): node (\d), GPU (\d)", said)
+    expected = [(rank, *divmod(rank, GPUS)) for rank in range(2 * GPUS)]
+    assert [tuple(map(int, place)) for place in places] == expected
+    steps = re.findall(r"step (\d+): loss", said)
+    assert list(map(int, steps)) == list(range(begun_at + 4, STEPS, 5))
+    file = folder / "checkpoint.pt"
+    found = torch.load(file, map_location="cpu", weights_only=True)
+    assert found["step"] == STEPS
+    for name, right in one_process(STEPS)["model"].items():
+        torch.testing.assert_close(found["model"][name], right, rtol=0, atol=1e-4)
 
 
 # -- all three -------------------------------------------------------------------------
@@ -151,6 +164,7 @@ def submit(place: Place, **more: str) -> tuple[list[int], str]:
         "SLURM_JOB_ID": str(port), "SLURM_JOB_NODELIST": "node[1-2]",
         "SLURM_JOB_NUM_NODES": given["nodes"],
         "SLURM_CPUS_PER_TASK": given["cpus-per-task"],
+        "SLURM_GPUS_ON_NODE": given["gpus-per-node"],
     }  # fmt: skip
     return end_of(place.start("bash", SLURM, **{**settings, **more}))
 
@@ -159,7 +173,7 @@ def test_the_directives_are_those_of_sbatch():
     given = directives()
     # a list of https://slurm.schedmd.com/sbatch.html
     known = {"job-name", "nodes", "ntasks-per-node", "cpus-per-task", "time"}
-    assert set(given) == known | {"requeue", "open-mode"}
+    assert set(given) == known | {"requeue", "open-mode", "gpus-per-node"}
     assert given["ntasks-per-node"] == "1" and given["open-mode"] == "append"
     text = SLURM.read_text(encoding="utf-8")
     assert text.rindex("#SBATCH") < text.index("set -euo")  # sbatch stops at a command
@@ -168,18 +182,18 @@ def test_the_directives_are_those_of_sbatch():
 def test_slurm_trains_on_two_nodes(place: Place):
     statuses, said = submit(place)
     assert statuses == [0], said
-    check(place.folder / "job")
+    check(place.folder / "job", said)
 
 
-@pytest.mark.parametrize("ranks, threads", [(2, 4), (16, 1)])
-def test_slurm_ends_when_a_node_fails(place: Place, ranks: int, threads: int):
+@pytest.mark.parametrize("gpus, threads", [(8, 8), (128, 1)])
+def test_slurm_ends_when_a_node_fails(place: Place, gpus: int, threads: int):
     """And gives each rank its share of the cores, or one."""
     place.stub("torchrun", f"""
         [ $OMP_NUM_THREADS = {threads} ] || exit 8
         [ $SLURM_NODEID = 2 ] && exit 7
         exec sleep 1000
     """)  # fmt: skip
-    statuses, said = submit(place, RANKS=str(ranks))
+    statuses, said = submit(place, SLURM_GPUS_ON_NODE=str(gpus))
     assert statuses == [7], said
 
 
@@ -201,12 +215,12 @@ def ssh(place: Place, *hosts: str, **more: str) -> subprocess.Popen:
 def test_ssh_goes_on_from_the_newest_checkpoint(place: Place):
     folder = place.folder / "a job"
     folder.mkdir()
-    train_elastic.save(folder, 35, undisturbed(STEPS)[35])
+    torch.save(one_process(35), folder / "checkpoint.pt")
     statuses, said = end_of(ssh(place, "me@localhost", "127.0.0.1"))
     assert statuses == [0], said
     hosts = (place.folder / "hosts").read_text().split()
     assert sorted(hosts) == ["127.0.0.1", "me@localhost"]
-    check(folder, begun_at=35)
+    check(folder, said, begun_at=35)
 
 
 def test_ssh_stops_all_when_one_fails(place: Place):
@@ -228,16 +242,17 @@ def test_ssh_stops_all_when_it_is_stopped(place: Place, number: int):
 
 def test_ssh_shows_what_it_would_run(place: Place):
     folder, hosts = "/shared/my job", ["host0", "me@host1"]
-    settings = {"SSH": "echo", "FOLDER": folder, "RANKS": "8"}
-    running = ssh(place, *hosts, **settings, PORT="29876", JOB="digits")
+    settings = {"SSH": "echo", "FOLDER": folder}
+    running = ssh(place, *hosts, **settings, PORT="29876", JOB="a-job")
     statuses, said = end_of(running)
     assert statuses == [0]
     for number, line in enumerate(sorted(said.splitlines())):
         words = shlex.split(line)
         assert words[:3] == [hosts[number], "cd", str(ROOT)]
-        assert {"--nnodes=2", "--nproc-per-node=8", f"--folder={folder}"} <= set(words)
+        mine = {"--nnodes=2", "--nproc-per-node=gpu", f"--folder={folder}"}
+        assert mine <= set(words)
         assert f"--rdzv-conf=is_host={1 - number}" in words
-        assert {"--rdzv-endpoint=host0:29876", "--rdzv-id=digits"} <= set(words)
+        assert {"--rdzv-endpoint=host0:29876", "--rdzv-id=a-job"} <= set(words)
         assert f"--local-addr=host{number}" in words
 
 
@@ -296,6 +311,7 @@ POD = an_object(
     )},
     volumes={"type": "array", "items": an_object(
         "name", name=TEXT, persistentVolumeClaim=an_object("claimName", claimName=TEXT),
+        emptyDir=an_object(medium={"const": "Memory"}),
     )},
 )  # fmt: skip
 RUNTIME = an_object(
@@ -347,14 +363,18 @@ def test_the_documents_fit_together():
     step = "trainer.kubeflow.org/trainjob-ancestor-step"
     assert replicated["template"]["metadata"]["labels"] == {step: "trainer"}
     pod = replicated["template"]["spec"]["template"]["spec"]
-    (container,), (volume,) = pod["containers"], pod["volumes"]
+    (container,), volumes = pod["containers"], pod["volumes"]
+    mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+    assert set(mounts) == {volume["name"] for volume in volumes}
     # the trainer changes the container of this name in the job of this name
     assert replicated["name"] == container["name"] == "node"
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    (volume,) = [each for each in volumes if "persistentVolumeClaim" in each]
     assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
-    (mount,) = container["volumeMounts"]
-    assert mount["name"] == volume["name"]
-    assert f"--folder={mount['mountPath']}" in trainer()["args"][0].split()
+    assert f"--folder={mounts[volume['name']]}" in trainer()["args"][0].split()
+    # a rank for each GPU of a pod
+    limits = trainer()["resourcesPerNode"]["limits"]
+    assert trainer()["numProcPerNode"] == limits["nvidia.com/gpu"] == 8
     # names that the trainer keeps for itself
     assert not any(each["name"].startswith("PET_") for each in trainer()["env"])
 
@@ -365,7 +385,7 @@ def test_the_container_trains_as_two_pods(place: Place):
     shared.mkdir()
     of_both = {each["name"]: each["value"] for each in job["env"]} | {
         "PET_NNODES": str(job["numNodes"]),
-        "PET_NPROC_PER_NODE": str(job["numProcPerNode"]),
+        "PET_NPROC_PER_NODE": str(GPUS),  # fewer than the file's, for this machine
         "PET_MASTER_ADDR": "localhost",  # of the first pod: NAME-node-0-0.NAME
         "PET_MASTER_PORT": str(free_port()),
     }
@@ -383,4 +403,4 @@ def test_the_container_trains_as_two_pods(place: Place):
         pods.append(place.start(*words, **variables))
     statuses, said = end_of(*pods)
     assert statuses == [0, 0], said
-    check(shared)
+    check(shared, said)

@@ -16,7 +16,7 @@ from tests.lesson_rules import complaints
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 LESSONS = {path: rules.read(path) for path in sorted(NOTEBOOKS.glob("*.ipynb"))}
-RUN = re.compile(r'take_home\.run\("(\d\d)"')
+RUN = re.compile(r'take_home\.run(?:_agents)?\("(\d\d)"')
 by_lesson = pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
 
 # -- the lessons -----------------------------------------------------------------------

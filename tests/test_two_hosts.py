@@ -5,6 +5,7 @@ slow cable is felt, a host dies and the other goes on, and nothing stays behind.
 """
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -18,17 +19,9 @@ import psutil
 import pytest
 import torch
 
-from helpers.elastic import MARK, noted, processes
-from tests.launching import (
-    NOTEBOOKS,
-    ROOT,
-    SCRIPTS,
-    check_rows,
-    check_weights,
-    environment,
-    starts,
-    train_elastic,
-)
+from helpers.elastic import MARK, processes
+from tests.launching import NOTEBOOKS, ROOT, SCRIPTS, environment
+from tests.scripts import train_on_hosts
 from tests.waiting import wait
 
 sys.path.insert(0, str(NOTEBOOKS))
@@ -36,7 +29,7 @@ from scripts import two_hosts  # noqa: E402
 from scripts.two_hosts import HostsError, TwoHosts  # noqa: E402
 
 PROGRAM = SCRIPTS / "two_hosts.py"
-SCRIPT = str(SCRIPTS / "train_elastic.py")
+SCRIPT = train_on_hosts.__file__
 STEPS = 20
 
 
@@ -64,6 +57,48 @@ def wait_for(condition, what: str, hosts: TwoHosts):
     return wait(condition, what, words=lambda: "\n".join(h.words for h in hosts))
 
 
+def noted(folder: Path) -> list[dict]:
+    """What the ranks have noted, but for lines whose writer was killed."""
+    path, entries = folder / "log.jsonl", []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            entries.append(json.loads(line))
+    return entries
+
+
+def starts(folder: Path) -> list[tuple[int, int]]:
+    """(ranks, first step) of each time that training began."""
+    log = [entry for entry in noted(folder) if entry["event"] == "loaded"]
+    return [(entry["ranks"], entry["step"]) for entry in log if entry["rank"] == 0]
+
+
+@functools.cache
+def one_process(steps: int) -> dict[str, torch.Tensor]:
+    """The weights of one process, which adds up the gradients of two ranks."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    model = train_on_hosts.make_model()
+    optimizer = train_on_hosts.make_optimizer(model)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for rank in (0, 1):
+            train_on_hosts.loss_of(model, step, rank, 2).backward()
+        optimizer.step()
+    torch.set_num_threads(threads)
+    return model.state_dict()
+
+
+def check_weights(state: dict, steps: int, tolerance: float = 0) -> None:
+    assert state["step"] == steps
+    for name, right in one_process(steps).items():
+        mine = state["model"][name]
+        torch.testing.assert_close(mine, right, rtol=0, atol=tolerance)
+
+
+def checkpoint(folder: Path) -> dict:
+    return torch.load(folder / train_on_hosts.NAME, weights_only=True)
+
+
 def reach(folder: Path, step: int, hosts: TwoHosts, ranks: int = 2) -> list[float]:
     """Wait until so many ranks together have done a step; when each had."""
 
@@ -81,9 +116,9 @@ def reach(folder: Path, step: int, hosts: TwoHosts, ranks: int = 2) -> list[floa
 
 def check(folder: Path) -> None:
     """The sums of one rank or four are rounded otherwise than those of two."""
-    check_rows(noted(folder), STEPS)
-    weights = torch.load(folder / "weights.pt", weights_only=True)
-    check_weights(weights, STEPS, exact=False)
+    done = {entry["step"] for entry in noted(folder) if entry["event"] == "step"}
+    assert done == set(range(STEPS))
+    check_weights(checkpoint(folder), STEPS, tolerance=1e-5)
 
 
 def finish(hosts: TwoHosts) -> list[int]:
@@ -95,7 +130,7 @@ def finish(hosts: TwoHosts) -> list[int]:
 
 # -- training --------------------------------------------------------------------------
 
-NUMBERS = sum(p.numel() for p in train_elastic.make_model().parameters())
+NUMBERS = sum(p.numel() for p in train_on_hosts.make_model().parameters())
 
 
 def carried(hosts: TwoHosts) -> tuple[float, list[tuple[int, int]]]:
@@ -123,18 +158,15 @@ def test_one_rank_each_a_slow_cable_and_a_death(tmp_path: Path):
     Then host 1 dies, and host 0 goes on: no row is lost.
     """
     rate, payload = 2, 10 * 4 * NUMBERS  # Mbit/s: slower than any machine computes
-    script = (SCRIPT, f"--folder={tmp_path}", f"--steps={STEPS}")
-    holds, patient = ("--hold", "0", "5", "15", "17"), {"last_call_timeout": 3}
+    script = (SCRIPT, str(tmp_path), str(STEPS), "0", "5", "15", "17")
+    patient = {"last_call_timeout": 3}
 
     def begun() -> list[tuple[int, int]]:
-        return starts(noted(tmp_path))
-
-    def state() -> dict:
-        return train_elastic.newest(tmp_path)[0]
+        return starts(tmp_path)
 
     with TwoHosts(rate=1000) as hosts:
         for host in hosts:
-            host.launch(*script, *holds, nodes="1:2", restarts=3, conf=patient)
+            host.launch(*script, nodes="1:2", restarts=3, conf=patient)
         # host 0 may have begun alone, and is started again as the other comes
         wait_for(lambda: (2, 0) in begun(), "a start of both", hosts)
         (tmp_path / "go-0").touch()
@@ -146,8 +178,8 @@ def test_one_rank_each_a_slow_cable_and_a_death(tmp_path: Path):
         end = max(reach(tmp_path, 14, hosts))
         check_bytes(hosts, before, payload)
         hosts.limit(None)
-        wait_for(lambda: state()["step"] == 15, "the checkpoint", hosts)
-        check_weights(state()["model"], 15)
+        wait_for(lambda: checkpoint(tmp_path)["step"] == 15, "the checkpoint", hosts)
+        check_weights(checkpoint(tmp_path), 15)
         (tmp_path / "go-15").touch()
         reach(tmp_path, 16, hosts)
         assert len(hosts[1].processes) >= 2
@@ -167,7 +199,7 @@ def test_two_ranks_each(tmp_path: Path):
 
     One rank of a host has its next one on the other host.
     """
-    script = (SCRIPT, f"--folder={tmp_path}", f"--steps={STEPS}", "--hold", "5", "15")
+    script = (SCRIPT, str(tmp_path), str(STEPS), "5", "15")
     with TwoHosts() as hosts:
         for host in hosts:
             host.launch(*script, ranks=2)

@@ -10,6 +10,7 @@ screen readers speak, and looks the same on every machine, so that tests compare
     memory_bars.py  what memory is made of at several moments, predicted and counted
     jobs.py         what runs when on all ranks of a job, and their memory
     meshes.py       groups of a mesh on their nodes; what each rank has of a model
+    network_steps.py  one step of a rank on several nodes: computing, and each link
     timelines.py    what runs when: streams of GPUs, stages of a pipeline
     precision.py    numbers of 16 bits, and where a step of mixed precision has them
     loss_curves.py  curves of one training in several ways, and their distances
@@ -30,10 +31,12 @@ screen readers speak, and looks the same on every machine, so that tests compare
     before_after.py   what each rank has before and after several collectives
     conversations.py  who sends to whom and when, several programs on one axis
     course_map.py   the lessons of the course
+    elastic_job.py  agents that meet; a job that is killed and restarted, step by step
     experts.py      tokens travel to the rank of their expert
     equal_ranks.py  which values all ranks have alike
     ring_attention.py  attention over ranks: who computes what, and when
     sharing.py      one tensor in two processes, and a lost update
+    verdicts.py     claims and their cases: which hold, which fail, which are open
     visible.py      which cards a program sees, and what it calls them
 """
 
@@ -44,6 +47,7 @@ from helpers.draw.conversations import conversations
 from helpers.draw.copy_path import copy_path
 from helpers.draw.course_map import ON_RANKS, course_map
 from helpers.draw.data_parallel import four_functions, star_and_chain
+from helpers.draw.elastic_job import agents_meet, elastic_job
 from helpers.draw.equal_ranks import equal_ranks
 from helpers.draw.experts import tokens_to_experts
 from helpers.draw.exposed import exposed
@@ -54,6 +58,7 @@ from helpers.draw.loss_curves import loss_curves
 from helpers.draw.memory import devices, parts, segment_picture, segments
 from helpers.draw.memory_bars import memory_bars
 from helpers.draw.meshes import mesh, mesh_ways
+from helpers.draw.network_steps import network_steps
 from helpers.draw.picture import COLOURS, HOST, INK, WIDEST, Picture, colour
 from helpers.draw.pipelines import bubble, pipelines
 from helpers.draw.precision import mixed_step, number_formats
@@ -72,16 +77,18 @@ from helpers.draw.steps import steps
 from helpers.draw.stopwatches import stopwatches
 from helpers.draw.timelines import schedule, timeline
 from helpers.draw.two_matmuls import two_matmuls
+from helpers.draw.verdicts import verdicts
 from helpers.draw.visible import visible_cards
 
 __all__ = [
-    "Budget", "COLOURS", "HOST", "INK", "ON_RANKS", "Picture", "WIDEST",
+    "Budget", "COLOURS", "HOST", "INK", "ON_RANKS", "Picture", "WIDEST", "agents_meet",
     "attention_squares", "attention_times", "averaging", "before_after", "bubble",
     "budgets", "colour", "conversations", "copy_path", "course_map", "devices",
-    "equal_ranks", "exposed", "four_functions", "hidden_copies", "job_memory",
-    "job_timeline", "loaders", "loss_curves", "lost_update", "memory_bars", "mesh",
-    "mesh_ways", "mixed_step", "number_formats", "online_softmax", "overlap", "parts",
-    "pipelines", "roofline", "schedule", "segment_picture", "segments", "sharded_steps",
-    "shared_step", "shared_tensor", "slice_times", "stages", "star_and_chain", "steps",
-    "stopwatches", "timeline", "tokens_to_experts", "two_matmuls", "visible_cards",
+    "elastic_job", "equal_ranks", "exposed", "four_functions", "hidden_copies",
+    "job_memory", "job_timeline", "loaders", "loss_curves", "lost_update",
+    "memory_bars", "mesh", "mesh_ways", "mixed_step", "network_steps", "number_formats",
+    "online_softmax", "overlap", "parts", "pipelines", "roofline", "schedule",
+    "segment_picture", "segments", "sharded_steps", "shared_step", "shared_tensor",
+    "slice_times", "stages", "star_and_chain", "steps", "stopwatches", "timeline",
+    "tokens_to_experts", "two_matmuls", "verdicts", "visible_cards",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The exercises of lesson 24: rows in vain, a file that is whole, and when to save.
+"""The exercises of lesson 24: steps done again, when to save, and a file that is whole.
 
 One of them kills processes: a rank of its own forks one child for each moment at which
 the learner's function may die, and looks at what the child has left behind.
@@ -13,7 +13,6 @@ import sys
 import tempfile
 from os import fsync, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,136 +22,135 @@ from helpers.exercises.exercise import NotYet, Wrong, call, exercise, solution
 from helpers.exercises.in_ranks import in_ranks
 
 
-def _log(*starts: tuple[int, int, int]) -> list[dict]:
-    """A diary. A start has ranks, its first step, and the one before which it ended.
-
-    Each step has 7 rows of its own, and a rank takes every n-th, as in the lesson.
-    """
-    log = [{"event": "add node", "node": 0}]
-    for ranks, first, end in starts:
-        all_ = [{"rank": rank, "ranks": ranks} for rank in range(ranks)]
-        log += [{"event": "begin", **who} for who in all_]
-        log += [{"event": "loaded", **who, "step": first} for who in all_]
-        for step in range(first, end):
-            rows = list(range(7 * step, 7 * step + 7))
-            for who in all_:
-                mine = rows[who["rank"] :: ranks]
-                log.append({"event": "step", **who, "step": step, "rows": mine})
-    return [*log, {"event": "done", "rank": 0, "ranks": starts[-1][0]}]
-
-
-class _Count(NamedTuple):
-    right: int  # rows in vain
-    every: int
-    entries: int  # in vain
-    departed: int  # rows in vain of ranks that did not come again
-    repeated: int  # rows of steps that were done again
-
-
-def _counted(log: list[dict]) -> _Count:
-    done, alive, lost, departed = [], [], [], []
-    for entry in log:
-        if entry["event"] == "loaded":
-            lost += (now := [e for e in alive if e["step"] >= entry["step"]])
-            departed += [e for e in now if e["rank"] >= entry["ranks"]]
-            alive = [e for e in alive if e["step"] < entry["step"]]
-        elif entry["event"] == "step":
-            done.append(entry)
-            alive.append(entry)
-    different = {(e["step"], row) for e in done for row in e["rows"]}
-    every = _rows(done)
-    return _Count(
-        _rows(lost), every, len(lost), _rows(departed), every - len(different)
-    )
-
-
-def _rows(entries: list[dict]) -> int:
-    return sum(len(e["rows"]) for e in entries)
-
-
-_DIARIES = (
-    ("two ranks end before step 7 and go on from 5", _log((2, 0, 7), (2, 5, 9))),
-    ("nothing happens", _log((2, 0, 8))),
-    ("it ends just after a checkpoint", _log((2, 0, 5), (2, 5, 9))),
-    ("it ends twice, and loses step 6 both times",
-     _log((2, 0, 7), (2, 5, 8), (2, 5, 9))),
-    ("the second checkpoint is spoilt, and it goes back from step 10 to 0",
-     _log((2, 0, 7), (2, 5, 10), (2, 0, 12))),
-    ("it goes back from step 9 to 5, and ends for good after step 6",
-     _log((2, 0, 9), (2, 5, 7))),
-    ("it has one rank, then three, then two", _log((1, 0, 7), (3, 5, 9), (2, 5, 12))),
-)  # fmt: skip
-
-
 @exercise(
     "24.1",
     hints=(
-        "Follow the rows of one step through the list: which entry makes them "
-        "worthless, and where in the list does this entry stand? How do you know, at "
-        "a `loaded` entry, which of the steps before it are lost?",
-        "Every rank writes a `loaded` entry, but a row is lost only once. Think also "
-        "of a rank that does not come back, of a step that is lost twice, and of lost "
-        "steps that nobody computes again.",
+        "How many checkpoints had been written before the kill? Which one of them is "
+        "the newest that can be loaded?",
+        "`step // every` checkpoints were written. Take away the damaged ones; the "
+        "number cannot go below 0. The rest times `every` is the step to go on with.",
     ),
 )
-def vain(function) -> None:
-    """Rows that were computed in vain, by the diary."""
-    for words, log in _DIARIES:
-        where = f"where {words}"
-        answer = call(function, json.loads(json.dumps(log)), when=f"{where},")
-        answer, found = number(answer, where), _counted(log)
-        if answer == found.right:
+def steps_again(function) -> None:
+    """Steps that are done again after a kill."""
+    for step, every, damaged in _KILLS:
+        where = f"killed before step {step}, saved every {every}, {damaged} damaged"
+        right = step - max(0, step // every - damaged) * every
+        answer = number(call(function, step, every, damaged, when=f"{where},"), where)
+        if answer == right:
             continue
-        ranks = max(e["ranks"] for e in log if e["event"] == "begin")
         mistakes = {
-            "it counts the rows that are worth something": found.every - found.right,
-            "it counts all rows": found.every,
-            "it counts entries: add up their rows": found.entries,
-            "each rank notes that it has loaded, but a row is lost only once":
-                found.right * ranks,
-            "the rows of a rank that is not there any more are lost as well":
-                found.right - found.departed,
-            "a row of a lost step is in vain, also if nobody has done it again":
-                found.repeated,
-        }  # fmt: skip
-        why = "a step has 7 rows; rank 0 takes the first, rank 1 the next, and so on"
-        why = next((w for w, value in mistakes.items() if answer == value), why)
-        raise Wrong(f"{where}: {found.right} rows, yours are {answer}; {why}")
+            step % every: "the damaged checkpoints cannot be loaded",
+            step: "checkpoints that are not damaged can be loaded",
+            step - right: "this is the step to go on with, not the steps done again",
+            step - (step // every - damaged) * every: "without a checkpoint, the job "
+            "begins with step 0, not before it",
+        }
+        why = "go on with the newest checkpoint that can be loaded"
+        why = mistakes.get(answer, why)
+        raise Wrong(f"{where}: {right} steps, yours are {answer}; {why}")
+
+
+_KILLS = ((12, 5, 0), (12, 5, 1), (10, 5, 0), (3, 5, 0), (41, 8, 2), (12, 5, 3))
 
 
 @solution("24.1")
 def solution_1():
-    """Keep a list of the entries that still count, and take out what is lost.
+    """The job has written `step // every` checkpoints before step `step`.
 
-    A `step` entry counts from the moment when it is written. A `loaded` entry at step
-    `s` ends that for all entries of step `s` and later, whichever rank wrote them. A
-    rank that is gone has lost its rows as well.
-
-    The second rank's `loaded` entry finds nothing more to take out, so no row is lost
-    twice by one restart. If the step is done again and lost again, its new entry is
-    taken out by the next restart, and its rows count a second time.
+    The newest were damaged, so `step // every - damaged` can be loaded, or none
+    if that is less than 0. Each is `every` steps after the one before, so the newest
+    that can be loaded tells the step to go on with. The steps after it are done again.
     """
 
-    def vain(log):
-        still_count = []
-        rows_in_vain = 0
-        for entry in log:
-            if entry["event"] == "step":
-                still_count.append(entry)
-            elif entry["event"] == "loaded":
-                kept = []
-                for done in still_count:
-                    if done["step"] < entry["step"]:
-                        kept.append(done)
-                    else:
-                        rows_in_vain += len(done["rows"])
-                still_count = kept
-        return rows_in_vain
+    def steps_again(step, every, damaged):
+        whole = max(0, step // every - damaged)
+        return step - whole * every
 
-    return vain
+    return steps_again
 
 
-# -- 16.2 ------------------------------------------------------------------------------
+# -- 24.2 ------------------------------------------------------------------------------
+
+
+@exercise(
+    "24.2",
+    hints=(
+        "Look at the formula under *How often to save*, and write down what "
+        "its `C` and its `M` are here. How is the time between two failures of the "
+        "job related to that of one GPU?",
+        "Bring all times to seconds before you take the root, and turn the interval "
+        "into steps only afterwards. The loss has two terms, and both are shares of "
+        "the progress, not seconds.",
+    ),
+)
+def save_every(steps, percent) -> None:
+    """Young's interval, and what it costs."""
+    between = 40_000 * 3600 / 512  # seconds between failures of the job
+    best = (2 * 45 * between) ** 0.5  # seconds
+    mistakes = {
+        best: "that many seconds; a step takes 3",
+        best / 3 / 2**0.5: "the 2 under the root is missing",
+        (2 * 45 * 40_000 * 3600) ** 0.5 / 3: "any of the 512 GPUs stops the job",
+        (2 * 45 * 40_000 / 512) ** 0.5 / 3: "hours and seconds under one root",
+        (2 * 45 * 40_000 / 512) ** 0.5: "hours and seconds under one root",
+        (2 * 45 * between / 3) ** 0.5: "the save is in seconds and the failures in "
+        "steps",
+        best / 3 / 2: "T is the whole root, not half of it",
+    }
+    why = (
+        "find the seconds between two failures of the job first; then √(2 C M), in "
+        "steps"
+    )
+    counted(steps, best / 3, mistakes, why, what="steps", near=0.02)
+    half = 100 * 45 / best  # percent
+    mistakes = {
+        half: "saving and what is done again cost as much; add both",
+        1.5 * half: "a failure costs half an interval on average",
+        3 * half: "a failure costs half an interval on average, not a whole",
+        2 * half / 100: "in percent, please, with one digit after the point",
+        0.02: "in percent, please, with one digit after the point",
+        2: "with one digit after the point, please",
+    }
+    why = "C / T + T / (2 M), with one digit after the point"
+    counted(percent, 2 * half, mistakes, why, what="percent", near=0.02)
+
+
+@solution("24.2")
+def solution_2():
+    """Any of 512 GPUs stops the job, so the job fails 512 times as often as one GPU.
+
+    With Young's formula the best interval is
+
+        T = √(2 · C · M)
+
+    C is the time of one save, and M is the time between two failures of the job. T is
+    in seconds like both of them; divided by the time of a step, it is a number of
+    steps.
+
+    For each second of progress the job loses
+
+        C / T + T / (2 · M)
+
+    The first term is for saving. The second is for steps done again, because a failure
+    comes half an interval after the last save on average. At the best interval both
+    terms are equal.
+    """
+    seconds_of_a_save = 45
+    seconds_of_a_step = 3
+    hours_between_failures = 40_000 / 512
+    seconds_between_failures = hours_between_failures * 3600
+
+    interval = (2 * seconds_of_a_save * seconds_between_failures) ** 0.5
+    steps = round(interval / seconds_of_a_step)
+
+    saving = seconds_of_a_save / interval
+    again = interval / (2 * seconds_between_failures)
+    percent = round(100 * (saving + again), 1)
+    return steps, percent
+
+
+# -- 24.3 ------------------------------------------------------------------------------
 
 OLD, NEW = b"old!" * 15_000, b"and new" * 13_000
 SMALL = b"small"  # less than what Python keeps before it writes
@@ -339,9 +337,9 @@ _VERDICTS = {
 
 
 @exercise(
-    "24.2",
+    "24.3",
     hints=(
-        "Look at `rename` under *From scratch: a checkpoint that is whole or not "
+        "Look at `write_then_rename` under *A checkpoint is whole, or it is not "
         "there*. Which of its lines protect against a kill, and which against a power "
         "cut?",
         "`os.fsync` brings to the disk what the system has, and Python keeps written "
@@ -361,8 +359,8 @@ def keep(function) -> None:
         raise Wrong(wrong)
 
 
-@solution("24.2")
-def solution_2():
+@solution("24.3")
+def solution_3():
     """The new content gets a name of its own first, and the old name only at the end.
 
     Until `os.replace`, the file under `path` is untouched, so a kill leaves the old
@@ -389,181 +387,28 @@ def solution_2():
     return keep
 
 
-# -- 16.3 ------------------------------------------------------------------------------
-
-
-@exercise(
-    "24.3",
-    hints=(
-        "Look at the formula under *Cost: how often to save?*, and write down what "
-        "its `C` and its `M` are here. How is the time between two failures of the "
-        "job related to that of one GPU?",
-        "Bring all times to seconds before you take the root, and turn the interval "
-        "into steps only afterwards. The loss has two terms, and both are shares of "
-        "the progress, not seconds.",
-    ),
-)
-def save_every(steps, percent) -> None:
-    """Young's interval, and what it costs."""
-    between = 40_000 * 3600 / 512  # seconds between failures of the job
-    best = (2 * 45 * between) ** 0.5  # seconds
-    mistakes = {
-        best: "that many seconds; a step takes 3",
-        best / 3 / 2**0.5: "the 2 under the root is missing",
-        (2 * 45 * 40_000 * 3600) ** 0.5 / 3: "any of the 512 GPUs stops the job",
-        (2 * 45 * 40_000 / 512) ** 0.5 / 3: "hours and seconds under one root",
-        (2 * 45 * 40_000 / 512) ** 0.5: "hours and seconds under one root",
-        (2 * 45 * between / 3) ** 0.5: "the save is in seconds and the failures in "
-        "steps",
-        best / 3 / 2: "T is the whole root, not half of it",
-    }
-    why = (
-        "find the seconds between two failures of the job first; then √(2 C M), in "
-        "steps"
-    )
-    counted(steps, best / 3, mistakes, why, what="steps", near=0.02)
-    half = 100 * 45 / best  # percent
-    mistakes = {
-        half: "saving and what is done again cost as much; add both",
-        1.5 * half: "a failure costs half an interval on average",
-        3 * half: "a failure costs half an interval on average, not a whole",
-        2 * half / 100: "in percent, please, with one digit after the point",
-        0.02: "in percent, please, with one digit after the point",
-        2: "with one digit after the point, please",
-    }
-    why = "C / T + T / (2 M), with one digit after the point"
-    counted(percent, 2 * half, mistakes, why, what="percent", near=0.02)
-
-
-@solution("24.3")
-def solution_3():
-    """Any of 512 GPUs stops the job, so the job fails 512 times as often as one GPU.
-
-    With Young's formula the best interval is
-
-        T = √(2 · C · M)
-
-    C is the time of one save, and M is the time between two failures of the job. T is
-    in seconds like both of them; divided by the time of a step, it is a number of
-    steps.
-
-    For each second of progress the job loses
-
-        C / T + T / (2 · M)
-
-    The first term is for saving. The second is for steps done again, because a failure
-    comes half an interval after the last save on average. At the best interval both
-    terms are equal.
-    """
-    seconds_of_a_save = 45
-    seconds_of_a_step = 3
-    hours_between_failures = 40_000 / 512
-    seconds_between_failures = hours_between_failures * 3600
-
-    interval = (2 * seconds_of_a_save * seconds_between_failures) ** 0.5
-    steps = round(interval / seconds_of_a_step)
-
-    saving = seconds_of_a_save / interval
-    again = interval / (2 * seconds_between_failures)
-    percent = round(100 * (saving + again), 1)
-    return steps, percent
-
-
 # -- answers ---------------------------------------------------------------------------
 
 SQUARE = (2 * 45 * 40_000 * 3600 / 512) ** 0.5
 
 
-# -- rows in vain ----------------------------------------------------------------------
+# -- steps done again ------------------------------------------------------------------
 
 
-def counts(log):
-    done, lost = {}, 0
-    for entry in log:
-        if entry["event"] == "step":
-            key = entry["step"], entry["rank"]
-            done[key] = len(entry["rows"])
-        elif entry["event"] == "loaded":
-            for key in [key for key in done if key[0] >= entry["step"]]:
-                lost += done.pop(key)
-    return lost
+def by_remainder(step, every, damaged):
+    return min(step, step % every + damaged * every)
 
 
-def by_difference(log):
-    done, every = {}, 0
-    for entry in log:
-        if entry["event"] == "step":
-            every += len(entry["rows"])
-            done.setdefault(entry["step"], []).extend(entry["rows"])
-        elif entry["event"] == "loaded":
-            done = {s: rows for s, rows in done.items() if s < entry["step"]}
-    return every - sum(map(len, done.values()))
+def ignores_damage(step, every, damaged):
+    return step % every
 
 
-def counts_steps(log):
-    seen, again = set(), 0
-    for entry in log:
-        if entry["event"] == "step":
-            again += (entry["step"], entry["rank"]) in seen
-            seen.add((entry["step"], entry["rank"]))
-    return again
+def before_the_beginning(step, every, damaged):
+    return step % every + damaged * every
 
 
-def for_each_rank(log):
-    done, lost = [], 0
-    for entry in log:
-        if entry["event"] == "step":
-            done.append(entry)
-        elif entry["event"] == "loaded":
-            lost += sum(len(e["rows"]) for e in done if e["step"] >= entry["step"])
-            if entry["rank"] == 1:
-                done = [e for e in done if e["step"] < entry["step"]]
-    return lost
-
-
-def counts_all(log):
-    return sum(len(e["rows"]) for e in log if e["event"] == "step")
-
-
-def counts_good(log):
-    return counts_all(log) - counts(log)
-
-
-def its_own(log):
-    done, lost = {}, 0
-    for entry in log:
-        if entry["event"] == "step":
-            done[entry["step"], entry["rank"]] = len(entry["rows"])
-        elif entry["event"] == "loaded":
-            for key in list(done):
-                if key[0] >= entry["step"] and key[1] == entry["rank"]:
-                    lost += done.pop(key)
-    return lost
-
-
-def not_the_last(log):
-    last = {(e["step"], e["rank"]): len(e["rows"]) for e in log if e["event"] == "step"}
-    return counts_all(log) - sum(last.values())
-
-
-def repeated(log):
-    rows = {(e["step"], r) for e in log if e["event"] == "step" for r in e["rows"]}
-    return counts_all(log) - len(rows)
-
-
-def once_for_ever(log):
-    last, rows = {}, {}
-    for entry in log:
-        if entry["event"] == "step":
-            key = entry["step"], entry["rank"]
-            if key in rows:
-                last[key] = rows[key]
-            rows[key] = len(entry["rows"])
-    return sum(last.values())
-
-
-def needs_rows(log):
-    return sum(len(e["rows"]) for e in log)
+def goes_on_with(step, every, damaged):
+    return step - by_remainder(step, every, damaged)
 
 
 # -- a file that is whole --------------------------------------------------------------
@@ -702,10 +547,9 @@ def another(path, content):
 
 
 RIGHT = {
-    "vain": [
-        counts,
-        by_difference,
-        lambda log: np.int64(counts(log)),
+    "steps_again": [
+        by_remainder,
+        lambda step, every, damaged: np.int64(by_remainder(step, every, damaged)),
     ],
     "keep": [
         with_os,
@@ -720,18 +564,13 @@ RIGHT = {
     ],
 }
 WRONG = {
-    "vain": [
-        (counts_steps, "add up their rows"),
-        (for_each_rank, "lost only once"),
-        (counts_all, "counts all rows"),
-        (counts_good, "worth something"),
-        (once_for_ever, "both times"),
-        (needs_rows, "KeyError"),
-        (its_own, "not there any more"),
-        (not_the_last, "nobody has done it again"),
-        (repeated, "nobody has done it again"),
-        (lambda log: str(counts(log)), "give a number, not '14'"),
-        (lambda log: 1, "a step has 7 rows"),
+    "steps_again": [
+        (ignores_damage, "cannot be loaded"),
+        (before_the_beginning, "not before it"),
+        (goes_on_with, "the step to go on with, not"),
+        (lambda step, every, damaged: step, "can be loaded"),
+        (lambda step, every, damaged: -1, "go on with the newest"),
+        (lambda step, every, damaged: "2", "give a number, not '2'"),
     ],
     "keep": [
         (plain, "killed at byte"),

@@ -1,115 +1,130 @@
-"""The exercises of lesson 25: plans for several machines, by arithmetic."""
-
-import math
-
-import numpy as np
-import torch
+"""The exercises of lesson 25: which GPU a rank takes, which node is first, bytes."""
 
 from helpers.exercises import ring
-from helpers.exercises.counted import (
-    counted,
-    is_near,
-    number,
-)
+from helpers.exercises.counted import counted, number
 from helpers.exercises.exercise import (
+    NotYet,
     Wrong,
     call,
     exercise,
+    must_be_callable,
     solution,
 )
-
-_ROOM = 60e9  # bytes of each GPU
-_EACH = 8  # GPUs of a machine
-
-
-def _needs(machines: int, batch: int) -> float:
-    """Bytes of each GPU for 70B on so many machines."""
-    from scripts import plan
-
-    return plan.bytes_per_gpu("70B", _EACH * machines, batch=batch).total
-
-
-def _fewest(batch: int) -> int:
-    machines = 1
-    while _needs(machines, batch) > _ROOM:
-        machines += 1
-    return machines
 
 
 @exercise(
     "25.1",
     hints=(
-        "`plan.bytes_per_gpu` takes a number of GPUs, and the `total` of its result "
-        "is in bytes. How do you find the first number of machines with which the "
-        "total is small enough?",
-        "`bytes_by_hand` leaves out what is whole for a moment only, so take the "
-        "function of the plan. Three sequences keep more activations on each GPU, "
-        "so search again from the beginning.",
+        "torchrun tells each process its rank, its node and its number on this node. "
+        "A node numbers its GPUs from 0. Which of the variables counts from 0 on every "
+        "node?",
+        "The values of an environment are words: `int` makes a number of one.",
     ),
 )
-def fewest_machines(one_sequence, three_sequences) -> None:
-    """Machines of eight GPUs with 60 GB each, for 70B."""
-    answers = {"one sequence": (1, one_sequence), "three": (3, three_sequences)}
-    for name, (batch, answer) in answers.items():
-        answer = number(answer, name)
-        right = _fewest(batch)
-        if answer == right:
+def my_gpu(function) -> None:
+    """The GPU of several ranks, from what torchrun has told them."""
+    must_be_callable(function)
+    for rank, local, node in ((0, 0, 0), (11, 3, 1), (17, 1, 2)):
+        environ = {
+            "RANK": str(rank), "LOCAL_RANK": str(local), "GROUP_RANK": str(node),
+            "WORLD_SIZE": "24", "LOCAL_WORLD_SIZE": "8",
+        }  # fmt: skip
+        when = f"for rank {rank} on node {node}"
+        found = call(function, environ, when=when)
+        if found is None:
+            raise NotYet("your function returns nothing so far")
+        if isinstance(found, str):
+            raise Wrong(f"{when}: {found!r} is a word; the number of a GPU is wanted")
+        found = number(found, when)
+        if found == local:
             continue
-        if answer < 1:
-            raise Wrong(f"{name}: at least one machine is needed, not {answer:g}")
-        if answer == _EACH * right:
-            raise Wrong(f"{name}: machines are asked for, of eight GPUs each")
-        if answer != int(answer):
-            raise Wrong(f"{name}: a machine is there or it is not; round up")
-        needs = _needs(int(answer), batch) / 1e9
-        if answer > right:
-            raise Wrong(
-                f"{name}: {answer:g} machines are enough, with {needs:.1f} GB on each "
-                "GPU, but fewer are as well"
-            )
-        why = f"{name}: on {answer:g} machines each GPU needs {needs:.1f} GB"
-        if batch == 1 and answer == right - 1:
-            why += "; the count by hand left out what is whole for a moment"
-        if batch == 3 and answer == _fewest(1):
-            why += "; three sequences have three times the activations"
+        why = f"{when} it is GPU {local}, not {found:g}"
+        if found == rank:
+            why += ": that is RANK, and this node has no such GPU"
+        elif found == node:
+            why += ": that is the number of the node"
         raise Wrong(why)
 
 
 @solution("25.1")
 def solution_1():
-    """Add one machine after the other until a GPU needs no more than 60 GB.
+    """`LOCAL_RANK` counts the processes of a node, as CUDA counts its GPUs."""
 
-    More machines make the shards of weights, gradients and Adam's state smaller. What
-    a GPU has for itself stays: activations, logits, and the blocks that are gathered
-    for a moment. These parts grow with the sequences, so the second search begins anew.
+    def my_gpu(environ):
+        return int(environ["LOCAL_RANK"])
 
-    `bytes_by_hand` would say 3 machines for one sequence, because it leaves out what is
-    gathered or computed again for a moment.
-    """
-    from scripts import plan
-
-    gpus_of_a_machine = 8
-    room = 60 * 10**9
-
-    def fewest_machines(batch):
-        machines = 1
-        while True:
-            gpus = machines * gpus_of_a_machine
-            needed = plan.bytes_per_gpu("70B", gpus, batch=batch).total
-            if needed <= room:
-                return machines
-            machines += 1
-
-    one_sequence = fewest_machines(batch=1)
-    three_sequences = fewest_machines(batch=3)
-    return one_sequence, three_sequences
+    return my_gpu
 
 
 @exercise(
     "25.2",
     hints=(
-        "Look at the third point under *Cost: a cable that is slow for real*, which "
-        "has hybrid sharding on two hosts. Take one GPU first: how large "
+        "Which node is node 0? Addresses are compared as words: look at `meet`.",
+        "Sort the addresses. The first one has the ranks from 0 to `gpus` - 1, and "
+        "each later one begins where the one before it has ended.",
+    ),
+)
+def ranks_of_nodes(function) -> None:
+    """Address -> ranks, for addresses whose order as words is not that of numbers."""
+    must_be_callable(function)
+    jobs = (
+        (["10.0.0.1", "10.0.0.2"], 4),
+        (["10.0.0.9", "10.0.0.10"], 2),
+        (["node2", "node10", "node1"], 8),
+    )
+    for addresses, gpus in jobs:
+        given = list(addresses)
+        found = call(function, given, gpus, when=f"for {addresses}")
+        if found is None:
+            raise NotYet("your function returns nothing so far")
+        if not isinstance(found, dict):
+            raise Wrong(f"a dict is wanted, not {type(found).__name__}")
+        if set(found) != set(addresses):
+            raise Wrong(f"for {addresses} the keys are {list(found)}")
+        right = _by_node(sorted(addresses), gpus)
+        try:
+            mine = {address: list(ranks) for address, ranks in found.items()}
+        except TypeError:
+            raise Wrong("each value is a list of ranks") from None
+        if mine == right:
+            continue
+        first = min(addresses)
+        why = f"with {gpus} GPUs on each of {addresses}, {first!r} has the ranks "
+        why += f"{right[first]}, not {mine[first]}"
+        if mine == _by_node(addresses, gpus):
+            why += ": addresses are sorted as words, whoever is named first"
+        raise Wrong(why)
+
+
+def _by_node(addresses: list[str], gpus: int) -> dict[str, list[int]]:
+    """Consecutive ranks for each address, in this order."""
+    return {
+        address: list(range(node * gpus, (node + 1) * gpus))
+        for node, address in enumerate(addresses)
+    }
+
+
+@solution("25.2")
+def solution_2():
+    """The place of an address among the sorted ones is the number of its node.
+
+    Node n has the ranks from n · gpus on, as many as it has GPUs.
+    """
+
+    def ranks_of_nodes(addresses, gpus):
+        found = {}
+        for node, address in enumerate(sorted(addresses)):
+            first = node * gpus
+            found[address] = list(range(first, first + gpus))
+        return found
+
+    return ranks_of_nodes
+
+
+@exercise(
+    "25.3",
+    hints=(
+        "Look at HSDP under *What the network carries*. Take one GPU first: how large "
         "is its part of the gradients, and how many ranks are in its ring?",
         "All GPUs of a machine share its cards, and each of them takes part in a ring "
         "of its own. Gathers of weights stay inside the machine.",
@@ -146,8 +161,8 @@ def hybrid_bytes(function) -> None:
         counted(found, right, mistakes, why, what=what, near=1e-3)
 
 
-@solution("25.2")
-def solution_2():
+@solution("25.3")
+def solution_3():
     """Only the rings of the gradients leave a machine, one ring for each of its GPUs.
 
     FSDP inside the machine leaves each GPU with one part of the averaged gradients. The
@@ -169,78 +184,6 @@ def solution_2():
     return hybrid_bytes
 
 
-@exercise(
-    "25.3",
-    hints=(
-        "Write down two times for a model of P parameters, as in *What passes the "
-        "card?*: the seconds that the card needs, and the seconds that a GPU "
-        "computes. Which letters cancel if the two are equal?",
-        "A network's rate is in bits and a message is in bytes. The ring goes through "
-        "all GPUs, and it leaves each machine once, so do not divide the rate by the "
-        "eight GPUs of a machine.",
-    ),
-)
-def tokens_to_hide(function) -> None:
-    """8 P (n - 1) / n bytes in the time of 8 P tokens FLOP: P cancels."""
-    for gpus, gigabit, flops in (
-        (128, 400, 400e12),
-        (64, 400, 400e12),
-        (16, 100, 150e12),
-        (1024, 25, 3e14),
-    ):
-        what = f"with {gpus} GPUs, {gigabit} Gbit/s and {flops:.0e} FLOP/s"
-        found = number(call(function, gpus, gigabit, flops, when=what), what)
-        right = tokens(gpus, gigabit, flops)
-        if is_near(found, right, 5e-3):  # rounded is right as well
-            continue
-        mistakes = {
-            right / 8: "a byte has 8 bits",
-            right * 8: "the cards of a machine carry the ring once, not once for each "
-            "GPU behind them",
-            right / 64: "a byte has 8 bits, and `gigabit` is of the whole machine, not "
-            "of each GPU",
-            right * gpus / (gpus - 1): "a ring of n carries (n - 1) / n of a message",
-            right * (gpus - 8) / (gpus - 1): "the ring has all GPUs, not one of each "
-            "machine",
-            right * 1e9: "a Gbit is 10⁹ bits",
-            right * 4 / 3: "blocks are computed again: 8 FLOP for a token and "
-            "parameter",
-            right * gpus: "tokens of each GPU, not of all",
-            right / gpus: "each GPU computes its own tokens; do not divide by the GPUs",
-            1 / right: "upside down: more FLOP/s need more tokens",
-        }
-        why = (
-            f"{found:.4g} tokens; write both times down for P parameters, set them "
-            "equal, and see what cancels"
-        )
-        counted(found, right, mistakes, why, what=what, near=1e-3)
-
-
-@solution("25.3")
-def solution_3():
-    """Set the card's time equal to the time of computing, and solve for the tokens.
-
-    For each parameter the card sends
-
-        (2 + 2 + 4) · (gpus - 1) / gpus
-
-    bytes in a step: weights in bfloat16 twice, gradients in float32 once. For each
-    parameter and token a GPU computes 6 + 2 operations.
-
-    Both times are proportional to the number of parameters. The argument that is
-    missing is therefore the size of the model: a larger one needs as many tokens.
-    """
-
-    def tokens_to_hide(gpus, gigabit, flops):
-        sent_for_a_parameter = (2 + 2 + 4) * (gpus - 1) / gpus
-        bytes_per_second = gigabit * 1e9 / 8
-        seconds_of_the_card = sent_for_a_parameter / bytes_per_second
-        seconds_of_a_token = (6 + 2) / flops
-        return seconds_of_the_card / seconds_of_a_token
-
-    return tokens_to_hide
-
-
 # -- answers ---------------------------------------------------------------------------
 
 
@@ -253,47 +196,37 @@ def all_rings(parameters, machines, each):
     return round(each * 2 * part * (machines - 1) / machines)
 
 
-def tokens(gpus, gigabit, flops):
-    return flops * (gpus - 1) / gpus / (gigabit * 1e9 / 8)
+def by_sorted(addresses, gpus):
+    every = sorted(addresses)
+    return {a: [every.index(a) * gpus + g for g in range(gpus)] for a in addresses}
 
 
-def tokens_up(gpus, gigabit, flops):
-    return math.ceil(tokens(gpus, gigabit, flops))
-
-
-def tokens_of_the_lesson(gpus, gigabit, flops):
-    return tokens(gpus, gigabit, flops) * (8192 * 1.06 / 1.10) / tokens(64, 400, 4e14)
+def by_given(addresses, gpus):
+    return _by_node(addresses, gpus)
 
 
 RIGHT = {
-    "fewest_machines": [
-        (np.int64(4), torch.tensor(6)),
-        (4.0, np.float32(6)),
+    "my_gpu": [
+        lambda environ: int(environ["LOCAL_RANK"]),
+        lambda environ: int(environ["RANK"]) % int(environ["LOCAL_WORLD_SIZE"]),
     ],
+    "ranks_of_nodes": [by_sorted, lambda a, g: _by_node(sorted(a), g)],
     "hybrid_bytes": [ring_of_machines, all_rings],
-    "tokens_to_hide": [
-        tokens,
-        tokens_up,
-        lambda g, n, f: round(tokens(g, n, f), -1),
-        tokens_of_the_lesson,
-    ],
 }
 WRONG = {
-    "fewest_machines": [
-        ((3, 6), "whole for a moment"),
-        ((32, 48), "of eight GPUs each"),
-        ((2, 6), "85.6 GB"),
-        ((5, 6), "fewer are as well"),
-        ((4, 4), "three times the activations"),
-        ((4, 5), "61.2 GB"),
-        ((3.5, 6), "round up"),
-        (("4", 6), "give a number, not '4'"),
-        ((True, 6), "not a bool"),
-        ((0, 6), "at least one machine"),
-        ((4, -1), "at least one machine"),
-        ((math.inf, 6), "not inf"),
-        ((4, math.nan), "not nan"),
-        ((torch.ones(2), 6), "not a Tensor"),
+    "my_gpu": [
+        (lambda environ: int(environ["RANK"]), "no such GPU"),
+        (lambda environ: int(environ["GROUP_RANK"]), "number of the node"),
+        (lambda environ: environ["LOCAL_RANK"], "is a word"),
+        (lambda environ: 7, "not 7"),
+        (lambda environ: environ["GPU"], "KeyError"),
+    ],
+    "ranks_of_nodes": [
+        (by_given, "sorted as words"),
+        (lambda a, g: sorted(a), "a dict is wanted"),
+        (lambda a, g: {}, "the keys are"),
+        (lambda a, g: dict.fromkeys(a, 0), "a list of ranks"),
+        (lambda a, g: {x: [0] for x in a}, "has the ranks"),
     ],
     "hybrid_bytes": [
         (lambda p, m, e: ring_of_machines(p, m, e) / e, "one GPU's part"),
@@ -312,20 +245,5 @@ WRONG = {
         (lambda p, m, e: 5.5 * p, "how many such rings"),
         (lambda p, m, e: "many", "give a number, not 'many'"),
         (lambda p, m, e: 1 / 0, "ZeroDivisionError"),
-    ],
-    "tokens_to_hide": [
-        (lambda g, n, f: tokens(g, n, f) / 8, "8 bits"),
-        (lambda g, n, f: tokens(g, n, f) * 8, "the ring once"),
-        (lambda g, n, f: tokens(g, n, f) / 64, "of the whole machine"),
-        (lambda g, n, f: f / (n * 1e9 / 8), "(n - 1) / n of a message"),
-        (
-            lambda g, n, f: f * (g - 8) / g / (n * 1e9 / 8),
-            "not one of each machine",
-        ),
-        (lambda g, n, f: tokens(g, n, f) * 4 / 3, "computed again"),
-        (lambda g, n, f: tokens(g, n, f) * g, "not of all"),
-        (lambda g, n, f: tokens(g, n, f) * 1e9, "10⁹ bits"),
-        (lambda g, n, f: 8192, "what cancels"),
-        (lambda g, n, f: [1], "not a list"),
     ],
 }

@@ -1,172 +1,116 @@
-"""The exercises of lesson 29: five claims, a careful verdict, and a test of tests."""
+"""The exercises of lesson 29: a repaired loss, a careful verdict, a test of tests."""
 
 import contextlib
 
 import numpy as np
 import torch
-from torch import nn
-from torch.nn.functional import cross_entropy
 
-from helpers import need_gpus
-from helpers.exercises.counted import listed
-from helpers.exercises.exercise import NotYet, Wrong, call, exercise, run, solution
-
-_CLAIMS = (
-    ("true", "it takes the device from x, and whoever wants another one must say so"),
-    (
-        "false",
-        "only parameters and buffers move; look at the attribute's device afterwards",
-    ),
-    ("true when", "try an x on cuda:0, and an x that is on cuda:1 already"),
-    (
-        "false",
-        "it waits for the current GPU; give another one work, and ask an event of its "
-        "stream whether the work is done",
-    ),
-    (
-        "true when",
-        "count with memory_allocated(), once for cross_entropy and once for mse_loss",
-    ),
+from helpers.exercises.counted import number
+from helpers.exercises.exercise import (
+    NotYet,
+    Wrong,
+    call,
+    exercise,
+    must_be_callable,
+    run,
+    solution,
 )
-_LETTERS = {"t": "true", "f": "false", "w": "true when"}
 
-
-def _kind(answer) -> str | None:
-    """Which of the three verdicts it is: a word, a letter, or one of the lesson's."""
-    said = str(answer).strip(" .…").lower()
-    kind = "true when" if said.startswith("true when ") else _LETTERS.get(said, said)
-    return kind if kind in _LETTERS.values() else None
+# -- 29.1 ------------------------------------------------------------------------------
 
 
 @exercise(
     "29.1",
     hints=(
-        "Take the first claim's cell as a pattern: a dictionary of cases, and one "
-        "line that says whether the claim holds in a case. Which cases has the author "
-        "of each claim not thought of?",
-        "Vary the device on which `x` already is, the GPU that has work to do, and "
-        "the loss function. For claim 4 record an event behind the work, and ask it "
-        "after `synchronize()`; for claim 5 compare `memory_allocated()`.",
+        "What does DDP do with the gradients of the ranks, and by which number is the "
+        "result smaller than the sum that you want?",
+        "Gradients are linear: a loss that is three times as large has gradients that "
+        "are three times as large.",
     ),
 )
-def five_claims(*answers) -> None:
-    """Five claims of earlier lessons: true, false or true when."""
-    if len(answers) == 1 and isinstance(answers[0], (list, tuple)):
-        raise Wrong("write five_claims(*answers), with a star")
-    say = 'say "true", "false" or "true when"'
-    listed(answers, _CLAIMS, what="verdicts", read=_kind, say=say)
-
-
-@solution("29.1", verdict=lambda: as_in_the_lesson)
-def solution_1(verdict):
-    """Each claim gets cases that its author did not mention, and `verdict` judges them.
-
-    2: `module.to()` goes through parameters and buffers. A plain attribute is neither,
-    so it stays where it was, on whichever device that is. (`register_buffer` makes it
-    move.)
-
-    3: `x.to()` copies only if it has something to change. An `x` that is on cuda:1
-    already is returned as it is, so a change to the result changes `x`.
-
-    4: `synchronize()` without an argument waits for the current GPU, here cuda:0. The
-    work of the others goes on. An event that is recorded behind the work says so.
-
-    5: `detach()` keeps the storage of the loss. With `cross_entropy` the storage has
-    one number, and the smallest allocation is 512 bytes. `mse_loss` makes its result as
-    large as its input first, and the mean stays in this storage.
-    """
-    need_gpus(4)
-
-    class WithTensor(nn.Module):
-        def __init__(self, device):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(2, device=device))
-            self.plain = torch.ones(2, device=device)
-
-    def moves_attribute(device):
-        module = WithTensor(device).to("cuda:1")
-        return module.plain.device == torch.device("cuda:1")
-
-    def makes_a_copy(device):
-        x = torch.ones(2, device=device)
-        return x.to("cuda:1").data_ptr() != x.data_ptr()
-
-    def waits_for(gpu):
-        x = torch.zeros(2**24, device=gpu)
-        done = torch.cuda.Event()
-        for _ in range(20):
-            x.add_(1)
-        done.record(torch.cuda.current_stream(gpu))
-        torch.cuda.synchronize()
-        return done.query()
-
-    def kept_is_small(loss_function, targets):
-        scores = torch.rand(1000, 10, device="cuda:0", requires_grad=True)
-        scores.grad = torch.zeros_like(scores)
-        before = torch.cuda.memory_allocated("cuda:0")
-        loss = loss_function(scores, targets)
+def repaired_sum(function) -> None:
+    """Gradients after DDP's average are those of the sum over all ranks."""
+    must_be_callable(function)
+    for ranks in (4, 3):
+        weight = torch.tensor(1.0, requires_grad=True)
+        loss = call(function, 6.0 * weight, ranks)
+        if loss is None:
+            raise NotYet("your function returns nothing so far")
+        if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
+            kind = type(loss).__name__
+            raise Wrong(
+                f"return a tensor on which `backward()` can be called, not a {kind} "
+                "without a gradient"
+            )
         loss.backward()
-        loss = loss.detach()
-        return torch.cuda.memory_allocated("cuda:0") - before <= 512
-
-    moved = {}
-    for device in ("cpu", "cuda:0"):
-        moved[f"it is on {device}"] = moves_attribute(device)
-
-    copied = {}
-    for device in ("cpu", "cuda:0", "cuda:1"):
-        copied[f"x is on {device}"] = makes_a_copy(device)
-
-    waited = {}
-    for gpu in ("cuda:1", "cuda:2", "cuda:3"):
-        waited[f"{gpu} has work"] = waits_for(gpu)
-
-    kept = {}
-    words = torch.zeros(1000, dtype=torch.int64, device="cuda:0")
-    kept["cross_entropy"] = kept_is_small(cross_entropy, words)
-    numbers = torch.zeros(1000, 10, device="cuda:0")
-    kept["mse_loss"] = kept_is_small(nn.functional.mse_loss, numbers)
-
-    answers = ["true"]
-    for cases in (moved, copied, waited, kept):
-        found = verdict(cases)
-        print(found)
-        answers.append(found)
-    return (*answers,)
+        found = number(weight.grad, "the gradient") / 6
+        if abs(found - ranks) > 1e-4 * ranks:
+            why = {
+                1.0: "DDP divides by the number of ranks, and nothing undoes that",
+                1 / ranks: "DDP divides already; now it is divided twice",
+                4.0: "the number of ranks is not always 4",
+            }
+            because = [w for wrong, w in why.items() if abs(found - wrong) < 1e-4]
+            raise Wrong(
+                f"with {ranks} ranks the gradients are {found / ranks:.4g} times "
+                f"those of one process{': ' + because[0] if because else ''}"
+            )
 
 
-# -- 19.2 ------------------------------------------------------------------------------
+@solution("29.1")
+def solution_1():
+    """DDP averages: it divides the sum of the ranks' gradients by their number.
 
+    The claim asks for the sum itself. A loss that is `ranks` times as large has
+    gradients that are `ranks` times as large, and the division leaves the sum.
+    """
+
+    def repaired(loss, ranks):
+        return loss * ranks
+
+    return repaired
+
+
+# -- 29.2 ------------------------------------------------------------------------------
+
+_OPEN = "cannot be judged without a card"
 _CASES = (
-    ({}, "not tested", "without any case nothing was tested"),
-    ({"a": None}, "not tested", "a case that could not be run is no test"),
-    ({"a": True, "b": True}, "true", "all were run and held"),
-    ({"a": False, "b": False}, "false", "none held"),
-    ({"a": False, "b": True}, "true when b", "one held"),
+    ({}, "not tested", "there is no case at all"),
+    ({"a": True, "b": True}, "true", "all cases hold"),
+    ({"a": False, "b": False}, "false", "all cases fail"),
+    ({"a": False, "b": True}, "true when b", "one holds and one fails"),
     (
         {"a": True, "b": False, "c": True},
         "true when a, or c",
-        'join the cases that held with ", or ", as `verdict` does',
+        'join the cases that hold with ", or ", as `verdict` does',
     ),
-    ({"a": True, "b": None}, "true when a", "b was not run, so nobody knows of b"),
-    ({"a": False, "b": None}, "false", "no case held, and one was run"),
-    ({"a": None, "b": True, "c": False}, "true when b", "only b held"),
+    ({"a": None}, f"{_OPEN}: a", "a is open, and nothing else was tried"),
+    ({"a": True, "b": None}, f"{_OPEN}: b", "if b holds it is true, otherwise not"),
+    ({"a": None, "b": False}, f"{_OPEN}: a", "a may hold, so *false* says too much"),
+    (
+        {"a": None, "b": True, "c": None},
+        f"{_OPEN}: a, or c",
+        "name all cases that are open",
+    ),
+    (
+        {"a": True, "b": False, "c": None},
+        "true when a",
+        "a holds and b fails, so the claim needs a condition, whatever c is",
+    ),
 )
 
 
 @exercise(
     "29.2",
     hints=(
-        "Go through the sentences of the exercise one by one, and write down what "
-        "`verdict` says in each of these cases. For which dictionaries does it say "
-        "something else than it should?",
-        "A value of `None` forbids the verdict *true*, and it is no reason for the "
-        "verdict *false*. Test your function also with an empty dictionary, with "
-        "nothing but `None`, and with one `True` beside a `None`.",
+        "Call `verdict` with each dictionary that the exercise describes, and write "
+        "down where its words are not the ones that you want.",
+        "Look for an empty dictionary first. Then let `verdict` do the work, and add "
+        "the open cases where it says that the claim cannot be judged.",
     ),
 )
 def careful_judge(careful) -> None:
-    """A verdict that knows of no cases, and of cases that could not be run."""
+    """A verdict that knows of no cases, and names the open ones."""
     said = [run(careful, dict(cases), when=f"for {cases}") for cases, *_ in _CASES]
     if all(one is None for one in said):
         raise NotYet("your function returns nothing so far")
@@ -177,34 +121,27 @@ def careful_judge(careful) -> None:
             raise Wrong(f"for {cases} you say {one!r}, not {right!r}: {why}")
 
 
-@solution("29.2")
-def solution_2():
-    """A verdict needs at least one case that was run, and "true" needs all of them.
+@solution("29.2", verdict=lambda: as_in_the_lesson)
+def solution_2(verdict):
+    """`verdict` finds no case that holds in `{}`, and none that is open: "false".
 
-    First look whether anything was run. `{}` and a dictionary of nothing but `None` are
-    alike in this: nobody has tried the claim. `all` of no values is True, and here that
-    is what we want.
-
-    For "true" the number of cases that held is compared with the number of all cases. A
-    case that was not run has not held, so it prevents "true". What is left is the
-    verdict of the lesson: `None` counts as little as `False` when cases that held are
-    named.
+    So ask for an empty dictionary first. All other words are those of `verdict`. Where
+    it cannot judge, the reader wants to know what to run on a card: the open cases.
     """
 
     def careful(cases):
-        if all(held is None for held in cases.values()):
+        if not cases:
             return "not tested"
-        holds = [case for case, held in cases.items() if held]
-        if len(holds) == len(cases):
-            return "true"
-        if holds:
-            return f"true when {', or '.join(holds)}"
-        return "false"
+        said = verdict(cases)
+        if said.startswith("cannot"):
+            unknown = [name for name, holds in cases.items() if holds is None]
+            said += ": " + ", or ".join(unknown)
+        return said
 
     return careful
 
 
-# -- 19.3 ------------------------------------------------------------------------------
+# -- 29.3 ------------------------------------------------------------------------------
 
 
 def _mean(grads):
@@ -368,56 +305,38 @@ def solution_3():
 
 # -- answers ---------------------------------------------------------------------------
 
-RIGHT_CLAIMS = ("true", "false", "true when", "false", "true when")
 
-
-def claims(place, answer):
-    """The right answers, but for one."""
-    return (*RIGHT_CLAIMS[: place - 1], answer, *RIGHT_CLAIMS[place:])
-
-
-# -- 19.2 ------------------------------------------------------------------------------
+def as_in_the_lesson(cases):
+    held = [name for name, holds in cases.items() if holds]
+    if held and False in cases.values():
+        return "true when " + ", or ".join(held)
+    if None in cases.values():
+        return _OPEN
+    return "true" if held else "false"
 
 
 def careful(cases):
-    if all(held is None for held in cases.values()):
-        return "not tested"
-    holds = [case for case, held in cases.items() if held]
-    if len(holds) == len(cases):
-        return "true"
-    return f"true when {', or '.join(holds)}" if holds else "false"
-
-
-def by_counting(cases):
-    run = {case: held for case, held in cases.items() if held is not None}
-    if not run:
-        return "not tested"
-    if all(run.values()) and len(run) == len(cases):
-        return "true"
-    names = ", or ".join(case for case in run if run[case])
-    return "true when " + names if names else "false"
-
-
-def as_in_the_lesson(cases):
-    holds = [case for case, held in cases.items() if held]
-    if len(holds) == len(cases):
-        return "true"
-    return f"true when {', or '.join(holds)}" if holds else "false"
+    said = as_in_the_lesson(cases) if cases else "not tested"
+    if said == _OPEN:
+        said += ": " + ", or ".join(case for case in cases if cases[case] is None)
+    return said
 
 
 def forgets_none(cases):
     return as_in_the_lesson(cases) if cases else "not tested"
 
 
-def drops_what_was_not_run(cases):
-    run = {case: held for case, held in cases.items() if held is not None}
-    return as_in_the_lesson(run) if run else "not tested"
+def open_is_not_tested(cases):
+    return "not tested" if None in cases.values() else careful(cases)
 
 
-def one_missing_is_enough(cases):
-    if not cases or None in cases.values():
-        return "not tested"
-    return as_in_the_lesson(cases)
+def drops_what_is_open(cases):
+    return careful({case: holds for case, holds in cases.items() if holds is not None})
+
+
+def open_comes_first(cases):
+    unknown = [case for case in cases if cases[case] is None]
+    return f"{_OPEN}: {', or '.join(unknown)}" if unknown else careful(cases)
 
 
 def forgets_a_branch(cases):
@@ -429,7 +348,7 @@ def with_commas(cases):
     return careful(cases).replace(", or ", ", ")
 
 
-# -- 19.3 ------------------------------------------------------------------------------
+# -- 29.3 ------------------------------------------------------------------------------
 
 
 def mutation_test(average):
@@ -535,13 +454,8 @@ def one_by_one(average):
 
 
 RIGHT = {
-    "five_claims": [
-        RIGHT_CLAIMS,
-        ("True", "False", "true when …", "FALSE", "true when"),
-        ("t", "f", "w", "f", "W"),
-        claims(3, "true when x is on cuda:0, or on the CPU"),
-    ],
-    "careful_judge": [by_counting],
+    "repaired_sum": [lambda loss, ranks: sum([loss] * ranks)],
+    "careful_judge": [careful],
     "finds_the_liars": [
         by_hand,
         as_a_tensor,
@@ -550,26 +464,23 @@ RIGHT = {
 }
 
 WRONG = {
-    "five_claims": [
-        (claims(1, "true when"), "takes the device from x"),
-        (claims(2, "true"), "only parameters and buffers"),
-        (claims(3, "true"), "on cuda:1 already"),
-        (claims(4, "true when"), "waits for the current GPU"),
-        (claims(5, "true"), "mse_loss"),
-        (claims(5, "false"), "cross_entropy"),
-        (claims(2, "perhaps"), 'number 2: say "true"'),
-        (claims(2, "true when it moves"), "only parameters and buffers"),
-        (RIGHT_CLAIMS[:4], "not 4"),
-        (([*RIGHT_CLAIMS],), "with a star"),
+    "repaired_sum": [
+        (lambda loss, ranks: loss, "nothing undoes that"),
+        (lambda loss, ranks: loss / ranks, "divided twice"),
+        (lambda loss, ranks: 4 * loss, "not always 4"),
+        (lambda loss, ranks: loss * ranks**2, "4 times those of one process"),
+        (lambda loss, ranks: loss.item() * ranks, "not a float"),
+        (lambda loss, ranks: loss.detach() * ranks, "without a gradient"),
     ],
     "careful_judge": [
-        (as_in_the_lesson, "nothing was tested"),
-        (forgets_none, "is no test"),
-        (drops_what_was_not_run, "nobody knows of b"),
-        (one_missing_is_enough, "nobody knows of b"),
+        (as_in_the_lesson, "no case at all"),
+        (forgets_none, "nothing else was tried"),
+        (open_is_not_tested, "nothing else was tried"),
+        (drops_what_is_open, "nothing else was tried"),
+        (open_comes_first, "whatever c is"),
         (forgets_a_branch, "for {} you return nothing"),
         (with_commas, "join the cases"),
-        (lambda cases: "true", "nothing was tested"),
+        (lambda cases: "true", "no case at all"),
     ],
     "finds_the_liars": [
         (compares_afterwards, "copies that you made before"),

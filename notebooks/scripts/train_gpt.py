@@ -1,8 +1,7 @@
 """Train a GPT on a text file: on one GPU, on a mesh of them, and through crashes.
 
     torchrun --standalone --nproc-per-node=4 train_gpt.py --text=book.txt --parallel=ddp
-    torchrun … --nproc-per-node=4 train_gpt.py … --parallel=fsdp --tp=2 --bf16
-    torchrun … --max-restarts=3 train_gpt.py … --folder=checkpoints
+    torchrun … --max-restarts=3 train_gpt.py … --parallel=fsdp --tp=2 --folder=saved
 
 A step takes the same `--batch` rows for any number of ranks, and each way reads the
 checkpoints of the others. Rank 0 prints a line of JSON a step. Put your model, its plan
@@ -238,18 +237,16 @@ def train(args):
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for step in range(first, args.steps):
         begin.record()
+        rate = learning_rate(step, args)
         for settings in optimizer.param_groups:
-            settings["lr"] = learning_rate(step, args)
+            settings["lr"] = rate
         rows = rows_of_step(step, args.batch, (len(tokens) - 1) // args.context)
         loss, norm = take_step(model, optimizer, tokens, rows, group, args)
         end.record()
         end.synchronize()
         speed = 1000 * args.batch * args.context / begin.elapsed_time(end)
         line = {"step": step, "loss": round(loss, 6), "norm": round(norm, 6)}
-        line |= {
-            "lr": round(learning_rate(step, args), 8),
-            "tokens_per_s": round(speed),
-        }
+        line |= {"lr": round(rate, 8), "tokens_per_s": round(speed)}
         line["peak_MiB"] = round(torch.cuda.max_memory_allocated() / 2**20, 1)
         if args.peak:
             line["mfu"] = round(speed * flops / (1e12 * args.peak * ranks), 4)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Run a training script on two hosts that are this one machine.
 
-    sudo python two_hosts.py [--rate 100] [--ranks 1] -- train_elastic.py --folder DIR
+    sudo python two_hosts.py [--rate 100] [--ranks 1] -- ddp_digits.py
 
 A host is a network namespace of Linux with its own card, address, loopback, ports,
 host name and process numbers; a pair of virtual cards (veth) is the cable between the

@@ -20,7 +20,7 @@ bytes with the headers of TCP over the rate; so messages do not overlap with com
 
 Seconds are the median of a round's steps, and the best of all rounds, because other
 programs on the machine only ever add. Bytes are those that host 0's card has counted.
-It writes the file that lesson 25-leave-one-machine draws. A round takes about 50
+It writes the file that lesson 25-leave-one-machine reads. A round takes about 50
 seconds.
 """
 

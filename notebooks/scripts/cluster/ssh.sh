@@ -1,5 +1,5 @@
 #!/bin/bash
-# Any hosts you may ssh to:   FOLDER=/shared/digits bash ssh.sh host0 host1
+# Any hosts you may ssh to:   FOLDER=/shared/run bash ssh.sh host0 host1
 # The course is in the same place on all of them (COURSE), and FOLDER is on storage that
 # they share. A host may be user@host. When one fails, the others are stopped; run it
 # again to go on from the newest checkpoint. Two jobs on one host need two PORTs.
@@ -15,7 +15,6 @@ fi
 SSH=${SSH:-ssh -tt -o BatchMode=yes} # -tt: what runs there ends with the connection
 COURSE=${COURSE:-$PWD}
 TORCHRUN=${TORCHRUN:-.venv/bin/torchrun}
-RANKS=${RANKS:-1}
 PORT=${PORT:-29500}
 JOB=${JOB:-$(id -un)-$$} # so that another job never meets this one
 
@@ -31,10 +30,10 @@ is_host=1 # of the rendezvous: the first
 for host in "$@"; do
     words=(
         env TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 OMP_NUM_THREADS=1
-        "$TORCHRUN" "--nnodes=$#" "--nproc-per-node=$RANKS" --max-restarts=3
+        "$TORCHRUN" "--nnodes=$#" --nproc-per-node=gpu --max-restarts=3
         --rdzv-backend=c10d "--rdzv-endpoint=${1#*@}:$PORT" "--rdzv-id=$JOB"
         "--rdzv-conf=is_host=$is_host" "--local-addr=${host#*@}"
-        notebooks/scripts/train_elastic.py "--folder=$FOLDER" --steps=40
+        notebooks/scripts/train_on_nodes.py "--folder=$FOLDER" --steps=40
     )
     # shellcheck disable=SC2086 # SSH may be several words
     $SSH "$host" "cd $(printf %q "$COURSE") && exec $(printf '%q ' "${words[@]}")" \

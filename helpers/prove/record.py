@@ -1,0 +1,110 @@
+"""What one rank notes in each step: plain arrays and numbers that can be sent.
+
+A step begins after an optimizer step and ends with the next one. Everything that can be
+larger than a sentence is a numpy array in float64, on the host.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass
+class Moments:
+    """What is left of the outputs of a module: enough to add them up over ranks.
+
+    Attributes:
+        count: elements.
+        total: their sum.
+        squares: the sum of their squares.
+        cubes: the sum of their cubes: batch norm makes the two before always the same.
+        size: the sum of the absolute values of the cubes.
+    """
+
+    count: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+    cubes: float = 0.0
+    size: float = 0.0
+
+    def add(self, values: np.ndarray) -> None:
+        """Count these values as well."""
+        self.count += values.size
+        self.total += float(values.sum())
+        self.squares += float(np.square(values).sum())
+        self.cubes += float((values**3).sum())
+        self.size += float(np.abs(values**3).sum())
+
+    def distance(self, other: "Moments") -> float:
+        """How far other outputs are, as a part of the size of these."""
+        if not self.squares:
+            return float(other.squares > 0)
+        return max(
+            abs(self.total - other.total) / np.sqrt(self.count * self.squares),
+            abs(self.squares - other.squares) / self.squares,
+            abs(self.cubes - other.cubes) / self.size,
+        )
+
+
+@dataclass
+class Mask:
+    """One call of dropout: where, on what, and which elements it would drop."""
+
+    module: str
+    shape: tuple[int, ...]
+    on: Moments
+    dropped: int  # a hash of the elements
+
+
+@dataclass
+class Step:
+    """One step of one rank; dictionaries are by the name of the module or parameter.
+
+    Attributes:
+        samples: hashes of the rows (the first dimension) that the model was given.
+        elements: those of integer inputs, such as tokens.
+        outputs: of each module in the order of the first calls, without recomputation.
+        losses: on which backward was called, one for each micro-batch.
+        masks: what dropout would have dropped.
+        before: the parameters when the step begins.
+        buffers: of the modules, when the step ends.
+        raw: gradients when the last backward has ended.
+        norm: what `clip_grad_norm_` has returned; None if it was not called.
+        used: gradients that the optimizer was given.
+        settings: numbers of the optimizer's groups: ("group 0", "lr") -> 0.1.
+        after: the parameters when the step ends.
+        without_optimizer: parameters that have a gradient and no optimizer.
+    """
+
+    samples: list[int] = field(default_factory=list)
+    elements: list[int] = field(default_factory=list)
+    outputs: dict[str, Moments] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    masks: list[Mask] = field(default_factory=list)
+    before: dict[str, np.ndarray] = field(default_factory=dict)
+    buffers: dict[str, np.ndarray] = field(default_factory=dict)
+    raw: dict[str, np.ndarray] = field(default_factory=dict)
+    norm: float | None = None
+    used: dict[str, np.ndarray] = field(default_factory=dict)
+    settings: dict[tuple[str, str], float] = field(default_factory=dict)
+    after: dict[str, np.ndarray] = field(default_factory=dict)
+    without_optimizer: list[str] = field(default_factory=list)
+
+
+@dataclass
+class RankRecord:
+    """All that one rank has noted in a run.
+
+    Attributes:
+        rank: its number.
+        steps: in their order, at most as many as were asked for.
+        repeated_epochs: epochs that a `DistributedSampler` has shuffled twice.
+        elsewhere: GPU -> bytes that the rank has on it, of GPUs that are not its own.
+        untied: two parameters that were one when the model was made.
+    """
+
+    rank: int
+    steps: list[Step] = field(default_factory=list)
+    repeated_epochs: list[int] = field(default_factory=list)
+    elsewhere: dict[int, int] = field(default_factory=dict)
+    untied: tuple[str, str] | None = None

@@ -1,0 +1,252 @@
+"""`helpers.prove` finds and places what is wrong, and is silent on what is right.
+
+The programs are those of `helpers.incidents`, each after a public report.
+"""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from helpers import prove
+from helpers.incidents import INCIDENTS, PROGRAMS, VARIANTS, Variant, write
+from helpers.prove.combine import combine, together
+from helpers.prove.compare import first_difference
+from helpers.prove.names import Names, Ties
+from helpers.prove.noise import Rounding
+from helpers.prove.record import Moments, RankRecord, Step
+from helpers.prove.rounding import Allowed
+from tests.launching import ROOT
+
+
+def named(variants):
+    return pytest.mark.parametrize("variant", variants, ids=lambda v: v.name)
+
+
+# -- the programs ----------------------------------------------------------------------
+
+
+@named(INCIDENTS)
+def test_an_incident_is_found_and_placed(variant, tmp_path):
+    report = prove.across_worlds(write(variant, tmp_path), (1, 2))
+    assert not report
+    first = report.findings[0]
+    step, stage, place = variant.found
+    assert (first.step, first.stage) == (step, stage), report
+    begin, open_end, _ = place.partition("…")
+    right = first.place.startswith(begin) if open_end else first.place == place
+    assert right, report
+
+
+@named([*PROGRAMS, *VARIANTS])
+def test_a_right_program_raises_no_alarm(variant, tmp_path):
+    report = prove.across_worlds(write(variant, tmp_path), (1, 2))
+    assert report, report
+    assert report.steps >= 6
+
+
+@named([variant for variant in PROGRAMS if variant.name != "ddp_images"])
+def test_four_ranks_agree_as_well(variant, tmp_path):
+    assert prove.across_worlds(write(variant, tmp_path), (1, 4))
+
+
+def test_lines_that_are_not_there_are_refused():
+    with pytest.raises(ValueError, match="there 0 times"):
+        _ = Variant("typo", "ddp_digits", "-    no such line\n+    another\n").text
+
+
+# -- what it is asked -----------------------------------------------------------------
+
+
+def square() -> None:
+    """A program as a function: a step of a linear layer, on the whole batch."""
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.manual_seed(int(os.environ["RANK"]))
+    model = nn.Linear(4, 1).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 4, device="cuda")).square().mean().backward()
+    optimizer.step()
+
+
+def test_a_function_is_a_program_too():
+    report = prove.across_worlds(square, (1, 2))
+    (finding,) = report.findings
+    assert (finding.step, finding.stage) == (0, "parameters")
+
+
+def test_the_script_must_be_there(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no script"):
+        prove.across_worlds(tmp_path / "train.py", (1, 2))
+
+
+def test_one_world_cannot_be_compared(tmp_path):
+    with pytest.raises(ValueError, match="above 1"):
+        prove.across_worlds(square, (1,))
+
+
+def test_a_program_that_fails_on_one_rank_says_why(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("raise KeyError('no data')")
+    with pytest.raises(ValueError, match="on one rank: KeyError: 'no data'"):
+        prove.across_worlds(script, (1, 2))
+
+
+def test_a_program_without_a_step_is_refused(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import torch")
+    with pytest.raises(ValueError, match="taken no step"):
+        prove.across_worlds(script, (1, 2))
+
+
+def test_the_command_says_what_it_found_and_exits_with_one(tmp_path):
+    wrong = next(i for i in INCIDENTS if i.name == "divided-twice")
+    done = command(str(write(wrong, tmp_path)), "--worlds", "1,2")
+    assert done.returncode == 1, done.stderr
+    assert "2 ranks, step 0, gradient: every gradient is 0.5 times" in done.stdout
+
+
+def test_the_command_passes_arguments_and_a_new_folder(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, sys, torch\n"
+        "folder, word = sys.argv[1:]\n"
+        "assert word == 'hello' and os.listdir(folder) == [], sys.argv\n"
+        "torch.cuda.set_device(int(os.environ['LOCAL_RANK']))\n"
+        "torch.manual_seed(0)\n"
+        "model = torch.nn.Linear(2, 1).cuda()\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "model(torch.ones(1, 2, device='cuda')).sum().backward()\n"
+        "optimizer.step()\n"
+    )
+    done = command(str(script), "--worlds", "1,2", "--", "{folder}", "hello")
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert done.stdout.startswith("1 steps on 1, 2 ranks")
+
+
+def command(*words: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "helpers.prove", *words],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+# -- its parts -------------------------------------------------------------------------
+
+
+def step_of(gradient: np.ndarray, samples: list[int]) -> RankRecord:
+    step = Step(samples=samples, losses=[1.0], before={"w": np.ones(3)})
+    step.raw = step.used = {"w": gradient}
+    step.after = {"w": np.ones(3) - gradient}
+    return RankRecord(0, [step])
+
+
+def compare(*gradients: np.ndarray, samples=((1,), (2,))):
+    shapes = {"w": (3,)}
+    one = combine([step_of(np.ones(3), [1, 2])], shapes)
+    noisy = combine([step_of(np.ones(3) * (1 + 1e-6), [1, 2])], shapes)
+    many = [step_of(g, list(s)) for g, s in zip(gradients, samples, strict=True)]
+    return first_difference(2, combine(many, shapes), one, Allowed(one, [noisy]))
+
+
+def test_rounding_is_allowed_and_ten_times_more():
+    assert compare(np.ones(3) * (1 + 5e-6), np.ones(3) * (1 + 5e-6)) is None
+    found = compare(np.ones(3) * (1 + 1e-4), np.ones(3) * (1 + 1e-4))
+    assert found.stage == "gradient"
+
+
+def test_gradients_that_differ_between_ranks_are_not_averaged():
+    found = compare(np.ones(3) * 0.5, np.ones(3) * 1.5)
+    assert found.stage == "gradient"
+    assert "differ from their mean by 50.00%" in found.text
+
+
+def test_a_factor_of_all_gradients_is_said():
+    found = compare(np.ones(3) * 2, np.ones(3) * 2)
+    assert found.text == "every gradient is 2 times that of one rank"
+    assert "not divided by their number" in found.hint
+
+
+def test_missing_samples_are_counted():
+    found = compare(np.ones(3), np.ones(3), samples=((1,), (3,)))
+    assert found.text == "1 of 2 samples of one rank are missing, 1 others are there"
+
+
+def test_slices_are_put_together_along_the_cut():
+    whole = np.arange(12.0).reshape(3, 4)
+    records = [RankRecord(r, [Step(before={"w": whole[:, 2 * r : 2 * r + 2]})])
+               for r in (0, 1)]  # fmt: skip
+    (step,) = combine(records, {"w": (3, 4)})
+    np.testing.assert_array_equal(step.arrays["before"]["w"], whole)
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_outputs_of_parts_and_of_copies_add_up(copies):
+    values = np.arange(8.0)
+    parts = [Moments() for _ in range(2 * copies)]
+    for number, part in enumerate(parts):
+        part.add(np.split(values, 2)[number % 2])
+    whole = Moments()
+    whole.add(values)
+    assert whole.distance(together(parts, 8)) == 0
+
+
+def test_outputs_that_do_not_add_up_say_nothing():
+    part = Moments()
+    part.add(np.ones(3))
+    assert together([part, part], 8) is None
+
+
+def test_wrappers_do_not_change_names():
+    inner = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    names = Names()
+    names.add(nn.DataParallel(inner))
+    assert list(names.parameters()) == ["0.weight", "0.bias"]
+    assert names.of_module(inner[1]) == "1"
+
+
+def test_a_tie_that_is_cut_is_seen():
+    model = nn.ModuleDict({"words": nn.Embedding(3, 2), "head": nn.Linear(2, 3)})
+    ties, names = Ties(), Names()
+    names.add(model)
+    shared = model["words"].weight
+    for key in ("words", "head"):
+        model[key].weight = shared
+        ties.add(model[key], "weight", shared)
+    assert ties.broken(names) is None
+    model["head"].weight = nn.Parameter(shared.detach().clone())
+    assert ties.broken(names) == ("words.weight", "head.weight")
+
+
+def test_noise_is_as_large_as_rounding():
+    torch.manual_seed(0)
+    x, w = torch.randn(64, 256), torch.randn(256, 64)
+    exact = x.double() @ w.double()
+    with Rounding(seed=1):
+        nudged = x @ w
+    error = (nudged - exact).norm() / exact.norm()
+    unit = torch.finfo(torch.float32).eps / 2
+    assert unit < error < 3 * unit * 16  # 16 is the root of 256 terms
+
+
+def test_noise_reaches_gradients():
+    weight = torch.ones(8, 8, requires_grad=True)
+    x = torch.arange(64.0).reshape(8, 8)
+    (x @ weight).sum().backward()
+    exact, weight.grad = weight.grad, None
+    with Rounding(seed=1):
+        (x @ weight).sum().backward()
+    assert 0 < (weight.grad - exact).norm() < 1e-4 * exact.norm()
+
+
+def test_the_corpus_is_large_enough():
+    assert len(INCIDENTS) >= 15
+    assert len(PROGRAMS) + len(VARIANTS) >= 15
+    assert len({i.name for i in INCIDENTS}) == len(INCIDENTS)
+    assert all(i.source.startswith("https://") for i in INCIDENTS)
