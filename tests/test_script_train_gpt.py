@@ -1,8 +1,6 @@
 """`train_gpt.py`: every way takes the steps of one process, and goes on from any."""
 
-import contextlib
-import re
-import subprocess
+import json
 import sys
 from pathlib import Path
 
@@ -10,216 +8,115 @@ import pytest
 import torch
 
 import helpers
-from helpers import simgpu, text
-from tests.launching import (
-    NOTEBOOKS,
-    SCRIPTS,
-    in_ranks,
-    last_calls,
-    prose_of,
-    text_of,
-    train_elastic,
-)
+from helpers import text
+from tests import take_home
+from tests.launching import NOTEBOOKS, prose_of, text_of
 
 sys.path.insert(0, str(NOTEBOOKS))
 from scripts import train_gpt  # noqa: E402
 
 GPT = "train_gpt.py"
-TINY = ("--width=16", "--layers=1", "--context=16")
+LESSON = "27-train-it-all.ipynb"
+Log = dict[int, dict]
 
 
-def prepare(*words: str) -> train_gpt.Training:
-    return train_gpt.Training(train_gpt.options([*TINY, *words]))
+def log_of(printed: str) -> Log:
+    """Step -> its record."""
+    lines = [json.loads(line) for line in printed.splitlines()]
+    return {line["step"]: line for line in lines}
 
 
-def train(*words: str) -> train_gpt.Training:
-    return prepare(*words).run()
+def torchrun(folder: Path, ranks: int, options: str) -> Log:
+    words = f"torchrun --standalone --nproc-per-node={ranks} {GPT} --text=book.txt"
+    command = f"python -m simgpu --gpus {ranks} {words} --steps=10 --every=4 {options}"
+    return log_of(take_home.run_command(command, folder))
 
 
 @pytest.fixture(scope="module")
-def alone() -> train_gpt.Training:
-    """Twelve steps of one process."""
-    return train("--steps=12")
-
-
-def near(losses: list[float], alone: train_gpt.Training, tolerance=1e-4) -> None:
-    expected = torch.tensor(alone.losses[-len(losses) :])
-    torch.testing.assert_close(torch.tensor(losses), expected, rtol=0, atol=tolerance)
-
-
-@contextlib.contextmanager
-def two_gpus():
-    simgpu.start(2)
-    try:
-        yield
-    finally:
-        simgpu.stop()
-
-
-# -- in ranks, and launched ------------------------------------------------------------
+def logs(tmp_path_factory) -> dict[str, Log]:
+    folder = tmp_path_factory.mktemp("train_gpt")
+    data = text()
+    book = data.words(torch.cat([data.train, data.test]))
+    (folder / "book.txt").write_text(book, encoding="ascii", newline="")
+    found = {
+        "one": torchrun(folder, 1, ""),
+        "4 fsdp tp bf16": log_of(take_home.run("27", folder)),  # the lesson's command
+        "4 ddp": torchrun(folder, 4, "--accumulate=3 --folder=of_ddp"),
+    }
+    kept = sorted(path.name for path in (folder / "of_ddp").iterdir())
+    assert kept == ["latest", "step-000008", "step-000010"]
+    (folder / "of_ddp" / "latest").write_text("step-000008")
+    found["2 fsdp tp"] = torchrun(folder, 2, "--parallel=fsdp --tp=2 --folder=of_ddp")
+    options = "--parallel=fsdp --recompute --accumulate=2 --peak=312"
+    found["2 fsdp"] = torchrun(folder, 2, options)
+    return found
 
 
 @pytest.mark.parametrize(
-    "words",
+    "way, first, tolerance",
     [
-        ("--parallel=ddp", "--accumulate=3"),
-        ("--parallel=fsdp", "--accumulate=2", "--write=5"),
+        ("4 ddp", 0, 1e-4),
+        ("2 fsdp", 0, 1e-4),
+        ("2 fsdp tp", 8, 1e-4),  # goes on where four ranks with DDP have saved
+        ("4 fsdp tp bf16", 0, 0.02),
     ],
 )
-def test_four_ranks_take_the_steps_of_one_process(words, alone, tmp_path: Path):
-    """One process goes on where they stopped."""
-    more = "--steps=7", f"--folder={tmp_path}", "--every=7"
-    first, *written = in_ranks(GPT, 4, *TINY, *words, *more).splitlines()
-    before, after = alone.bits[0], train("--steps=7").bits[1]
-    assert first == (
-        f"[0] 4 x cpu: {before:.3f} bits a letter, after step 7 {after:.3f}"
-    )
-    lengths = [len(line.removeprefix("[0] ")) for line in written]
-    assert lengths == ([9] if "--write=5" in words else [])
-    log = (tmp_path / "log.jsonl").read_text()
-    assert log.count('"loaded"') == 4 and log.count('"event": "step"') == 28
-    whole, spoilt = train_elastic.newest(tmp_path)
-    assert spoilt == [] and list(whole["model"]) == list(alone.model.state_dict())
-    on = train("--steps=12", f"--folder={tmp_path}")
-    assert len(on.losses) == 5
-    near(on.losses, alone)
+@pytest.mark.parametrize("what", ["loss", "norm"])
+def test_every_way_has_the_numbers_of_one_process(logs, way, first, tolerance, what):
+    one = {step: line[what] for step, line in logs["one"].items() if step >= first}
+    other = {step: line[what] for step, line in logs[way].items()}
+    assert other == pytest.approx(one, abs=tolerance)
 
 
-def test_an_unmodified_run_on_simulated_gpus(capfd):
-    words = *TINY, "--steps=3", "--write=20"
-    gpus = ("-m", "simgpu", "--gpus", "4", str(SCRIPTS / GPT), *words)
-    done = subprocess.run(
-        [sys.executable, *gpus, "--device=cuda", "--parallel=dp"],
-        cwd=NOTEBOOKS.parent, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    train_gpt.main(list(words))
-    assert done.stdout == capfd.readouterr().out.replace("cpu", "cuda")
+def test_it_learns_and_tests(logs):
+    one = logs["one"]
+    assert one[9]["loss"] < 0.8 * one[0]["loss"]
+    assert [step for step in one if "test" in one[step]] == [3, 7, 9]
+    assert one[9]["test"] < one[3]["test"] < 8
+    for way in ("4 ddp", "2 fsdp", "2 fsdp tp"):
+        assert logs[way][9]["test"] == pytest.approx(one[9]["test"], abs=2e-3)
 
 
-def test_float16_goes_with_fsdp(alone):
-    words = "--device=cuda", "--parallel=fsdp", "--amp=float16", "--steps=12"
-    launch = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"
-    done = subprocess.run(
-        [sys.executable, *launch, "-m", "simgpu", str(SCRIPTS / GPT), *TINY, *words],
-        cwd=NOTEBOOKS, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    *_, before, after = re.findall(r"[\d.]+", done.stdout.partition("2 x cuda")[2])
-    assert float(before) == 12
-    assert float(after) == pytest.approx(alone.bits[1], abs=0.01)
+def test_mfu_is_written_if_asked_for(logs):
+    assert "mfu" not in logs["one"][9]
+    line = logs["2 fsdp"][9]
+    flops = 6 * (2 * 12 * 64 * 64 + 4 * 64 + 64 * 256) + 12 * 2 * 64 * 64
+    expected = line["tokens_per_s"] * flops / (312e12 * 2)
+    assert line["mfu"] == pytest.approx(expected, abs=1e-4)
 
 
-def test_the_end_of_the_script_leaves_at_once():
-    assert last_calls(GPT) == ["main()", "sys.stdout.flush()", "os._exit(0)"]
-    script = text_of(GPT)
-    assert "aborts" in script.partition("__main__")[2]
-    main = script[script.index("def main(") :]
-    assert "dist.destroy_process_group()" in main
-    assert "Training(" not in main  # DDP's model is gone by then, or a rank may hang
+# -- its parts -------------------------------------------------------------------------
 
 
-# -- in this process -------------------------------------------------------------------
+def test_an_epoch_has_each_row_once():
+    rows = torch.cat([train_gpt.rows_of_step(step, 16, 100) for step in range(6)])
+    assert len(set(rows.tolist())) == 96
+    again = train_gpt.rows_of_step(3, 16, 100)
+    assert again.tolist() == rows[48:64].tolist()
+    assert train_gpt.rows_of_step(6, 16, 100).tolist() != rows[:16].tolist()
 
 
-@pytest.mark.parametrize(
-    "words, tolerance",
-    [
-        ("", 0.0),
-        ("--accumulate=5", 1e-4),
-        ("--accumulate=16", 1e-4),
-        ("--amp=bfloat16", 0.05),
-        ("--device=cuda", 0.0),
-        ("--device=cuda --parallel=dp", 1e-4),
-        ("--device=cuda --amp=float16", 0.05),
-    ],
-)
-def test_every_way_takes_the_steps_of_the_plain_one(words, tolerance, alone):
-    with two_gpus() if "cuda" in words else contextlib.nullcontext():
-        near(train("--steps=12", *words.split()).losses, alone, tolerance)
-
-
-def test_a_run_goes_on_to_the_bit(alone, tmp_path: Path):
-    folder = f"--folder={tmp_path}"
-    first = train("--steps=5", folder)
-    assert train("--steps=5", folder).losses == []
-    second = train("--steps=12", folder)
-    assert first.losses + second.losses == alone.losses
-    assert second.bits == [first.bits[1], alone.bits[1]]
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["step-000005.pt", "step-000010.pt"]
-    both = second.model.state_dict(), alone.model.state_dict()
-    torch.testing.assert_close(*both, rtol=0, atol=0)
-
-
-def test_the_loss_scale_is_in_the_checkpoint(tmp_path: Path):
-    folder = f"--folder={tmp_path}"
-    words = "--device=cuda", "--amp=float16", folder
-    with two_gpus():
-        first = train("--steps=5", *words)
-        assert first.scaler.state_dict()["_growth_tracker"] == 5
-        first.scaler.update(1024.0)
-        first.save()
-        second = prepare(*words)
-        second.load()
-        assert second.scaler.get_scale() == 1024.0
-        train("--steps=6", folder)  # a way without one can go on
-        (tmp_path / "step-000005.pt").unlink()
-        prepare("--device=cpu", folder).save()
-        train("--steps=6", *words)  # and one with it from a checkpoint without
-
-
-def test_a_step_that_overflows_is_left_out():
-    with two_gpus():
-        training = prepare("--device=cuda", "--amp=float16")
-        training.scaler = torch.amp.GradScaler("cuda", init_scale=2.0**40)
-        before = [p.clone() for p in training.model.parameters()]
-        training.take_step()
-        assert training.scaler.get_scale() == 2.0**39 and training.step == 1
-        assert all(map(torch.equal, before, training.model.parameters()))
-
-
-def test_a_folder_is_made(tmp_path: Path):
-    folder = tmp_path / "a" / "b"
-    train("--steps=0", f"--folder={folder}")
-    assert folder.is_dir()
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_the_ranks_share_the_rows_of_a_step(ranks):
-    training = prepare()
-    every, rows = training.mine().tolist(), []
-    training.ranks = ranks
-    for training.rank in range(ranks):
-        rows += training.mine().tolist()
-    assert sorted(rows) == sorted(every)
-
-
-def test_it_learns_and_writes(alone):
-    before, after = alone.bits
-    assert 6.5 < before < 6.7 and after < before - 0.1
-    said = alone.write("The ", 30)
-    assert said == alone.write("The ", 30) and len(said) == 34
+def test_the_learning_rate_rises_and_falls_to_a_tenth():
+    args = train_gpt.options(["--text=x", "--steps=100", "--lr=1", "--warmup=4"])
+    rates = [train_gpt.learning_rate(step, args) for step in range(101)]
+    assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+    assert rates[100] == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(
     "ranks, words, why",
     [
-        (None, "--parallel ddp", "go with torchrun"),
-        (4, "", "go with torchrun"),
-        (4, "--parallel ddp --batch 15 --accumulate 4", "less than one row"),
-        (None, "--batch 3 --accumulate 4", "less than one row"),
-        (None, "--parallel dp", "dp needs --device cuda"),
-        (None, "--amp float16", "float16 needs --device cuda"),
-        (None, "--hold=3", "--hold needs --folder"),
+        (1, "", "--text"),
+        (4, "--text=x --tp=2", "needs --parallel=fsdp"),
+        (3, "--text=x --tp=2 --parallel=fsdp", "3 ranks cannot divide"),
+        (4, "--text=x --batch=15 --accumulate=4", "4 ranks cannot divide"),
     ],
 )
-def test_wrong_arguments_are_refused(ranks, words, why, monkeypatch, capfd):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    if ranks:
-        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+def test_wrong_options_are_refused(ranks, words, why, monkeypatch, capfd):
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
     with pytest.raises(SystemExit, match="2"):
-        train_gpt.main(words.split())
+        train_gpt.options(words.split())
     assert why in capfd.readouterr().err
 
 
@@ -238,12 +135,13 @@ def test_the_text():
 @pytest.mark.parametrize(
     "first, behind",
     [
-        ("def wrap(", "\n\n\n# -- the training"),
-        ("    def take_step(", "\n\n    @torch.no_grad()"),
-        ("    def save(", "\n\n    def load("),
+        ("def rows_of_step(", "\n\n\ndef inputs_and_targets("),
+        ("def parallelize(", "\n\n\n# -- data"),
+        ("def take_step(", "\n\n\n@torch.no_grad"),
+        ("def save(", "\n\n\ndef load("),
     ],
 )
 def test_lesson_27_shows_the_functions_as_they_are(first, behind):
     script = text_of(GPT)
     function = script[script.index(first) :].partition(behind)[0]
-    assert f"```python\n{function}\n```" in prose_of("27-train-it-all.ipynb")
+    assert f"```python\n{function}\n```" in prose_of(LESSON)

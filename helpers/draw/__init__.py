@@ -13,6 +13,7 @@ screen readers speak, and looks the same on every machine, so that tests compare
     network_steps.py  one step of a rank on several nodes: computing, and each link
     timelines.py    what runs when: streams of GPUs, stages of a pipeline
     precision.py    numbers of 16 bits, and where a step of mixed precision has them
+    loss_curves.py  curves of one training in several ways, and their distances
     loaders.py      what loader workers and the GPU do when
     exposed.py      what a rank computes, and the messages that nothing hides
     slice_times.py  a table: times of a block that is cut over four GPUs
@@ -54,6 +55,7 @@ from helpers.draw.exposed import exposed
 from helpers.draw.hidden_copies import hidden_copies
 from helpers.draw.jobs import job_memory, job_timeline, overlap
 from helpers.draw.loaders import loaders
+from helpers.draw.loss_curves import loss_curves
 from helpers.draw.memory import devices, parts, segment_picture, segments
 from helpers.draw.memory_bars import memory_bars
 from helpers.draw.meshes import mesh, mesh_ways
@@ -85,10 +87,10 @@ __all__ = [
     "attention_squares", "attention_times", "averaging", "before_after", "bubble",
     "budgets", "colour", "conversations", "copy_path", "course_map", "devices",
     "elastic_job", "equal_ranks", "exposed", "four_functions", "hidden_copies",
-    "job_memory", "job_timeline", "loaders", "lost_update", "memory_bars", "mesh",
-    "mesh_ways", "mixed_step", "network_steps", "number_formats", "online_softmax",
-    "overlap", "parts", "pipelines", "published_runs", "roofline", "schedule",
-    "segment_picture", "segments", "sharded_steps", "shared_step", "shared_tensor",
-    "slice_times", "stages", "star_and_chain", "steps", "stopwatches", "timeline",
-    "tokens_to_experts", "two_matmuls", "verdicts", "visible_cards",
+    "job_memory", "job_timeline", "loaders", "loss_curves", "lost_update",
+    "memory_bars", "mesh", "mesh_ways", "mixed_step", "network_steps", "number_formats",
+    "online_softmax", "overlap", "parts", "pipelines", "published_runs", "roofline",
+    "schedule", "segment_picture", "segments", "sharded_steps", "shared_step",
+    "shared_tensor", "slice_times", "stages", "star_and_chain", "steps", "stopwatches",
+    "timeline", "tokens_to_experts", "two_matmuls", "verdicts", "visible_cards",
 ]  # fmt: skip

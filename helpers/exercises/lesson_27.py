@@ -26,8 +26,8 @@ from helpers.exercises.results import equal, near, tensor
         "The losses stay the same only if a step still takes the same 512 rows. How "
         "many of them does each GPU have now, and how many go through the model at a "
         "time?",
-        "DDP with accumulation sends only after the last part, as the table under "
-        "*Cost* shows. Each of the two rounds of a ring leaves one chunk out: of 16 "
+        "DDP with accumulation sends only after the last part, because of `no_sync` in "
+        "`take_step`. Each of the two rounds of a ring leaves one chunk out: of 16 "
         "chunks a rank sends how many?",
     ),
 )
@@ -76,7 +76,7 @@ def solution_1():
     return accumulate, nbytes
 
 
-# -- 18.2 ------------------------------------------------------------------------------
+# -- 27.2 ------------------------------------------------------------------------------
 
 LETTERS, PADDING = 7, -100
 
@@ -115,8 +115,8 @@ def _gradients(how) -> torch.Tensor:
 @exercise(
     "27.2",
     hints=(
-        "Look at the corrected `in_fives` under *Break it*. By which number does it "
-        "divide, and which number takes its place if some targets are -100?",
+        "Look at `take_step` in the lesson. By which number does it divide its sum, "
+        "and which number takes its place if some targets are -100?",
         "The parts have different numbers of letters that count, and so do their "
         "rows. The divisor belongs to the whole batch, so you need it before the "
         "first part goes through the model.",
@@ -173,7 +173,7 @@ def solution_2():
     return backward
 
 
-# -- 18.3 ------------------------------------------------------------------------------
+# -- 27.3 ------------------------------------------------------------------------------
 
 WIDTH = 64
 
