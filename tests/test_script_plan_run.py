@@ -25,6 +25,7 @@ COUNTS = {  # from the models' pages
     "405B": 405_853_388_800,
 }
 TINY = Model(2, 32, 4, 2, 48, 50)
+GPT = Model(32, 4096, 32, 32, 16384, 50368, gated=False)
 
 
 def functions_of(text: str) -> dict[str, str]:
@@ -71,7 +72,8 @@ def test_the_lesson_has_the_functions_of_the_script():
     for name in shared:
         assert found[name] == script[name], name
     missing = script.keys() - shared
-    assert missing == {"check", "choices", "main", "messages", "rate"}
+    own = {"check", "choices", "main", "messages", "rate", "token_messages"}
+    assert missing == own
 
 
 @pytest.mark.parametrize(
@@ -81,6 +83,7 @@ def test_the_lesson_has_the_functions_of_the_script():
         ("--gpus=12 --shard=12", "12 cannot be divided by 8"),
         ("--gpus=64 --shard=8 --tp=3", "64 cannot be divided by 24"),
         ("--gpus=8 --shard=4 --cp=8", "4 cannot be divided by 8"),
+        ("--gpus=8 --microbatches=0", "--microbatches must be 1 or more"),
     ],
 )
 def test_what_does_not_divide_is_refused(words, why):
@@ -98,6 +101,12 @@ def test_parameters_are_those_of_a_module(name):
         model = Llama(MODELS[name])
     counted = sum(p.numel() for p in model.parameters())
     assert plan_run.parameters(MODELS[name]) == counted == COUNTS[name]
+
+
+def test_parameters_of_a_gpt_are_those_of_a_module():
+    with torch.device("meta"):
+        counted = sum(p.numel() for p in Llama(GPT).parameters())
+    assert plan_run.parameters(GPT) == counted
 
 
 def test_a_router_and_its_experts_are_counted():
@@ -137,6 +146,23 @@ def test_flops_are_those_that_pytorch_counts(tokens):
             model(torch.zeros(1, tokens, dtype=torch.int64))
     matmuls, scores = plan_run.flops(MODELS["1B"], Plan(1, tokens=tokens))
     assert tokens * (matmuls + 2 * scores) == counter.get_total_flops()
+
+
+def test_sharing_experts_changes_no_bytes_of_states():
+    sparse = replace(MODELS["7B"], experts=8, active=2)
+    one, eight = (plan_run.state_bytes(sparse, Plan(64, 64, ep=n)) for n in (1, 8))
+    assert (
+        one == eight == pytest.approx(16 * plan_run.parameters(sparse) / 64, rel=1e-3)
+    )
+
+
+def test_slices_divide_activations_and_stages_do_not():
+    def kept(**split):
+        return plan_run.kept_bytes(MODELS["70B"], Plan(64, microbatches=8, **split))
+
+    assert kept(pp=8) == kept(pp=2) == kept()
+    assert kept(tp=8) < kept() / 4
+    assert kept(shard=8, cp=8) == kept() / 8
 
 
 # Trains one step with tensors that have no memory, as rank 0 of many, and prints the
@@ -186,6 +212,7 @@ for sizes, gpus, sequences, tokens, again in json.load(sys.stdin):
 os._exit(0)
 """
 JOBS = [  # full width, few blocks: model, blocks, GPUs, sequences, tokens, again
+    ("GPT", 6, 64, 4, 2048, False),
     ("70B", 5, 64, 1, 4096, True),
     ("70B", 5, 1024, 2, 4096, True),
     ("7B", 6, 8, 1, 2048, False),
@@ -198,7 +225,7 @@ def test_memory_is_near_what_pytorchs_tracker_counts():
     """At most a fifth too much: all gradients are counted, early ones are not there."""
     jobs = []
     for name, layers, *job in JOBS:
-        sizes = replace(MODELS[name], layers=layers)
+        sizes = replace(GPT if name == "GPT" else MODELS[name], layers=layers)
         jobs.append([vars(sizes), *job])
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", TRACK], input=json.dumps(jobs),
@@ -313,6 +340,23 @@ def test_the_command_line_says_when_it_does_not_know():
         command, capture_output=True, text=True, timeout=60, check=True
     )
     assert "not known: the network between machines" in done.stdout
+
+
+def test_the_command_line_does_not_judge_an_unknown_card():
+    words = ["7B", "--gpus=8", "--shard=8", "--card=L40S"]
+    command = [sys.executable, SCRIPTS / "plan_run.py", *words]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "room of the card: not known" in done.stdout
+    assert "fit" not in done.stdout
+    assert "not known: the card L40S" in done.stdout
+
+
+def test_a_card_whose_shares_are_missing_is_refused(monkeypatch):
+    monkeypatch.setitem(plan_run.CARDS, "H200", (989.4e12, 4.8e12, 450e9, 151e9))
+    with pytest.raises(ValueError, match="^not known: the shares that H200 reaches$"):
+        step_seconds(MODELS["7B"], Plan(8, 8, card="H200"))
 
 
 def test_choices_fit_and_are_sorted():

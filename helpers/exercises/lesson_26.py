@@ -33,6 +33,8 @@ def training_days(function) -> None:
             right * gpus: "`rate` is of one GPU, and all of them work",
             right / gpus: "divide by the number of GPUs once",
             right * 60: "an hour has 3600 seconds",
+            math.ceil(right): "do not round to full days",
+            math.floor(right): "do not round to full days",
         }
         why = f"{found:.4g} days; divide the tokens by those of one second"
         counted(found, right, mistakes, why, what=what, near=1e-3)
@@ -239,6 +241,7 @@ WRONG = {
         (lambda t, g, r: t / g / g / r / 86400, "once"),
         (lambda t, g, r: t / g / r / 1440, "3600 seconds"),
         (lambda t, g, r: 54, "those of one second"),
+        (lambda t, g, r: math.ceil(days(t, g, r)), "do not round"),
     ],
     "machines_needed": [
         ((STATES_ALONE, 7), "the states alone would fit"),

@@ -22,6 +22,8 @@ _SHOWN = 5  # other plans that are listed
 def table(runs) -> None:
     """Print the fastest plan of each kind that fits: FSDP, with slices, with stages.
 
+    "kept" are gathered weights, for a full step (`reshard=False`).
+
     Args:
         runs: (model, GPUs, Gbit/s of each GPU).
 
@@ -30,6 +32,7 @@ def table(runs) -> None:
     kinds = {
         "FSDP": lambda plan: plan.tp * plan.pp == 1,
         "+ tp": lambda plan: plan.tp > 1 and plan.pp == 1,
+        "+ pp": lambda plan: plan.tp == 1 and plan.pp > 1,
         "+ tp + pp": lambda plan: plan.tp > 1 and plan.pp > 1,
     }
     print("predicted                           tokens/s of a GPU")
@@ -44,8 +47,9 @@ def table(runs) -> None:
             (tokens, _), one = of_kind[0]
             memory = sum(peak_bytes(MODELS[name], one).values()) / 1e9
             split = f"shard {one.shard:4} tp {one.tp} pp {one.pp:2}"
-            batch = f"{one.microbatches:3} x {one.sequences} sequences"
+            batch = f"{one.microbatches:4} x {one.sequences} seqs"
             how = f"{split} {batch}, again {one.again}, {memory:.0f} GB"
+            how += "" if one.reshard else ", kept"
             print(f"{title} {tokens:8,.0f}   {how}")
 
 

@@ -10,7 +10,7 @@ two lines of dashes. Lesson 26 of the course explains each function.
 
 import argparse
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import product
 
 
@@ -63,14 +63,16 @@ CARDS = {
 }
 # The shares of the peak that matmuls and attention reach, and the share of the
 # memory's bandwidth: fitted to published runs. None is above 0.75, which large matmuls
-# reach alone
+# reach alone. A new card needs a line here, too
 REACHED = {"A100": (0.75, 0.32), "H100": (0.60, 0.17)}
 OF_MEMORY = 0.58
 # --------------------------------------------------------------------------------------
 MACHINE = 8  # GPUs joined by NVLink
 NVLINK, NETWORK = 0.8, 0.9  # shares of their bandwidth that messages reach: assumed
 HOP, CABLE = 0.7e-6, 12e-6  # seconds to the next GPU, and to the next machine: assumed
-PASSES = {True: (104, 10), False: (20, 4)}  # bytes of a token, in norms, gates, sums
+# Bytes that a token moves forward, for each of `dim` (two norms, 2 x 36 or fused 2 x 4,
+# rotary positions 20, two sums 12) and for each of `hidden` (gate and product, or GELU)
+PASSES = {True: (104, 10), False: (20, 4)}
 
 
 def matrices(model):
@@ -97,14 +99,14 @@ def pieces(model, plan):
 
 
 def state_bytes(model, plan):
-    layers, block, outside = pieces(model, plan)
-    return 16 * (layers * block * plan.ep + outside) / plan.shard
+    layers, block, outside = pieces(model, replace(plan, ep=1))
+    return 16 * (layers * block + outside) / plan.shard
 
 
 def block_bytes(model, plan):
     kv_dim = model.dim * model.kv_heads // model.heads
-    wide = model.hidden * model.active
-    cut = 16 * model.dim + 4 * kv_dim + 8 * wide + 4 * model.heads + 8
+    tensors = 2 * model.dim + model.hidden * model.active
+    cut = (8 if model.gated else 4) * tensors + 4 * kv_dim + 4 * model.heads + 8
     rows = plan.sequences * plan.tokens / plan.cp
     return rows * (4 * model.dim + cut / plan.tp)
 
@@ -120,15 +122,15 @@ def kept_bytes(model, plan):
 def moment_bytes(model, plan):
     layers, block, outside = pieces(model, plan)
     rows = plan.sequences * plan.tokens / plan.cp
-    loss = rows * 12 * model.vocab / plan.tp + 2 * outside
-    gathered = 3 * outside + 10 * block
-    if plan.shard == 1:
-        gathered = 2 * (layers * block + outside)
-    elif not plan.reshard:
-        gathered = 6 * (layers * block + outside)
+    stays = 2 * outside
+    in_turn = 2 * model.vocab * model.dim / plan.tp + 10 * block
+    if plan.shard == 1 or not plan.reshard:
+        stays = (2 if plan.shard == 1 else 6) * (layers * block + outside)
+        in_turn = 0
+    loss = 12 * rows * model.vocab / plan.tp
     again = block_bytes(model, plan) if plan.again else 0
     wide = 4 * rows * model.hidden * model.active / plan.tp
-    return max(loss, gathered + again + wide, 6 * outside)
+    return stays + max(loss, in_turn + again + wide, 4 * outside)
 
 
 def peak_bytes(model, plan):
@@ -175,7 +177,7 @@ def weight_messages(model, plan):
     copies = plan.gpus // (plan.tp * plan.pp * plan.shard)
     gather = 2 * ring(weights, plan.shard)
     scatter = 4 * turns * ring(stage, plan.shard)
-    average = 2 * 4 * ring(stage / plan.shard, copies)
+    average = 2 * 4 * ring(state_bytes(model, plan) / 16, copies)
     gathers, calls = turns * (passes * layers + 1), turns * (layers + 1)
     return [  # name, bytes, calls, ranks, apart, hidden
         ("gather weights", gather, gathers, plan.shard, plan.tp, True),
@@ -219,6 +221,7 @@ def not_known(model, plan):
     found = {
         "the network between machines": plan.gpus > MACHINE and not plan.network,
         f"the card {plan.card}": plan.card not in CARDS,
+        f"the shares that {plan.card} reaches": plan.card not in REACHED,
         f"the speed in {plan.numbers}": plan.numbers != "bfloat16",
         "the speed of compiled kernels": plan.compiled,
         "how evenly the router fills the experts": model.experts > 1,
@@ -286,7 +289,10 @@ def choices(model, gpus, sequences, **options):
 
 
 def check(model, plan):
-    """Refuse what does not divide."""
+    """Refuse what does not divide, and what is less than one."""
+    for field in fields(Plan):
+        if field.type is int and getattr(plan, field.name) < 1:
+            sys.exit(f"plan_run.py: --{field.name} must be 1 or more")
     for number, by, what in (
         (plan.gpus, plan.tp * plan.pp * plan.shard, "--gpus by --tp x --pp x --shard"),
         (plan.gpus, MACHINE if plan.gpus > MACHINE else 1, "--gpus into machines"),
@@ -322,8 +328,12 @@ def main():
         print(f"{name:18} {nbytes / 1e9:9.2f} GB")
     total = sum(memory.values())
     print(f"{'memory of a GPU':18} {total / 1e9:9.2f} GB", end="")
-    room = CARDS.get(plan.card, (0, 0, 0, 0))[3]
-    print(f" of {room / 1e9:.0f}: {'fits' if total < 0.9 * room else 'does not fit'}")
+    if plan.card in CARDS:
+        room = CARDS[plan.card][3]
+        fits = "fits" if total < 0.9 * room else "does not fit"
+        print(f" of {room / 1e9:.0f}: {fits}")
+    else:
+        print("; room of the card: not known")
     for name, nbytes, calls, *_ in messages(model, plan):
         print(f"{name:18} {nbytes / 1e9:9.2f} GB in {calls:,.0f} messages a step")
     if missing := not_known(model, plan):

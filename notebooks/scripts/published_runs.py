@@ -272,6 +272,35 @@ def table(rows: list[tuple[Run, float]], names=("torchtitan", "IBM", "Llama 3 4"
         print(f"{line}   {mfu:9}   {memory}".rstrip())
 
 
+def room(run: Run) -> float:
+    """Bytes of the card: torchtitan's H100 have more."""
+    return 96 * 2**30 if run.note == _SLOW else CARDS[run.plan.card][3]
+
+
+def does_not_fit(run: Run) -> bool:
+    """Whether the planner refuses this run, which did fit: over 90% of its card."""
+    return sum(peak_bytes(run.model, run.plan).values()) > 0.9 * room(run)
+
+
+def table_of_refused(rows: list[tuple[Run, float]]) -> None:
+    """Print the runs that the planner says do not fit, though they did.
+
+    Args:
+        rows: what `ratios` returns.
+    """
+    for is_fitted, kind in ((True, "fitted"), (False, "judged")):
+        found = [run for run, _ in rows if run.is_fitted == is_fitted]
+        refused = [run for run in found if does_not_fit(run)]
+        print(f"{kind}: {len(refused)} of {len(found)} runs do not fit (predicted GB)")
+        for name in dict.fromkeys(run.name for run in refused):
+            one, *more = (run for run in refused if run.name == name)
+            parts = peak_bytes(one.model, one.plan)
+            sizes = [f"{part} {size / 1e9:.0f}" for part, size in parts.items()]
+            total = sum(parts.values()) / 1e9
+            line = f"  {name:14}{len(more) + 1} runs: {', '.join(sizes)}"
+            print(f"{line}; in all {total:.0f} of {room(one) / 1e9:.0f}")
+
+
 def main() -> None:
     for run, ratio in ratios():
         kind = "fitted" if run.is_fitted else "judged"

@@ -1,8 +1,9 @@
 """A Llama of any size as a PyTorch module, for lesson 26 and its tests.
 
 Blocks with a root mean square norm, rotary positions, heads that share keys and values,
-and a gate (SwiGLU). `shard` wraps it with `fully_shard` in bfloat16. Under
-`torch.device("meta")` the largest model needs no memory.
+and a gate (SwiGLU). With `gated=False`, a block is nearer to a GPT's: fused norms, and
+no gate. `shard` wraps it with `fully_shard` in bfloat16. Under `torch.device("meta")`
+the largest model needs no memory.
 """
 
 import torch
@@ -25,6 +26,11 @@ class Norm(nn.Module):
         return y.to(x.dtype) * self.weight
 
 
+def norm_of(sizes) -> nn.Module:
+    """A Llama's norm, or the fused one of a GPT."""
+    return Norm(sizes.dim) if sizes.gated else nn.LayerNorm(sizes.dim, bias=False)
+
+
 def rotate(x, cos, sin):
     """Turn pairs of numbers of (batch, tokens, heads, size) by their token's place."""
     a, b = x.float().chunk(2, -1)
@@ -38,12 +44,15 @@ class Block(nn.Module):
         super().__init__()
         self.again, self.size = again, sizes.dim // sizes.heads
         kv_dim = self.size * sizes.kv_heads
-        self.norm1, self.norm2 = Norm(sizes.dim), Norm(sizes.dim)
+        self.norm1, self.norm2 = norm_of(sizes), norm_of(sizes)
         self.query = nn.Linear(sizes.dim, sizes.dim, bias=False)
         self.key = nn.Linear(sizes.dim, kv_dim, bias=False)
         self.value = nn.Linear(sizes.dim, kv_dim, bias=False)
         self.out = nn.Linear(sizes.dim, sizes.dim, bias=False)
-        self.gate = nn.Linear(sizes.dim, sizes.hidden, bias=False)
+        if sizes.gated:
+            self.gate = nn.Linear(sizes.dim, sizes.hidden, bias=False)
+        else:
+            self.gate = None
         self.up = nn.Linear(sizes.dim, sizes.hidden, bias=False)
         self.down = nn.Linear(sizes.hidden, sizes.dim, bias=False)
 
@@ -58,6 +67,8 @@ class Block(nn.Module):
     def compute(self, x, cos, sin):
         x = x + self.attend(self.norm1(x), cos, sin)
         y = self.norm2(x)
+        if self.gate is None:
+            return x + self.down(F.gelu(self.up(y)))
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
     def forward(self, x, cos, sin):
@@ -79,7 +90,7 @@ class Llama(nn.Module):
         self.size = sizes.dim // sizes.heads
         self.embedding = nn.Embedding(sizes.vocab, sizes.dim)
         self.blocks = nn.ModuleList(Block(sizes, again) for _ in range(sizes.layers))
-        self.norm = Norm(sizes.dim)
+        self.norm = norm_of(sizes)
         self.head = nn.Linear(sizes.dim, sizes.vocab, bias=False)
         if sizes.tied:
             self.head.weight = self.embedding.weight
