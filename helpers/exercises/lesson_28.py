@@ -252,13 +252,13 @@ def solution_2():
     """The last rank has the longest sequences, and all others wait for its gradients.
 
     `chunk` cuts the sorted list into pieces: all short sequences, then all long ones.
-    Take turns instead: the longest four sequences go to four ranks, and so on. The ranks
-    of the timeline have 2,272 tokens on average, and the slowest has 3,808. So the step
+    Take turns instead: the longest four sequences go to four ranks, and so on. In the
+    timeline, ranks have 2,272 tokens on average, and the slowest has 3,808. So the step
     could take about 2272/3808 = 60 % of its time.
 
-    A file that is not sorted needs `argsort` all the more. Where sequences are padded to
-    the longest of a batch, padding counts as work: then sort over many batches, and let
-    all ranks take short sequences in one step and long ones in another.
+    Where sequences are padded to the longest of a batch, padding counts as work. Then
+    sort over many batches, and let all ranks take short sequences in one step and long
+    ones in another.
     """
     cause_e = "uneven work"
 
