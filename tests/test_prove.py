@@ -10,7 +10,10 @@ import sys
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DistributedSampler
 
 from helpers import prove
 from helpers.incidents import INCIDENTS, PROGRAMS, VARIANTS, Variant, write
@@ -78,6 +81,35 @@ def test_a_function_is_a_program_too():
     assert (finding.step, finding.stage) == (0, "parameters")
 
 
+def parted() -> None:
+    """SGD for the weights and AdamW for the biases; a validation with a sampler."""
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    x = torch.randn(8, 4)
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 1)).cuda()
+    parallel = DDP(model, device_ids=[torch.cuda.current_device()])
+    weights, biases = ([p for p in model.parameters() if p.ndim == n] for n in (2, 1))
+    optimizers = torch.optim.SGD(weights, lr=0.1), torch.optim.AdamW(biases, lr=0.1)
+    sampler = DistributedSampler(range(8))
+    for _ in range(3):
+        parallel(x[rank::ranks].cuda()).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            for sample in sampler:
+                model(x[sample : sample + 1].cuda())
+    dist.destroy_process_group()
+
+
+def test_several_optimizers_and_a_validation_are_right():
+    report = prove.across_worlds(parted, (1, 2))
+    assert report, report
+    assert report.steps == 3
+
+
 def test_the_script_must_be_there(tmp_path):
     with pytest.raises(FileNotFoundError, match="no script"):
         prove.across_worlds(tmp_path / "train.py", (1, 2))
@@ -92,6 +124,13 @@ def test_a_program_that_fails_on_one_rank_says_why(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("raise KeyError('no data')")
     with pytest.raises(ValueError, match="on one rank: KeyError: 'no data'"):
+        prove.across_worlds(script, (1, 2))
+
+
+def test_of_a_ruled_off_report_the_first_sentence_is_shown(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("raise RuntimeError('====\\nno data here\\n====')")
+    with pytest.raises(ValueError, match="on one rank: RuntimeError: no data here"):
         prove.across_worlds(script, (1, 2))
 
 

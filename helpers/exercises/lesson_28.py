@@ -81,10 +81,10 @@ _NOT_C = {
 }
 _NOT_D = {
     "cache": "the bytes are allocated, not only reserved: tensors hold them",
-    "loaded on GPU 0": "all the bytes are on the rank's own GPU",
-    "device not set": "all the bytes are on the rank's own GPU",
+    "loaded on GPU 0": "nothing was loaded from a file",
+    "device not set": "a job of one rank would grow as well",
     "no optimizer state": "an optimizer's state is made once, and does not grow",
-    "uneven work": "all ranks grow alike",
+    "uneven work": "memory grows, and the work of an epoch is always the same",
 }
 
 

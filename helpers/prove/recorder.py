@@ -5,9 +5,11 @@ optimizers. Dropout is left out, so that two runs can be compared: the elements 
 would drop are drawn and noted, and nothing is dropped. Reading values waits for the
 GPU, so times mean nothing in a program that is recorded.
 
-Leaves out: programs without a `torch.optim` optimizer, GANs with several of them (steps
-are counted together), pipelines (each rank has other modules), and dropout other than
-`nn.Dropout` and that of attention, whose mask is not compared.
+A step ends where the next forward pass begins, so several optimizers may take part.
+
+Leaves out: programs without a `torch.optim` optimizer, pipelines (each rank has other
+modules), copies of the weights (EMA), validation, and the masks of dropout other than
+`nn.Dropout` (that of attention is left out as well).
 """
 
 import contextlib
@@ -50,6 +52,7 @@ class Recorder:
         self._in_step = 0  # of optimizers, one of which may hold another
         self._quiet = False  # what the recorder itself calls
         self._step = Step()
+        self._optimizers: list = []  # that have taken part in this step
         self._raw: dict[str, torch.Tensor] = {}
         self._epochs: dict[int, set[int]] = {}
         self._ties = Ties()
@@ -74,6 +77,7 @@ class Recorder:
         return self
 
     def __exit__(self, *exc_info) -> None:
+        self._end_step()
         self._undo.close()
 
     @property
@@ -108,6 +112,8 @@ class Recorder:
         if not self._on or self._in_backward:
             return
         if self._depth == 0 and any(True for _ in module.parameters()):
+            if torch.is_grad_enabled():
+                self._end_step()
             self._names.add(module)
             if not self._step.before:
                 self._step.before = self._values(self._names.parameters())
@@ -208,31 +214,41 @@ class Recorder:
                 f"the model has {count:,} parameters; every gradient of every step is "
                 f"kept, so make it smaller: at most {MOST_PARAMETERS:,}"
             )
-        have = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        step = self._step
-        step.raw = self._values(self._raw)
-        step.used = self._values(
-            {n: p.grad for n, p in parameters.items() if p.grad is not None}
+        step, number = self._step, len(self._optimizers)
+        if not number:
+            step.raw = self._values(self._raw)
+        self._optimizers.append(optimizer)
+        step.used |= self._values(
+            {
+                name: parameter.grad
+                for name, parameter in parameters.items()
+                if parameter.grad is not None and _has(optimizer, parameter)
+            }
         )
-        step.without_optimizer = [
-            name for name, parameter in parameters.items()
-            if parameter.grad is not None and id(parameter) not in have
-        ]  # fmt: skip
-        for number, group in enumerate(optimizer.param_groups):
+        for group_number, group in enumerate(optimizer.param_groups, number):
             for key, value in group.items():
                 if isinstance(value, float | int) and not isinstance(value, bool):
-                    step.settings[f"group {number}", key] = float(value)
+                    step.settings[f"group {group_number}", key] = float(value)
+        step.without_optimizer = [
+            name
+            for name, parameter in parameters.items()
+            if parameter.grad is not None
+            and not any(_has(each, parameter) for each in self._optimizers)
+        ]
 
     def _after_update(self, optimizer, args, kwargs) -> None:
         self._in_step -= 1
         if self._in_step or not self._on:
             return
-        step = self._step
-        step.after = self._values(self._names.parameters())
-        step.buffers = self._values(self._names.buffers())
+        self._step.after = self._values(self._names.parameters())
+        self._step.buffers = self._values(self._names.buffers())
         self._look_elsewhere()
-        self.record.steps.append(step)
-        self._step, self._raw = Step(), {}
+
+    def _end_step(self) -> None:
+        """A step ends where the next one begins: several optimizers may take part."""
+        if self._optimizers and self._on:
+            self.record.steps.append(self._step)
+            self._step, self._raw, self._optimizers = Step(), {}, []
 
     def _look_elsewhere(self) -> None:
         """Note memory on GPUs that belong to other ranks."""
@@ -242,7 +258,7 @@ class Recorder:
                 self.record.elsewhere[gpu] = used
 
     def _begin_epoch(self, original, sampler) -> Iterator[int]:
-        if sampler.shuffle:
+        if sampler.shuffle and torch.is_grad_enabled():  # validation may repeat
             seen = self._epochs.setdefault(id(sampler), set())
             if sampler.epoch in seen:
                 self.record.repeated_epochs.append(sampler.epoch)
@@ -264,6 +280,12 @@ class Recorder:
     def _values(self, tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
         with self._unseen():
             return {name: _host(_full(t)) for name, t in tensors.items()}
+
+
+def _has(optimizer, parameter: nn.Parameter) -> bool:
+    """Whether an optimizer updates a parameter."""
+    groups = optimizer.param_groups
+    return any(parameter is one for group in groups for one in group["params"])
 
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:

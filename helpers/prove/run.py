@@ -129,8 +129,15 @@ def _shapes(record: RankRecord) -> dict[str, tuple[int, ...]]:
 def _reason(failed: RanksFailed) -> str:
     """Why the first rank failed: the error at the end of its traceback."""
     lines = next(iter(failed.failures.values())).strip().splitlines()
-    errors = [line for line in lines if _ERROR.match(line)]
-    return errors[-1] if errors else lines[0]
+    errors = [n for n, line in enumerate(lines) if _ERROR.match(line)]
+    if not errors:
+        return lines[0]
+    reason, *more = lines[errors[-1] :]
+    if not reason.rstrip("=").rstrip().endswith(":"):
+        return reason
+    # a ruled-off report: its first sentence
+    first = next((line for line in more if line.strip("= ")), "")
+    return f"{reason.rstrip('= ')} {first}"
 
 
 @dataclass(frozen=True)

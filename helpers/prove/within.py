@@ -1,4 +1,4 @@
-"""What can be seen in one run alone, because it is never right.
+"""What can be seen in one run alone, because in training it is not right.
 
 Equal dropout on different data, a sampler that shuffles an epoch twice, gradients that
 no optimizer uses, memory on another rank's GPU.

@@ -4,8 +4,9 @@
     torchrun --standalone --nproc-per-node=4 compare_ranks.py --compare=one.pt
 
 One rank trains twice, the second time with the samples of each batch in reverse order.
-Both are right, so their distance is what rounding does. N ranks may be ten times as far
-away. The script names the first value that is further away. Leave dropout out.
+Both are right, so their distance is what rounding does in float32. N ranks may be ten
+times as far away. The script names the first value that is further away. Switch dropout
+and autocast off.
 Used in 28-find-the-bug.
 """
 
