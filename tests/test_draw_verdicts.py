@@ -35,5 +35,16 @@ def test_a_case_that_fails_is_dashed_and_others_are_not():
     assert fills[7] == fills[8] == fills[2] != fills[0]
 
 
+def test_words_stay_inside_their_box():
+    case = "a case that needs many lines, because its name is so very long"
+    found = draw.verdicts({"1. one": {case: True, "b": False}}, lambda cases: "true")
+    text = found._repr_svg_()
+    box = re.findall('<rect x="[^"]*" y="([^"]*)" width="[^"]*" height="([^"]*)"', text)
+    top, height = map(float, box[-2])
+    lines = re.findall('<text x="[^"]*" y="([^"]*)" font-size="11"', text)
+    assert len(lines) > 2
+    assert all(top + 8 < float(y) < top + height for y in lines)
+
+
 def test_no_claims_draw_nothing_but_the_key():
     assert draw.verdicts({}, str)._repr_svg_().count(">holds<") == 1

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 
 from helpers.draw.picture import COLOURS, HOST, WIDEST, Picture
 
-_LEFT, _RIGHT, _ROW, _TOP = 186, 122, 46, 34  # pixels
+_LEFT, _RIGHT, _LINE, _TOP = 186, 122, 14, 34  # pixels
 _LOOKS = {
     True: ("holds", COLOURS[2], False),
     False: ("fails", "white", True),
@@ -33,30 +33,37 @@ def verdicts(
     )
     most = max(map(len, judged.values()), default=1) or 1
     width = (WIDEST - _LEFT - _RIGHT) / most
-    picture = Picture(WIDEST, _TOP + _ROW * len(judged) + 4, f"Claims. {spoken}")
+    wrapped = {
+        claim: [textwrap.wrap(case, max(8, int(width / 6.2))) for case in cases]
+        for claim, cases in judged.items()
+    }
+    lines = [2, *(len(words) for cases in wrapped.values() for words in cases)]
+    row = _LINE * max(lines) + 16
+    picture = Picture(WIDEST, _TOP + row * len(judged) + 4, f"Claims. {spoken}")
     for place, (word, fill, dashed) in enumerate(_LOOKS.values()):
         x = _LEFT + 110 * place
         picture.box(x, 8, 22, 14, fill, dashed)
         picture.text(x + 28, 20, word, 12)
     for place, (claim, cases) in enumerate(judged.items()):
-        y = _TOP + _ROW * place
-        _lines(picture, 8, y + 18, textwrap.wrap(claim, 27), 12, "start")
-        for column, (case, holds) in enumerate(cases.items()):
+        y = _TOP + row * place
+        middle = y + (row - 8) / 2
+        _lines(picture, 8, middle, textwrap.wrap(claim, 27), 12, "start")
+        for column, holds in enumerate(cases.values()):
             _, fill, dashed = _LOOKS[holds]
             x = _LEFT + column * width
-            picture.box(x + 2, y, width - 4, _ROW - 8, fill, dashed)
-            words = textwrap.wrap(case, max(8, int(width / 6.2)))
-            _lines(picture, x + width / 2, y + 19, words, 11, "middle")
+            picture.box(x + 2, y, width - 4, row - 8, fill, dashed)
+            words = wrapped[claim][column]
+            _lines(picture, x + width / 2, middle, words, 11, "middle")
         words = textwrap.wrap(said[claim], 16)
         x = WIDEST - _RIGHT + 8
-        _lines(picture, x, y + 19, words, 12, "start", weight="bold")
+        _lines(picture, x, middle, words, 12, "start", weight="bold")
     return picture
 
 
 def _lines(picture: Picture, x, y, words: list[str], size: int, anchor, **look) -> None:
     """Lines of text around the height y."""
     for place, line in enumerate(words):
-        lower = 14 * (place - (len(words) - 1) / 2)
+        lower = _LINE * (place - (len(words) - 1) / 2)
         picture.text(x, y + lower + 4, line, size, anchor, **look)
 
 
