@@ -306,7 +306,7 @@ class Notebook:
 
     def explorers(self) -> list[int]:
         """The cells that make an explorer."""
-        explorer = re.compile(r"^explore\.\w+\(\w*\)$", re.MULTILINE)
+        explorer = re.compile(r"^(?:explore|plan_explorer)\.\w+\(\w*\)$", re.MULTILINE)
         return [c["number"] for c in self.cells() if explorer.search(c["source"])]
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
