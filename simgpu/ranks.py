@@ -21,7 +21,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -32,7 +31,6 @@ from multiprocessing import connection, forkserver
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 import simgpu
@@ -40,10 +38,9 @@ from simgpu import frames, runtime
 from simgpu.asked import check_request
 from simgpu.device.cards import find_card
 from simgpu.distributed.children import leave
+from simgpu.hosts import HOST, loopback_store
 from simgpu.timing.topology import Topology
 
-_HOST = "127.0.0.1"
-_BACKLOG = 128  # ranks that may call at once
 _OURS = str(Path(__file__).parent) + os.sep
 # what programs import sooner or later: optimizers and DDP, for example, dynamo
 _PRELOADED = ["simgpu.startup", "torch._dynamo", "torch.distributed.fsdp"]
@@ -127,16 +124,6 @@ def _pickled(function: Callable, args, kwargs) -> tuple[str, str | None, bytes]:
     return module, getattr(sys.modules.get(module), "__file__", None), data
 
 
-def _store() -> dist.TCPStore:
-    """Where the ranks meet. Only this machine can reach it."""
-    listening = socket.create_server((_HOST, 0), backlog=_BACKLOG)
-    port = listening.getsockname()[1]
-    return dist.TCPStore(
-        _HOST, port, is_master=True, wait_for_workers=False,
-        master_listen_fd=listening.detach(),
-    )  # fmt: skip
-
-
 class _Job:
     """The processes of one call of `run_ranks`.
 
@@ -158,9 +145,9 @@ class _Job:
     def run(self, ranks: int, here: int) -> list:
         """Start them, wait for them, and leave nothing running."""
         __tracebackhide__ = True
-        store = _store()
+        store = loopback_store()
         common = {
-            "MASTER_ADDR": _HOST, "MASTER_PORT": store.port, "WORLD_SIZE": ranks,
+            "MASTER_ADDR": HOST, "MASTER_PORT": store.port, "WORLD_SIZE": ranks,
             "LOCAL_WORLD_SIZE": here, "GROUP_WORLD_SIZE": ranks // here,
             "TORCHELASTIC_USE_AGENT_STORE": True, "OMP_NUM_THREADS": 1,
         }  # fmt: skip

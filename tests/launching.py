@@ -2,7 +2,6 @@
 
 import ast
 import contextlib
-import copy
 import functools
 import importlib.util
 import io
@@ -16,11 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
-import torch
 import torch.distributed as dist
-from torch.nn.functional import cross_entropy
 
-from helpers import digits
 from helpers.elastic import MARK, end
 from helpers.ranks import RankError, Ranks
 
@@ -29,8 +25,6 @@ NOTEBOOKS = ROOT / "notebooks"
 SCRIPTS = NOTEBOOKS / "scripts"
 
 sys.path.insert(0, str(NOTEBOOKS))
-sys.path.insert(0, str(ROOT / "tests" / "scripts"))
-import elastic_on_cpu as train_elastic  # noqa: E402
 
 # -- run -------------------------------------------------------------------------------
 
@@ -104,52 +98,7 @@ def in_ranks(name: str, ranks: int, *arguments: str) -> str:
     return printed.getvalue()
 
 
-# -- elastic_on_cpu.py -----------------------------------------------------------------
-
-ROWS, BATCH = 1437, 120
-
-
-@functools.cache
-def undisturbed(steps: int) -> list[dict]:
-    """What its checkpoints have before each step and after the last, of two ranks.
-
-    Computed here, without ranks: the gradients of both are added up, and that gives
-    the same weights to the bit.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    data, model = digits(), train_elastic.make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    states = []
-    for step in range(steps + 1):
-        both = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        states.append({**copy.deepcopy(both), "step": step})
-        rows = train_elastic.rows_of_step(step, BATCH, ROWS)
-        optimizer.zero_grad()
-        for mine in (rows[0::2], rows[1::2]):
-            losses = cross_entropy(model(data.x[mine]), data.y[mine], reduction="none")
-            (losses.sum() / BATCH).backward()
-        optimizer.step()
-    torch.set_num_threads(threads)
-    return states
-
-
-def check_weights(found: dict, steps: int, exact: bool = True) -> None:
-    """They are those of `undisturbed` after so many steps, or nearly so."""
-    expected = undisturbed(steps)[steps]["model"]
-    assert list(found) == list(expected)
-    for name, mine in found.items():
-        tolerance = 0 if exact else 1e-5
-        torch.testing.assert_close(mine, expected[name], rtol=0, atol=tolerance)
-
-
-def check_rows(log: list[dict], steps: int) -> None:
-    """Every row of every step, once."""
-    rows = train_elastic.rows_that_count(log)
-    assert sorted(rows) == list(range(steps))
-    for step, used in rows.items():
-        expected = train_elastic.rows_of_step(step, BATCH, ROWS)
-        assert used == sorted(expected.tolist()), step
+# -- jobs ------------------------------------------------------------------------------
 
 
 def starts(log: list[dict]) -> list[tuple[int, int]]:

@@ -58,11 +58,18 @@ def run_agents(number: str, folder: Path, nodes: int) -> str:
 
 def run_command(command: str, folder: Path) -> str:
     """What a command prints that begins with `python` and names one of the scripts."""
+    done = start_command(command, folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def start_command(command: str, folder: Path) -> subprocess.CompletedProcess:
+    """The same for a command that may fail."""
     python, *words = command.split()
     assert python == "python", command
     words = [str(SCRIPTS / w) if w.endswith(".py") else w for w in words]
     with environment(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT)) as environ:
-        done = subprocess.run(
+        return subprocess.run(
             [sys.executable, *words],
             cwd=folder,
             env=environ,
@@ -70,5 +77,3 @@ def run_command(command: str, folder: Path) -> str:
             text=True,
             timeout=SECONDS,
         )
-    assert done.returncode == 0, done.stderr
-    return done.stdout

@@ -110,6 +110,29 @@ def test_several_optimizers_and_a_validation_are_right():
     assert report.steps == 3
 
 
+def two_rates() -> None:
+    """Of two optimizers, the second has a learning rate that depends on the ranks."""
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 1)).cuda()
+    first, second, third = (list(part.parameters()) for part in model)
+    assert second == []
+    (weight, bias), ranks = third, int(os.environ["WORLD_SIZE"])
+    groups = [{"params": first[:1]}, {"params": first[1:], "lr": 0.2}]
+    optimizers = (
+        torch.optim.SGD(groups, lr=0.1),
+        torch.optim.SGD([{"params": [weight]}, {"params": [bias]}], lr=0.1 * ranks),
+    )
+    model(torch.ones(2, 4, device="cuda")).square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def test_settings_of_the_second_optimizer_are_compared_too():
+    (finding,) = prove.across_worlds(two_rates, (1, 2)).findings
+    assert (finding.stage, finding.place) == ("settings", "group 2, lr")
+
+
 def test_the_script_must_be_there(tmp_path):
     with pytest.raises(FileNotFoundError, match="no script"):
         prove.across_worlds(tmp_path / "train.py", (1, 2))

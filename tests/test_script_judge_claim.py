@@ -1,31 +1,19 @@
 """`judge_claim.py`: lesson 29's script, run unmodified."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests import take_home
-from tests.launching import ROOT, SCRIPTS, environment
 
 ONE = "python -m simgpu --gpus 4 torchrun --standalone --nproc-per-node={} {}"
 
 
 def judged(ranks: int, folder: Path, options: str = "") -> tuple[int, str]:
     """The exit status, and what rank 0 printed."""
-    _, *words = ONE.format(ranks, f"judge_claim.py {options}".strip()).split()
-    words = [str(SCRIPTS / w) if w.endswith(".py") else w for w in words]
-    with environment(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT)) as environ:
-        done = subprocess.run(
-            [sys.executable, *words],
-            cwd=folder,
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=take_home.SECONDS,
-        )
+    command = ONE.format(ranks, f"judge_claim.py {options}".strip())
+    done = take_home.start_command(command, folder)
     return done.returncode, done.stdout
 
 

@@ -19,8 +19,8 @@ import psutil
 import pytest
 import torch
 
-from helpers.elastic import MARK, processes
-from tests.launching import NOTEBOOKS, ROOT, SCRIPTS, environment
+from helpers.elastic import MARK, noted, processes
+from tests.launching import NOTEBOOKS, ROOT, SCRIPTS, environment, starts
 from tests.scripts import train_on_hosts
 from tests.waiting import wait
 
@@ -55,21 +55,6 @@ def spaces_of(pid: int) -> list[str]:
 
 def wait_for(condition, what: str, hosts: TwoHosts):
     return wait(condition, what, words=lambda: "\n".join(h.words for h in hosts))
-
-
-def noted(folder: Path) -> list[dict]:
-    """What the ranks have noted, but for lines whose writer was killed."""
-    path, entries = folder / "log.jsonl", []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError):
-            entries.append(json.loads(line))
-    return entries
-
-
-def starts(folder: Path) -> list[tuple[int, int]]:
-    """(ranks, first step) of each time that training began."""
-    log = [entry for entry in noted(folder) if entry["event"] == "loaded"]
-    return [(entry["ranks"], entry["step"]) for entry in log if entry["rank"] == 0]
 
 
 @functools.cache
@@ -162,7 +147,7 @@ def test_one_rank_each_a_slow_cable_and_a_death(tmp_path: Path):
     patient = {"last_call_timeout": 3}
 
     def begun() -> list[tuple[int, int]]:
-        return starts(tmp_path)
+        return starts(noted(tmp_path))
 
     with TwoHosts(rate=1000) as hosts:
         for host in hosts:

@@ -1,7 +1,7 @@
 """What the ranks have noted, put together: one step as if one process had done it.
 
 What every rank has whole is taken once, what was cut by hand is put together, and what
-is a part of the batch is added up. `World` says as well where ranks disagree that
+is a part of the batch is added up. `Whole` says as well where ranks disagree that
 should not.
 """
 

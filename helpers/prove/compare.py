@@ -173,7 +173,7 @@ class _Step:
         if abs(worst - one[0]) <= allow:
             return None
         text = f"{worst:.6g} on a rank, on one rank {one[0]:.6g}"
-        ratio = worst / one[0]
+        ratio = worst / one[0] if one[0] else np.inf
         sums = np.isclose(ratio, [self.ranks, 1 / self.ranks], rtol=1e-3).any()
         return self._say(
             "norm", "", text, _scaled(ratio, self.ranks) if sums else _NORM

@@ -1,7 +1,7 @@
 """What one rank notes in each step: plain arrays and numbers that can be sent.
 
-A step begins after an optimizer step and ends with the next one. Everything that can be
-larger than a sentence is a numpy array in float64, on the host.
+A step ends where the forward pass after an optimizer step begins. Everything that can
+be larger than a sentence is a numpy array in float64, on the host.
 """
 
 from dataclasses import dataclass, field

@@ -214,9 +214,10 @@ class Recorder:
                 f"the model has {count:,} parameters; every gradient of every step is "
                 f"kept, so make it smaller: at most {MOST_PARAMETERS:,}"
             )
-        step, number = self._step, len(self._optimizers)
-        if not number:
+        step = self._step
+        if not self._optimizers:
             step.raw = self._values(self._raw)
+        groups = sum(len(earlier.param_groups) for earlier in self._optimizers)
         self._optimizers.append(optimizer)
         step.used |= self._values(
             {
@@ -225,10 +226,10 @@ class Recorder:
                 if parameter.grad is not None and _has(optimizer, parameter)
             }
         )
-        for group_number, group in enumerate(optimizer.param_groups, number):
+        for number, group in enumerate(optimizer.param_groups, groups):
             for key, value in group.items():
                 if isinstance(value, float | int) and not isinstance(value, bool):
-                    step.settings[f"group {group_number}", key] = float(value)
+                    step.settings[f"group {number}", key] = float(value)
         step.without_optimizer = [
             name
             for name, parameter in parameters.items()

@@ -104,7 +104,7 @@ def across_worlds(
         try:
             records = work.run(ranks)
         except RanksFailed as failed:
-            rank, text = next(iter(failed.failures.items()))
+            rank = next(iter(failed.failures))
             findings.append(
                 Finding(ranks, None, "error", f"rank {rank}", _reason(failed))
             )

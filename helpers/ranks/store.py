@@ -8,28 +8,20 @@ this machine can reach it.
 
 import contextlib
 import os
-import socket
 from typing import NoReturn
 
-from helpers.ranks.listener import BACKLOG, connect
+from helpers.ranks.listener import connect
 from helpers.ranks.process import exit_with_stdin
 from helpers.ranks.worker import WorkerSettings
+from simgpu.hosts import loopback_store
 
-HOST = "127.0.0.1"
 KEEPER = -1  # in place of a rank, where it reports to the notebook
 
 
 def keep_store(settings: WorkerSettings) -> NoReturn:
     """Keep the store until the notebook hangs up."""
     notebook = connect(settings.address, settings.key)
-    from torch.distributed import TCPStore
-
-    listening = socket.create_server((HOST, 0), backlog=BACKLOG)
-    port = listening.getsockname()[1]
-    store = TCPStore(
-        HOST, port, is_master=True, wait_for_workers=False,
-        master_listen_fd=listening.detach(),
-    )  # fmt: skip
+    store = loopback_store()
     notebook.send((KEEPER, os.getpid()))
     notebook.send(store.port)
     with contextlib.suppress(EOFError, OSError):
