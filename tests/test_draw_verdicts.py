@@ -41,7 +41,7 @@ def test_words_stay_inside_their_box():
     text = found._repr_svg_()
     box = re.findall('<rect x="[^"]*" y="([^"]*)" width="[^"]*" height="([^"]*)"', text)
     top, height = map(float, box[-2])
-    lines = re.findall('<text x="[^"]*" y="([^"]*)" font-size="11"', text)
+    lines = re.findall('<text x="[^"]*" y="([^"]*)" font-size="10"', text)
     assert len(lines) > 2
     assert all(top + 8 < float(y) < top + height for y in lines)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from helpers.draw.picture import COLOURS, HOST, WIDEST, Picture
 
 _LEFT, _RIGHT, _LINE, _TOP = 186, 122, 14, 34  # pixels
+_LETTER = 6.2  # pixels of a letter of size 10, with what is free beside a word
 _LOOKS = {
     True: ("holds", COLOURS[2], False),
     False: ("fails", "white", True),
@@ -34,7 +35,9 @@ def verdicts(
     most = max(map(len, judged.values()), default=1) or 1
     width = (WIDEST - _LEFT - _RIGHT) / most
     wrapped = {
-        claim: [textwrap.wrap(case, max(8, int(width / 6.2))) for case in cases]
+        claim: [
+            textwrap.wrap(case, max(8, int((width - 8) / _LETTER))) for case in cases
+        ]
         for claim, cases in judged.items()
     }
     lines = [2, *(len(words) for cases in wrapped.values() for words in cases)]
@@ -47,14 +50,14 @@ def verdicts(
     for place, (claim, cases) in enumerate(judged.items()):
         y = _TOP + row * place
         middle = y + (row - 8) / 2
-        _lines(picture, 8, middle, textwrap.wrap(claim, 27), 12, "start")
+        _lines(picture, 8, middle, textwrap.wrap(claim, 25), 12, "start")
         for column, holds in enumerate(cases.values()):
             _, fill, dashed = _LOOKS[holds]
             x = _LEFT + column * width
             picture.box(x + 2, y, width - 4, row - 8, fill, dashed)
             words = wrapped[claim][column]
-            _lines(picture, x + width / 2, middle, words, 11, "middle")
-        words = textwrap.wrap(said[claim], 16)
+            _lines(picture, x + width / 2, middle, words, 10, "middle")
+        words = textwrap.wrap(said[claim], 14)
         x = WIDEST - _RIGHT + 8
         _lines(picture, x, middle, words, 12, "start", weight="bold")
     return picture
