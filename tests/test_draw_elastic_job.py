@@ -41,6 +41,18 @@ def test_a_bar_stands_after_each_checkpoint():
     assert bars == [2 + 1, 1]  # of two ranks; the key has one
 
 
+def test_which_rank_a_node_has_and_who_notes_first_change_nothing():
+    """torchrun numbers the nodes of one address by their process: by chance."""
+    rest = LOG[LOG.index({"event": "kill node", "node": 1}) :]
+    swapped = [*started({1: 100, 0: 101}, 0, 7), *rest]
+    late = [*started({1: 101, 0: 100}, 0, 7), *rest]
+    pictures = {
+        draw.elastic_job(log, NODES, every=5)._repr_svg_()
+        for log in (LOG, swapped, late)
+    }
+    assert len(pictures) == 1
+
+
 def test_each_node_has_an_agent_and_its_workers():
     svg = draw.agents_meet(nodes=3, ranks=2)._repr_svg_()
     assert svg.count("agent (torchrun)") == 3

@@ -75,18 +75,19 @@ def elastic_job(log: list[dict], nodes: list, every: int) -> Picture:
     x = LEFT
     for number, run in enumerate(runs):
         again = min((later.first for later in runs[number + 1 :]), default=10**9)
-        lanes = {rank: lane_of[agent] for rank, agent in run.agents.items()}
+        # by node: which rank a node has, and who notes first, differs from run to run
+        lanes = sorted((lane_of[agent], rank) for rank, agent in run.agents.items())
         found.text(x, TOP - 12, f"{plural(run.ranks, 'rank')}, from {run.first}", 12)
-        _meeting(found, x + 4, [TOP + ROW * lane + 13 for lane in lanes.values()])
+        _meeting(found, x + 4, [TOP + ROW * lane + 13 for lane, _ in lanes])
         x += MEET
-        for rank, done in run.steps.items():
-            y = TOP + ROW * lanes[rank]
+        for lane, rank in lanes:
+            y = TOP + ROW * lane
             found.box(x, y, START - 4, 26, HOST)
             found.text(x + START / 2 - 2, y + 17, "start", 11, "middle")
-            for step in done:
+            for step in run.steps[rank]:
                 at = x + START + wide * (step - run.first)
                 lost = step >= again
-                fill = "white" if lost else COLOURS[lanes[rank] % len(COLOURS)]
+                fill = "white" if lost else COLOURS[lane % len(COLOURS)]
                 found.box(at, y, wide - 1, 26, fill, dashed=lost)
                 found.text(at + wide / 2, y + 17, step, 8, "middle")
                 if (step + 1) % every == 0:
