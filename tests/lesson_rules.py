@@ -30,16 +30,6 @@ METADATA = {
     "language_info": {"name": "python"},
 }  # fmt: skip
 SECTIONS = (
-    "From scratch",
-    "Concise",
-    "Oracle",
-    "Cost",
-    "Break it",
-    "In practice",
-    "On your own",
-    "Further reading",
-)
-SECOND_EDITION = (
     "Exercises",
     "In practice",
     "Take it home",
@@ -206,7 +196,7 @@ def cells_are_short(nb: NotebookNode, path: Path) -> Found:
             yield i, f"{len(lines)} lines of code; split it, 25 is the most"
         if not cell.metadata.get("jupyter", {}).get("source_hidden"):
             sizes.append(sum(1 for line in lines if line.strip()))
-    middle, most = median(sizes or [0]), 10 if is_second_edition(nb) else 5
+    middle, most = median(sizes or [0]), 10
     if middle > most:
         what = f"the median code cell has {middle:g} lines"
         yield None, f"{what}; split some, {most} is the most"
@@ -343,35 +333,28 @@ def sets_up(nb: NotebookNode, path: Path) -> Found:
         yield None, "the second code cell calls neither need_gpus( nor Ranks("
 
 
-def is_second_edition(nb: NotebookNode) -> bool:
-    """Whether a lesson is written anew: it ends with a script to take home."""
-    return (2, "Take it home") in headings(nb)
-
-
 def sections_in_order(nb: NotebookNode, path: Path) -> Found:
-    """Other headings may stand between, and a section may have parts in a row.
-
-    In the second edition the other headings say what a section is about.
-    """
-    wanted = SECOND_EDITION if is_second_edition(nb) else SECTIONS
+    """Other headings may stand between; they say what their section is about."""
     found: list[str] = []
     for level, text in headings(nb):
         name = text.partition(":")[0].strip()
-        if level == 2 and name in wanted and name not in found[-1:]:
+        if level == 2 and name in SECTIONS and name not in found[-1:]:
             found.append(name)
-    if found != list(wanted):
-        yield None, f"the `##` sections are {found}; they should be {list(wanted)}"
+    if found != list(SECTIONS):
+        yield None, f"the `##` sections are {found}; they should be {list(SECTIONS)}"
 
 
 def takes_a_script_home(nb: NotebookNode, path: Path) -> Found:
-    """The second edition: one script without the course, two commands for it."""
-    if not is_second_edition(nb):
-        return
-    i, text = next(
+    """One script without the course, and two commands for it."""
+    sections = [
         (i, cell.source)
         for i, cell in enumerate(nb.cells, 1)
         if "## Take it home" in cell.source.splitlines()
-    )
+    ]
+    if len(sections) != 1:
+        yield None, f"{len(sections)} sections `## Take it home`; one is right"
+        return
+    i, text = sections[0]
     found = take_home.commands(text)
     if len(found) != 2 or any("\n" in command for command in found):
         yield i, f"{len(found)} blocks of bash; two with a line each are right"
@@ -431,9 +414,8 @@ def closes_with_links(nb: NotebookNode, path: Path) -> Found:
 
 
 def has_its_length(nb: NotebookNode, path: Path) -> Found:
-    least = 24 if is_second_edition(nb) else 30
-    if not least <= len(nb.cells) <= 45:
-        yield None, f"{len(nb.cells)} cells; {least} to 45 are right"
+    if not 24 <= len(nb.cells) <= 45:
+        yield None, f"{len(nb.cells)} cells; 24 to 45 are right"
     share = 100 * len(prose(nb)) / max(1, len(nb.cells))
     if share < 45:
         yield None, f"{share:.0f} % of the cells are prose; 45 is the least"

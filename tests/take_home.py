@@ -1,4 +1,4 @@
-"""The script that a lesson of the second edition ends with, and the commands for it.
+"""The script that a lesson ends with, and the commands for it.
 
 Its section `## Take it home` has two blocks of bash with a line each: the command for
 real GPUs, and the same command for simulated ones, which is `python -m simgpu --gpus N`

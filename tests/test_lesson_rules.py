@@ -49,10 +49,7 @@ def test_the_script_that_each_lesson_takes_home_is_run_by_a_test():
         path.read_text() for path in Path(__file__).parent.glob("test_script_*.py")
     ]
     run = {number for text in texts for number in RUN.findall(text)}
-    second = {
-        path.name[:2] for path, nb in LESSONS.items() if rules.is_second_edition(nb)
-    }
-    assert second <= run
+    assert {path.name[:2] for path in LESSONS} <= run
 
 
 # -- a lesson without a fault ----------------------------------------------------------
@@ -69,6 +66,15 @@ CLOSING = (
     "[← previous: begin](00-begin-here.ipynb) · [index](../README.md) · "
     "[glossary](glossary.md) · [next: copy →](02-copy-a-tensor.ipynb)"
 )
+HOME = """## Take it home
+
+```bash
+torchrun --nproc-per-node=4 train.py
+```
+
+```bash
+python -m simgpu --gpus 4 torchrun --nproc-per-node=4 train.py
+```"""
 PIXEL = base64.b64encode(b"png").decode()
 BIG = base64.b64encode(bytes(151_000)).decode()
 SVG = "<svg xmlns='http://www.w3.org/2000/svg'><title>two devices</title></svg>"
@@ -91,16 +97,16 @@ def good_cells() -> Cells:
         "diagram": cell("draw()", result(svg=SVG)),
         "fenced": new_markdown_cell("```python\n# not a heading [x](y)\n```"),
     }
+    cells["cost"] = new_markdown_cell("## Cost: bytes")
+    cells["error"] = cell("1 / 0", error, tag="raises-exception")
     for section in rules.SECTIONS:
-        tail = ": bytes" if section == "Cost" else ""
-        cells[section] = new_markdown_cell(f"## {section}{tail}")
-        if section == "Break it":
-            cells["error"] = cell("1 / 0", error, tag="raises-exception")
-        if section == "On your own":
+        home = section == "Take it home"
+        cells[section] = new_markdown_cell(HOME if home else f"## {section}")
+        if section == "Exercises":
             for name in ("exercise", "another"):
                 unsolved = stream("not yet: replace the None")
                 cells[name] = cell("check.it(None)", unsolved, tag="exercise")
-    for number in range(30 - len(cells) - 1):
+    for number in range(24 - len(cells) - 1):
         cells[f"filler {number}"] = new_markdown_cell("A paragraph.")
     cells["closing"] = new_markdown_cell(CLOSING)
     count = 0
@@ -125,6 +131,8 @@ def store(folder: Path, cells: Cells, nb: NotebookNode) -> tuple[NotebookNode, P
     for name in (*others, "two.svg", "glossary.md"):
         (notebooks / name).touch()
     (folder / "README.md").touch()
+    (notebooks / "scripts").mkdir()
+    (notebooks / "scripts" / "train.py").write_text("import torch\n")
     path = notebooks / NAME
     path.write_text(nbformat.writes(nb) + "\n", encoding="utf-8")
     return rules.read(path), path
@@ -174,7 +182,7 @@ def without(name: str) -> Plant:
 
 def long_code(cells, nb):
     for number in range(20):
-        cells[f"long {number}"] = cell("a = 1\n\n" * 6)
+        cells[f"long {number}"] = cell("a = 1\n\n" * 11)
 
 
 def more_code(cells, nb):
@@ -267,9 +275,9 @@ PLANTED: dict[rules.Rule, list[Plant]] = {
         changed("setup", source="import torch"),
     ],
     rules.sections_in_order: [
-        without("Oracle"),
-        changed("Concise", source="## Cost"),
-        changed("Concise", source="### Concise"),
+        without("Remember"),
+        changed("Remember", source="## Further reading"),
+        changed("Remember", source="### Remember"),
     ],
     rules.breaks_something: [tagged("error")],
     rules.has_exercises: [
@@ -307,30 +315,6 @@ def test_names(name):
     assert complaints(rules.name_sorts, new_notebook(), Path(f"{name}.ipynb"))
 
 
-def test_a_lesson_of_the_second_edition_has_other_sections(tmp_path):
-    cells = good_cells()
-    for section in rules.SECTIONS:
-        cells[section].source = f"## About {section}"
-    for section in rules.SECOND_EDITION:
-        cells[f"second {section}"] = new_markdown_cell(f"## {section}")
-    nb, path = store(tmp_path, cells, good_file())
-    assert complaints(rules.sections_in_order, nb, path) == []
-    cells["second Remember"].source = "A paragraph."
-    nb.cells = list(cells.values())
-    assert complaints(rules.sections_in_order, nb, path)
-
-
-HOME = """## Take it home
-
-```bash
-torchrun --nproc-per-node=4 train.py
-```
-
-```bash
-python -m simgpu --gpus 4 torchrun --nproc-per-node=4 train.py
-```"""
-
-
 @pytest.mark.parametrize(
     "section, script, complaint",
     [
@@ -342,16 +326,19 @@ python -m simgpu --gpus 4 torchrun --nproc-per-node=4 train.py
         (HOME.replace("gpus 4 torchrun", "gpus 4"), "import torch\n", "is not"),
         (HOME.replace("-m simgpu --gpus 4", ""), "import torch\n", "is not"),
         (HOME[: HOME.rindex("```bash")], "import torch\n", "1 blocks"),
+        ("A paragraph.", "import torch\n", "0 sections"),
         (HOME.replace("torchrun", "cd\ntorchrun", 1), "import torch\n", "a line each"),
     ],
 )  # fmt: skip
 def test_a_script_to_take_home(tmp_path, section, script, complaint):
     cells = good_cells()
-    cells["home"] = new_markdown_cell(section)
+    cells["Take it home"] = new_markdown_cell(section)
     nb, path = store(tmp_path, cells, good_file())
-    if script is not None:
-        (path.parent / "scripts").mkdir()
-        (path.parent / "scripts" / "train.py").write_text(script)
+    stored = path.parent / "scripts" / "train.py"
+    if script is None:
+        stored.unlink()
+    else:
+        stored.write_text(script)
     found = complaints(rules.takes_a_script_home, nb, path)
     assert bool(found) == bool(complaint) and (complaint or "") in "".join(found)
 

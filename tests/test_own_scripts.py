@@ -1,4 +1,4 @@
-"""The README's page on your own scripts and tests: it works as it stands there."""
+"""The simulator's manual: each program on its page prints what the page says."""
 
 import os
 import re
@@ -12,8 +12,8 @@ import pytest
 
 from helpers.elastic import free_port
 
-README = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
-PAGE = README.partition("## Your own scripts and tests")[2].partition("\n## ")[0]
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "simgpu" / "README.md").read_text(encoding="utf-8")
 FILES = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, re.DOTALL)
 CONSOLE = re.findall(r"```console\n\$ (.*?)\n(.*?)```", PAGE, re.DOTALL)
 PROGRAMS = {

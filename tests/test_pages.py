@@ -44,12 +44,18 @@ def test_links_lead_somewhere(page):
     assert not [target for target in targets if not (page.parent / target).is_file()]
 
 
-@pytest.mark.parametrize("name", ["README.md", "WHAT-RUNS.md"])
-def test_links_of_the_simulators_pages_lead_somewhere(name):
-    page = ROOT / "simgpu" / name
+@pytest.mark.parametrize(
+    "name",
+    [
+        "CONTRIBUTING.md", "tests/README.md", "simgpu/README.md",
+        "simgpu/HOW-IT-WORKS.md", "simgpu/WHAT-RUNS.md",
+    ],
+)  # fmt: skip
+def test_links_of_the_pages_for_maintainers_lead_somewhere(name):
+    page = ROOT / name
     targets = LINK.findall(page.read_text(encoding="utf-8"))
     targets = [target for target in targets if not WEB.match(target)]
-    assert len(targets) > 5
+    assert targets
     assert not [target for target in targets if not (page.parent / target).exists()]
 
 
