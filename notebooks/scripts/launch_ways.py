@@ -31,8 +31,8 @@ def work(rank, how):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def by_process(how, method="spawn"):
-    context = multiprocessing.get_context(method)
+def by_process(how):
+    context = multiprocessing.get_context("spawn")
     workers = [context.Process(target=work, args=(rank, how)) for rank in range(2)]
     for worker in workers:
         worker.start()
@@ -78,8 +78,6 @@ if __name__ == "__main__":
     way, how = sys.argv[1:3]
     if way == "as a rank":
         work(int(os.environ["RANK"]), how)
-    elif way in ("fork", "spawn", "forkserver"):
-        by_process(how, way)
     else:
         try:
             WAYS[way](how)
