@@ -150,6 +150,28 @@ def test_devices_do_not_mix(a, b, call, grad):
         message(call, a=a, b=b)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.RMSprop])
+def test_a_state_on_another_gpu_than_its_weight_is_refused(kind):
+    """The optimizer's default on GPUs, foreach, refuses it before any kernel."""
+    weight = torch.nn.Parameter(torch.ones(2, device=0))
+    weight.grad = torch.ones(2, device=0)
+    optimizer = kind([weight])
+    optimizer.step()
+    weight.data, weight.grad = weight.data.to(1), torch.ones(2, device=1)
+    with pytest.raises(RuntimeError, match="Tensors of the same index must be on the"):
+        optimizer.step()
+
+
+def test_a_state_on_the_host_passes_to_the_kernel_which_refuses_it():
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    optimizer.step()
+    weight.data, weight.grad = weight.data.to(1), torch.ones(2, device=1)
+    with pytest.raises(RuntimeError, match="found at least two devices"):
+        optimizer.step()
+
+
 def test_numpy_needs_the_host(a):
     words = (
         "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy "

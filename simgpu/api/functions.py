@@ -1,5 +1,7 @@
 """Functions that read on the host what may be on a GPU, as CUDA's own do."""
 
+import functools
+
 import torch
 
 from simgpu.dispatch.placement import gpu_of
@@ -7,6 +9,7 @@ from simgpu.dispatch.placement import gpu_of
 _raw_one_hot = torch.nn.functional.one_hot
 _raw_ctc_loss = torch.ctc_loss
 _raw_tensor_split = torch.Tensor.tensor_split
+_raw_group = torch._C._group_tensors_by_device_and_dtype
 
 
 def ctc_loss(log_probs, targets, input_lengths, target_lengths, *args, **kwargs):
@@ -40,7 +43,12 @@ def tensor_split(self, indices_or_sections=None, dim=0, **kwargs):
 
 
 def group_by_device_and_dtype(lists, with_indices=False):
-    """Optimizers make one group for each device and dtype."""
+    """Optimizers make one group for each device and dtype.
+
+    Raises:
+        RuntimeError: if a parameter and its state are on different GPUs, or have dtypes
+            that do not go together. A float32 state on the CPU passes.
+    """
     groups: dict = {}
     for i, first in enumerate(lists[0]):
         key = (first.device, first.dtype)
@@ -49,7 +57,28 @@ def group_by_device_and_dtype(lists, with_indices=False):
         columns, indices = groups[key]
         for column, tensors in zip(columns, lists, strict=True):
             if tensors:
+                _check_same_index(first, tensors[i])
                 column.append(tensors[i])
         if with_indices:
             indices.append(i)
     return groups
+
+
+def _check_same_index(first: torch.Tensor, other: torch.Tensor | None) -> None:
+    """What may be beside a parameter, PyTorch decides, of stand-ins without data."""
+    if other is None:
+        return
+    if other.device == first.device:
+        places = ("meta", "meta")
+    elif other.device.type == "cpu":
+        places = ("meta", "cpu")
+    else:
+        places = ("cpu", "meta")
+    _group_stand_ins(places, first.dtype, other.dtype)
+
+
+@functools.cache  # of those that pass
+def _group_stand_ins(places, *dtypes) -> None:
+    pairs = zip(places, dtypes, strict=True)
+    lists = [[torch.empty(0, device=place, dtype=dtype)] for place, dtype in pairs]
+    _raw_group(lists, False)
