@@ -16,7 +16,7 @@ from urllib.parse import unquote
 import nbformat
 from nbformat import NotebookNode
 
-from tests import take_home
+from tests import glossary, take_home
 
 Found = Iterator[tuple[int | None, str]]
 Rule = Callable[[NotebookNode, Path], Found]
@@ -270,6 +270,8 @@ def anchors(nb: NotebookNode) -> set[str]:
 
 
 def links_resolve(nb: NotebookNode, path: Path) -> Found:
+    """A file, a heading of this lesson, or an entry of the glossary is there."""
+    terms = {each.anchor for each in glossary.of(path)}
     for i, text in prose(nb):
         for target in (t for pattern in TARGETS for t in pattern.findall(text)):
             if re.match(r"[a-z][a-z+.-]*:", target):
@@ -281,6 +283,29 @@ def links_resolve(nb: NotebookNode, path: Path) -> Found:
                 yield i, f"{target} leads nowhere; there is no such file"
             elif anchor and file in ("", path.name) and anchor not in anchors(nb):
                 yield i, f"{target} leads nowhere; no heading has that name"
+            elif anchor and file == "glossary.md" and anchor not in terms:
+                yield i, f"{target} leads nowhere; the glossary has no such entry"
+
+
+def terms_are_linked(nb: NotebookNode, path: Path) -> Found:
+    """The first use of a term of the glossary in a lesson is a link to its entry.
+
+    Prose counts, without headings, the line with the minutes, tables' first rows, code
+    and formulas. Plurals and the names of `tests/glossary.py` count as well, and of two
+    names at one place the longer one. Everyday words that are also terms, `COMMON`
+    there, are linked only in the lessons that their entries name.
+    """
+    cells = [
+        (i, cell.source)
+        for i, cell in enumerate(nb.cells, 1)
+        if cell.cell_type == "markdown"
+    ]
+    texts = dict(cells)
+    for i, use in glossary.first_uses(cells, path.name[:2], glossary.of(path)):
+        if not use.linked:
+            words = texts[i][use.start : use.end]
+            what = f"first use of {words!r}, without a link"
+            yield i, f"{what}; write [{words}](glossary.md#{use.anchor})"
 
 
 # -- the parts of a lesson -------------------------------------------------------------
@@ -442,6 +467,7 @@ RULES: tuple[Rule, ...] = (
     images_are_small,
     images_have_alt_text,
     links_resolve,
+    terms_are_linked,
     name_sorts,
     opens_well,
     says_what_is_ahead,

@@ -10,6 +10,7 @@ import pytest
 from nbformat import NotebookNode
 from nbformat.v4 import new_markdown_cell, new_notebook, new_output
 
+from tests import glossary
 from tests import lesson_rules as rules
 from tests.harness.small_course import cell, result, stream
 from tests.lesson_rules import complaints
@@ -75,6 +76,13 @@ torchrun --nproc-per-node=4 train.py
 ```bash
 python -m simgpu --gpus 4 torchrun --nproc-per-node=4 train.py
 ```"""
+GLOSSARY = """\
+* <a id="device-mesh"></a>**Device mesh**: a grid. [02](02-copy-a-tensor.ipynb)
+* <a id="event"></a>**CUDA event**: a mark. [02](02-copy-a-tensor.ipynb)
+* <a id="mfu"></a>**Model FLOPs utilization (MFU)**: part. [01](01-place-a-tensor.ipynb)
+* <a id="race"></a>**Race**: no order. [01](01-place-a-tensor.ipynb)
+* <a id="torchrun"></a>**`torchrun`**: a launcher. [01](01-place-a-tensor.ipynb)
+"""
 PIXEL = base64.b64encode(b"png").decode()
 BIG = base64.b64encode(bytes(151_000)).decode()
 SVG = "<svg xmlns='http://www.w3.org/2000/svg'><title>two devices</title></svg>"
@@ -128,8 +136,9 @@ def store(folder: Path, cells: Cells, nb: NotebookNode) -> tuple[NotebookNode, P
     notebooks = folder / "notebooks"
     notebooks.mkdir()
     others = ("00-begin-here.ipynb", "02-copy-a-tensor.ipynb")
-    for name in (*others, "two.svg", "glossary.md"):
+    for name in (*others, "two.svg"):
         (notebooks / name).touch()
+    (notebooks / "glossary.md").write_text(GLOSSARY)
     (folder / "README.md").touch()
     (notebooks / "scripts").mkdir()
     (notebooks / "scripts" / "train.py").write_text("import torch\n")
@@ -260,6 +269,14 @@ PLANTED: dict[rules.Rule, list[Plant]] = {
         changed("figure", source="[a]\n\n[a]: three.svg"),
         changed("figure", source="[there](/README.md)"),
         changed("figure", source="[there](#not-a-heading)"),
+        changed("figure", source="[there](glossary.md#not-a-term)"),
+    ],
+    rules.terms_are_linked: [
+        changed("figure", source="Build a device mesh."),
+        changed("figure", source="Two Device\nmeshes, by `torchrun()`."),
+        changed("figure", source="Its MFU, and its [MFU](glossary.md#mfu)."),
+        changed("figure", source="Start it with `torchrun`."),
+        changed("figure", source="**Two races**, in this lesson explained."),
     ],
     rules.opens_well: [
         changed("opening", source="Place a tensor"),
@@ -341,6 +358,35 @@ def test_a_script_to_take_home(tmp_path, section, script, complaint):
         stored.write_text(script)
     found = complaints(rules.takes_a_script_home, nb, path)
     assert bool(found) == bool(complaint) and (complaint or "") in "".join(found)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "Build a [device mesh](glossary.md#device-mesh). A device mesh is a grid.",
+        "Two [device meshes](glossary.md#device-mesh).",
+        "[Its grid](glossary.md#device-mesh), a device mesh.",
+        "# A device mesh\n\n`a device mesh`, $MFU$, [MFU](two.svg), <b id='MFU'>",
+        "```\nMFU\n```\n\n| MFU |\n|---|\n| 1 |",
+        "An mfu, a meta-device mesh-like thing, `torchrun --nnodes=2`.",
+        "An event is linked only in lesson 02.",
+    ],
+)
+def test_what_needs_no_link_to_the_glossary(tmp_path, source):
+    cells = good_cells()
+    cells["figure"].source = source
+    nb, path = store(tmp_path, cells, good_file())
+    assert complaints(rules.terms_are_linked, nb, path) == []
+
+
+def test_the_longer_of_two_terms_is_linked():
+    terms = glossary.entries(
+        '* <a id="reduce"></a>**Reduce**: a sum. [12](12-split-the-batch.ipynb)\n'
+        '* <a id="ring"></a>**Ring algorithm**: a circle. [15](15-talk.ipynb)\n'
+        '* <a id="all-reduce"></a>**All-reduce**: a sum for all. [15](15-talk.ipynb)\n'
+    )
+    found = glossary.uses("A ring all-reduce, reduces, all-reduce.", terms)
+    assert [use.anchor for use in found] == ["ring", "reduce", "all-reduce"]
 
 
 def test_collapsed_code_may_be_longer(tmp_path):

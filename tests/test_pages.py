@@ -6,10 +6,11 @@ import nbformat
 import pytest
 
 from helpers import progress
+from tests import glossary
 from tests.launching import NOTEBOOKS, ROOT, prose_of
 
 PAGES = [ROOT / "README.md", *sorted(NOTEBOOKS.glob("*.md"))]
-LINK = re.compile(r"\]\(([^)#]+)\)")
+LINK = re.compile(r"\]\(([^)#]+)(?:#[\w-]+)?\)")
 WEB = re.compile(r"https?://")
 TITLES = {  # of the lessons, by the names of their files
     path.name: lesson.title
@@ -100,12 +101,23 @@ def test_figures_are_stored_outputs_of_the_lesson(line: str):
     assert not missing
 
 
-def test_the_glossary_is_sorted_and_has_each_word_once():
+def test_the_glossary_is_sorted_and_has_each_term_once():
     page = (NOTEBOOKS / "glossary.md").read_text(encoding="utf-8")
-    words = []
+    anchors, names = [], []
     for part in page.split("\n## ")[1:]:
-        found = re.findall(r"^\* \*\*(.+?)\*\*: ", part, re.M)
+        found = glossary.ENTRY.findall(part)
         assert len(found) == part.count("\n* ") > 4
-        assert found == sorted(found, key=str.lower)
-        words += found
-    assert len(words) == len(set(words)) > 40
+        words = [head.replace("`", "") for _, head, _ in found]
+        assert words == sorted(words, key=str.lower)
+        assert all(re.search(r"\[\d\d\]\(\d\d-", text) for _, _, text in found)
+    for entry in glossary.entries(page):
+        anchors.append(entry.anchor)
+        names += entry.names
+    assert len(anchors) == len(set(anchors)) > 100
+    assert len(names) == len(set(names))
+
+
+def test_what_is_said_of_the_glossarys_entries_is_said_of_one_that_exists():
+    page = (NOTEBOOKS / "glossary.md").read_text(encoding="utf-8")
+    anchors = {entry.anchor for entry in glossary.entries(page)}
+    assert glossary.ALSO.keys() | glossary.COMMON <= anchors
