@@ -32,9 +32,12 @@ SCRIPT = "notebooks/scripts/train_on_nodes.py"
 SLURM, SSH, KUBEFLOW = (
     CLUSTER / name for name in ("slurm.sbatch", "ssh.sh", "kubeflow.yaml")
 )
-pytestmark = pytest.mark.skipif(
-    sys.platform == "win32" or shutil.which("bash") is None, reason="needs bash"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        sys.platform == "win32" or shutil.which("bash") is None, reason="needs bash"
+    ),
+]
 # Only what is different here: all is on this machine, and no other may reach it.
 HERE = {
     "PET_LOCAL_ADDR": "127.0.0.1", "PET_MONITOR_INTERVAL": "0.1",

@@ -273,6 +273,7 @@ def test_a_file_of_the_readers_named_helpers_does_no_harm(tmp_path):
     "line, number, status",
     [("Making .venv", signal.SIGINT, 130), ("Processing", signal.SIGKILL, -9)],
 )
+@pytest.mark.slow
 def test_set_up_that_was_ended_is_quiet_and_repaired(tmp_path, line, number, status):
     course = copy_course(tmp_path / "course")
     with started(course, "test") as process:
@@ -286,6 +287,7 @@ def test_set_up_that_was_ended_is_quiet_and_repaired(tmp_path, line, number, sta
 
 
 @pytest.mark.parametrize("lost", ["pyvenv.cfg", commands.VENV_BIN.name])
+@pytest.mark.slow
 def test_broken_venv_is_rebuilt(course, lost):
     path = course / ".venv" / lost
     path.unlink() if path.is_file() else shutil.rmtree(path)
@@ -296,6 +298,7 @@ def test_broken_venv_is_rebuilt(course, lost):
 
 
 @posix
+@pytest.mark.slow
 def test_starts_take_turns_even_if_the_first_is_killed(tmp_path):
     course = copy_course(tmp_path / "course")
     with started(course, "test") as first:
@@ -344,6 +347,7 @@ def test_old_python_is_turned_away(tmp_path):
         ("no-such-package", "No matching distribution found for no-such-package", {}),
     ],
 )
+@pytest.mark.slow
 def test_packages_that_pip_cannot_get(course, wish, words, settings):
     requirements = course / "requirements.txt"
     good = requirements.read_text()

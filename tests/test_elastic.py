@@ -30,6 +30,8 @@ from tests.launching import (
 )
 from tests.waiting import wait
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = str(SCRIPTS / "break_it.py")  # around train_elastic.py
 RUN = "torch.distributed.run"
 BATCH, STEPS = 120, 20

@@ -46,6 +46,7 @@ REACHED = {
 
 
 @pytest.mark.parametrize("kind", REACHED)
+@pytest.mark.slow
 def test_rows_that_no_constant_was_fitted_to_are_near(report, kind):
     rows = [row for row in report.times if row.kind == kind and not row.fitted]
     found = figures_of(rows)

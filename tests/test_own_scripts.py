@@ -12,6 +12,8 @@ import pytest
 
 from helpers.elastic import free_port
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "simgpu" / "README.md").read_text(encoding="utf-8")
 FILES = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, re.DOTALL)

@@ -34,6 +34,7 @@ def named(variants):
 
 
 @named(INCIDENTS)
+@pytest.mark.slow
 def test_an_incident_is_found_and_placed(variant, tmp_path):
     report = prove.across_worlds(write(variant, tmp_path), (1, 2))
     assert not report
@@ -46,6 +47,7 @@ def test_an_incident_is_found_and_placed(variant, tmp_path):
 
 
 @named([*PROGRAMS, *VARIANTS])
+@pytest.mark.slow
 def test_a_right_program_raises_no_alarm(variant, tmp_path):
     report = prove.across_worlds(write(variant, tmp_path), (1, 2))
     assert report, report
@@ -53,6 +55,7 @@ def test_a_right_program_raises_no_alarm(variant, tmp_path):
 
 
 @named([variant for variant in PROGRAMS if variant.name != "ddp_images"])
+@pytest.mark.slow
 def test_four_ranks_agree_as_well(variant, tmp_path):
     assert prove.across_worlds(write(variant, tmp_path), (1, 4))
 
@@ -164,6 +167,7 @@ def test_a_program_without_a_step_is_refused(tmp_path):
         prove.across_worlds(script, (1, 2))
 
 
+@pytest.mark.slow
 def test_the_command_says_what_it_found_and_exits_with_one(tmp_path):
     wrong = next(i for i in INCIDENTS if i.name == "divided-twice")
     done = command(str(write(wrong, tmp_path)), "--worlds", "1,2")
@@ -171,6 +175,7 @@ def test_the_command_says_what_it_found_and_exits_with_one(tmp_path):
     assert "2 ranks, step 0, gradient: every gradient is 0.5 times" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_command_passes_arguments_and_a_new_folder(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(

@@ -657,6 +657,7 @@ ENDINGS = {  # of a notebook -> its exit status
 
 
 @FORKS
+@pytest.mark.slow
 def test_notebooks_at_once_end_with_all_that_they_have_started(tmp_path):
     started = [
         start_script(NOTEBOOK.replace("{ending}", ending), TMPDIR=str(tmp_path))

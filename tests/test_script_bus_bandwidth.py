@@ -8,6 +8,8 @@ import pytest
 import simgpu
 from tests import take_home
 
+pytestmark = pytest.mark.slow
+
 ROW = re.compile(r"^ *([\d,]+) +([\d.]+) +([\d.]+) +([\d.]+)  (.+)$", re.M)
 
 

@@ -10,6 +10,8 @@ import pytest
 from tests import take_home
 from tests.launching import ROOT, SCRIPTS, environment
 
+pytestmark = pytest.mark.slow
+
 
 def run(folder: Path, cure: str, races: str = "raise") -> subprocess.CompletedProcess:
     options = ["--gpus", "1", "--races", races]

@@ -7,6 +7,8 @@ import pytest
 
 from tests import take_home
 
+pytestmark = pytest.mark.slow
+
 ONE = "python -m simgpu --gpus 4 torchrun --standalone --nproc-per-node={} {}"
 
 

@@ -7,6 +7,8 @@ import pytest
 
 from tests import take_home
 
+pytestmark = pytest.mark.slow
+
 WAYS = {  # ranks and options -> copies, shards and slices of the model
     "1": (1, 1, 1),
     "2": (1, 2, 1),

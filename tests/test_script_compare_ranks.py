@@ -8,6 +8,8 @@ import pytest
 from tests import take_home
 from tests.launching import SCRIPTS
 
+pytestmark = pytest.mark.slow
+
 OWN_COUNT = ("    dist.all_reduce(count)  # tokens of all ranks\n", "")
 OWN_SHARE = ("/ count * dist.get_world_size()", "/ count")
 

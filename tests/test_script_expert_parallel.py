@@ -7,6 +7,8 @@ import pytest
 
 from tests import take_home
 
+pytestmark = pytest.mark.slow
+
 STEP = re.compile(r"step (\d+): loss ([\d.]+), balance ([\d.]+)")
 PEAK = re.compile(r"4 experts on (\d) ranks: peak ([\d.]+) MiB a rank")
 

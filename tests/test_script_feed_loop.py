@@ -3,7 +3,11 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from tests import take_home
+
+pytestmark = pytest.mark.slow
 
 LINE = re.compile(
     r"epoch (\d): loss (\d\.\d{4}), waited ([\d.]+) ms a step, computed ([\d.]+) ms, "

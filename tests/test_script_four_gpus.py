@@ -11,6 +11,8 @@ from torch import nn
 from tests import take_home
 from tests.launching import prose_of, shown, text_of
 
+pytestmark = pytest.mark.slow
+
 LESSON = "03-train-on-four-gpus.ipynb"
 
 

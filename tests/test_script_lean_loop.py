@@ -9,6 +9,8 @@ from helpers import count_copies, simgpu
 from tests import take_home
 from tests.launching import load
 
+pytestmark = pytest.mark.slow
+
 LOSSES = re.compile(r"epoch (\d): loss (\d\.\d{4}) first, (\d\.\d{4}) last")
 
 

@@ -8,6 +8,8 @@ import pytest
 
 from tests import take_home
 
+pytestmark = pytest.mark.slow
+
 SIMULATED = "python -m simgpu --gpus 1 less_memory.py"
 OPTIONS = (
     "",

@@ -8,6 +8,8 @@ from torch import nn
 
 from tests import take_home
 
+pytestmark = pytest.mark.slow
+
 MIB = 2**20
 PARAMETERS = sum(
     p.nbytes

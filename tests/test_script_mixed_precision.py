@@ -7,6 +7,8 @@ import pytest
 
 from tests import take_home
 
+pytestmark = pytest.mark.slow
+
 COMMAND = "python -m simgpu --gpus 1 mixed_precision.py --dtype"
 
 

@@ -9,6 +9,8 @@ import torch
 from tests import take_home
 from tests.launching import load
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = "pipeline_layers.py"
 PARAMETERS = 1_065_354  # of the model
 

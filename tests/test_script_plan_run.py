@@ -17,6 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests import take_home
 from tests.launching import NOTEBOOKS, SCRIPTS
 
+pytestmark = pytest.mark.slow
+
 COUNTS = {  # from the models' pages
     "1B": 1_235_814_400,
     "7B": 6_738_415_616,

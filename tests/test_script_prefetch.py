@@ -6,6 +6,8 @@ import pytest
 
 from tests import take_home
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory) -> str:

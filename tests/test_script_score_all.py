@@ -8,6 +8,8 @@ import torch
 
 from tests import take_home
 
+pytestmark = pytest.mark.slow
+
 IMAGES = 20_000
 
 

@@ -10,6 +10,8 @@ import torch
 from tests import take_home
 from tests.launching import SCRIPTS, prose_of, shown, text_of
 
+pytestmark = pytest.mark.slow
+
 LESSON = "14-share-tensors-between-processes.ipynb"
 
 

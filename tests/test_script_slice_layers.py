@@ -7,6 +7,8 @@ import pytest
 
 from tests import take_home
 
+pytestmark = pytest.mark.slow
+
 WEIGHTS = 1_685_760  # bytes of the model, on one rank
 
 

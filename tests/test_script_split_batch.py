@@ -8,6 +8,8 @@ from torch import nn
 
 from tests import take_home
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = 2e-4  # of printed losses: rounding, which 24 steps of Adam pass on
 
 

@@ -7,6 +7,8 @@ import pytest
 
 from tests import take_home
 
+pytestmark = pytest.mark.slow
+
 STEP = re.compile(r"step \d: loss ([\d.]+), on one GPU ([\d.]+|nan)")
 PEAK = re.compile(r"(cuda:\d|one GPU).*peak ([\d.]+) MiB")
 SIMULATED = "python -m simgpu --gpus {} split_model.py"

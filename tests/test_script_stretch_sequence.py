@@ -7,6 +7,8 @@ import pytest
 
 from tests import take_home
 
+pytestmark = pytest.mark.slow
+
 
 def printed(ranks: int, folder: Path, *options: str) -> str:
     if ranks == 4 and not options:

@@ -9,6 +9,8 @@ from torch import nn
 import simgpu
 from tests import take_home
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory) -> str:

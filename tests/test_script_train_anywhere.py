@@ -12,6 +12,8 @@ from torch import nn
 from tests import take_home
 from tests.launching import ROOT, SCRIPTS, environment
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = "python -m simgpu --gpus 4 train_anywhere.py --device"
 
 

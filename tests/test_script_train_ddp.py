@@ -9,6 +9,8 @@ from torch import nn
 
 from tests import take_home
 
+pytestmark = pytest.mark.slow
+
 NUMBERS = 64 * 512 + 512 + 512 * 512 + 512 + 512 * 10 + 10  # parameters
 
 

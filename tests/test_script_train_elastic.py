@@ -9,6 +9,8 @@ import torch
 from tests import take_home
 from tests.launching import load, prose_of
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def script():

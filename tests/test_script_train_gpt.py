@@ -15,6 +15,8 @@ from tests.launching import NOTEBOOKS, prose_of, text_of
 sys.path.insert(0, str(NOTEBOOKS))
 from scripts import train_gpt  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 GPT = "train_gpt.py"
 LESSON = "27-train-it-all.ipynb"
 Log = dict[int, dict]

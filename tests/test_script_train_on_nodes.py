@@ -10,6 +10,8 @@ import pytest
 from tests import take_home
 from tests.launching import prose_of
 
+pytestmark = pytest.mark.slow
+
 NAME = "train_on_nodes.py"
 LESSON = "25-leave-one-machine.ipynb"
 

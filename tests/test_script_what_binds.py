@@ -8,6 +8,8 @@ from scripts.recorded_matmuls import recorded
 from helpers import explore
 from tests import take_home
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory) -> str:

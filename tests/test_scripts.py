@@ -36,6 +36,7 @@ def saved(tmp_path_factory):
     return found
 
 
+@pytest.mark.slow
 def test_only_rank_0_prints_and_the_number_of_ranks_does_not_matter(saved):
     lines = {ranks: out.splitlines() for ranks, (out, _) in saved.items()}
     assert all(len(each) == 1 for each in lines.values()), lines

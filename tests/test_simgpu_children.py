@@ -15,6 +15,8 @@ from simgpu import __main__ as runner
 from simgpu import commands, failures
 from tests import programs
 
+pytestmark = pytest.mark.slow
+
 RANKS = """
     import os, sys, torch
     import torch.distributed as dist

@@ -56,10 +56,12 @@ def run(folder: Path, name: str, ranks: int, *arguments: str) -> None:
 
 
 @pytest.mark.parametrize("program", RUNS, ids=lambda run: " ".join(map(str, run)))
+@pytest.mark.slow
 def test_a_program_for_many_gpus_agrees_with_one_process(tmp_path, program):
     run(tmp_path, *program)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_four_ranks_is_loaded_by_two(tmp_path):
     run(tmp_path, "checkpoint", 4, "--save=.")
     run(tmp_path, "checkpoint", 2, "--load=.")

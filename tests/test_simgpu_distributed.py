@@ -217,6 +217,7 @@ by keyword: cuda:1
 """
 
 
+@pytest.mark.slow
 def test_mistakes_are_found_in_nccls_words(tmp_path):
     """Under torchrun itself."""
     launch = ("-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "simgpu")
@@ -286,6 +287,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_spawned_ranks_objects_threads_and_exit_functions_are_as_in_python(tmp_path):
     """Also: a worker that was forked has no exit functions to run."""
     script = tmp_path / "spawns.py"

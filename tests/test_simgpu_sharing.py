@@ -258,6 +258,7 @@ print("all as it should be")
 )
 
 
+@pytest.mark.slow
 def test_results_through_queues_and_what_workers_of_a_loader_may_do(tmp_path):
     done = run(tmp_path, WORKERS)
     assert (done.status, done.stdout) == (0, "all as it should be\n"), done.stderr
@@ -292,6 +293,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_processes_train_one_model_on_a_gpu(tmp_path):
     done = run(tmp_path, HOGWILD)
     told = "('cuda:1', 1.0)\n" * (len(mp.get_all_start_methods()) - 1)

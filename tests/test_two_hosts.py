@@ -28,6 +28,8 @@ sys.path.insert(0, str(NOTEBOOKS))
 from scripts import two_hosts  # noqa: E402
 from scripts.two_hosts import HostsError, TwoHosts  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = SCRIPTS / "two_hosts.py"
 SCRIPT = train_on_hosts.__file__
 STEPS = 20

@@ -137,7 +137,7 @@ def solution_2():
         "writes it again. Which two moments must be marked by events, and which "
         "stream reaches each of them?",
         "The second copy into a buffer must wait until the work with the first is "
-        "done. On which stream is `used` recorded, and which stream waits for it? An "
+        "done. On which stream is *free* recorded, and which stream waits for it? An "
         "event that was never recorded is done at once.",
     ),
 )

@@ -119,8 +119,8 @@ def held_after_forward(float32, mixed) -> None:
     }
     counted(float32, whole, mistakes, why, what="float32", near=0.005, unit=GB)
     mistakes = {
-        whole / 2: "that is half of everything, which is what the belief says; the "
-        "masters and Adam's state stay in float32",
+        whole / 2: "that is half of everything; the masters and Adam's state stay in "
+        "float32",
         right - casts: "the casts of the weights are missing",
         right - parameters: "the masters stay in float32, and so does Adam's state; "
         "casts come on top",

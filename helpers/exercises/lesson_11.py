@@ -22,9 +22,10 @@ PATIENCE = 5  # seconds
     hints=(
         "The formula is under *How many workers*, and the default factor is under "
         "*What is in flight*. Does a worker that waits for the network need a core?",
-        "The formula counts items, and the GPU takes batches of them. The number of "
-        "workers is a whole number, and `prefetch_factor` is meant for each worker. "
-        "How many bytes does a picture in uint8 have?",
+        "The formula counts batches, and one image takes 12 ms: how long does a worker "
+        "need for a batch of 64? The number of workers is a whole number, and "
+        "`prefetch_factor` is meant for each worker. How many bytes does a picture in "
+        "uint8 have?",
     ),
 )
 def feeding(workers, in_flight, megabytes) -> None:
@@ -35,7 +36,7 @@ def feeding(workers, in_flight, megabytes) -> None:
         1: "one worker loads 83 items a second, and the GPU takes 1600",
         4: "items wait for the network: cores do not limit them",
     }
-    why = "seconds to load an item times items a second"
+    why = "the time to load a batch of 64, divided by the time of a step"
     counted(workers, 20, mistakes, why, what="workers")
     mistakes = {2: "prefetch_factor counts the batches of each worker"}
     why = "workers times prefetch_factor"
@@ -54,18 +55,18 @@ def feeding(workers, in_flight, megabytes) -> None:
 def solution_1():
     """A worker waits 12 ms for each item, and the GPU takes 64 items every 40 ms.
 
-    The formula multiplies seconds per item and items per second. The result is rounded
-    up, because a fraction of a worker does not exist. The four cores do not matter,
-    because a worker that waits for the network needs no core.
+    The formula divides the time to load a batch, 64 times 12 ms, by the time of a step.
+    The result is rounded up, because a fraction of a worker does not exist. The four
+    cores do not matter, because a worker that waits for the network needs no core.
 
     By default each worker may have been asked for two batches, so the batches in flight
     are twice the workers. A uint8 is one byte.
     """
     import math
 
-    seconds_per_item = 0.012
-    items_per_second = 64 / 0.040
-    workers = math.ceil(seconds_per_item * items_per_second)
+    seconds_to_load = 64 * 0.012
+    seconds_of_a_step = 0.040
+    workers = math.ceil(seconds_to_load / seconds_of_a_step)
     prefetch_factor = 2
     in_flight = workers * prefetch_factor
     bytes_per_batch = 64 * 3 * 224 * 224

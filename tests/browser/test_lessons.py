@@ -30,6 +30,7 @@ LAPTOP, ZOOMED = {"width": 1280, "height": 800}, {"width": 1024, "height": 640}
 LOOKS = {"light": (LIGHT, LAPTOP), "dark": (DARK, LAPTOP), "125": (LIGHT, ZOOMED)}
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium"),
     pytest.mark.timeout(480),
 ]

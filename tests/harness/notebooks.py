@@ -9,6 +9,7 @@
 * No process outlives its notebook (processes.py).
 * `-n 2` keeps the cells of a notebook together.
 * A run ends with the number of outputs compared and with what each notebook took.
+* A run of everything leaves the slow tests out, unless `-m` asks for some.
 
 `HELPERS_GPUS=real pytest --nbval-lax notebooks` is the one way to run the lessons on
 real GPUs; in every other run simulated ones are forced, whatever HELPERS_GPUS says.
@@ -108,6 +109,9 @@ def pytest_configure(config):
         config.stash[HOME] = Path(tempfile.mkdtemp(prefix="home-"))
     if option.nbval_sanitize_with is None:
         option.nbval_sanitize_with = str(SANITIZER)
+    everything = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if everything and not option.markexpr:  # xdist hands it down
+        option.markexpr = "not slow"
     if getattr(option, "dist", "no") in ("load", "worksteal"):
         option.dist = "loadscope"
         option.loadscopereorder = False  # few tests may be slow: not to be the last

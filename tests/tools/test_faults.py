@@ -14,6 +14,8 @@ import pytest
 from tests.harness.small_course import LEAVES_A_SERVER, ROOT, SmallCourse
 from tests.tools import faults
 
+pytestmark = pytest.mark.slow
+
 WHY_NOT = faults.why_not()
 needs_root = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 ONCE = ["user", "path", "home", "shm", "network", "memory"]
