@@ -1,13 +1,14 @@
-"""The course's commands: `python3 -m helpers lab`, `test`, `check`, `join`, `badges`.
+"""The course's commands: `python3 -m helpers lab`, `test`, `check` and their like.
 
 Standard library only, because the first command must work before anything is
 installed. An old Python must be able to read this file as far as the sentence that
 turns it away, so there is no syntax in it that is newer than Python 3.6.
 
-Commands that need packages build `.venv` first. What `.venv` was built from is written
-into it last, so a set-up that was killed is recognised and started over. Then the
-command's program takes this process over. Not covered: an environment that somebody
-changes by hand afterwards.
+Commands that need packages build `.venv` first; `site` builds `.venv.site`, so that the
+lessons' packages stay as they are. What an environment was built from is written into
+it last, so a set-up that was killed is recognised and started over. Then the command's
+program takes this process over. Not covered: an environment that somebody changes by
+hand afterwards.
 """
 
 import argparse
@@ -25,6 +26,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 if sys.version_info < (3, 10):  # noqa: UP036 - here an older Python is turned away
     sys.exit(f"Python 3.10 or newer is needed, this is {sys.version.split()[0]}.")
@@ -40,14 +42,12 @@ else:
 ROOT = Path(__file__).resolve().parents[1]
 FIRST_NOTEBOOK = ROOT / "notebooks" / "00-start-here.ipynb"
 REQUIREMENTS = ROOT / "requirements.txt"
+SITE = ROOT / ".github" / "site"
 
 # What lessons import beside PyTorch.
 LESSONS_NEED = ("numpy", "matplotlib", "ipywidgets", "psutil", "cloudpickle")
 
-VENV = ROOT / ".venv"
-VENV_BIN = VENV / ("Scripts" if WINDOWS else "bin")
-VENV_PYTHON = VENV_BIN / ("python.exe" if WINDOWS else "python")
-BUILT_FROM = VENV / ".built-from"
+BIN = "Scripts" if WINDOWS else "bin"
 LOCK = ROOT / ".venv.lock"
 
 WORKERS = 3  # of a test run, which often waits; a lesson needs up to 1.2 GB in each
@@ -71,52 +71,75 @@ class Trouble(Exception):
     """Something the reader can act on: one sentence is printed, no traceback."""
 
 
-# --- Setting up .venv -----------------------------------------------------------
+class Venv(NamedTuple):
+    """A virtual environment, and the file of what is installed into it."""
+
+    folder: Path
+    requirements: Path
+
+    @property
+    def python(self) -> Path:
+        """Its Python."""
+        return self.folder / BIN / ("python.exe" if WINDOWS else "python")
+
+    @property
+    def built_from(self) -> Path:
+        """The file that is written last, when all is installed."""
+        return self.folder / ".built-from"
 
 
-def set_up() -> None:
-    """Make `.venv` hold what requirements.txt asks for; quick if it already does."""
-    want = wanted()
-    if built_from() == want:
+LESSONS_VENV = Venv(ROOT / ".venv", REQUIREMENTS)
+SITE_VENV = Venv(ROOT / ".venv.site", SITE / "requirements.txt")
+
+
+# --- Setting up an environment ----------------------------------------------------
+
+
+def set_up(venv: Venv) -> None:
+    """Make an environment hold what its file asks for; quick if it already does."""
+    want = wanted(venv)
+    if built_from(venv) == want:
         return
     with only_one() as lock:
-        have = built_from()
+        have = built_from(venv)
         if have == want:  # another start has done it meanwhile
             return
-        BUILT_FROM.unlink(missing_ok=True)
+        venv.built_from.unlink(missing_ok=True)
+        making = f"Making {venv.folder.name}"
         if have[:1] != want[:1]:
-            print(f"Making .venv with Python {sys.version.split()[0]}.")
+            print(f"{making} with Python {sys.version.split()[0]}.")
             # Not sys.executable: that one may live in the .venv that is cleared.
             python = getattr(sys, "_base_executable", sys.executable)
-            venv = [python, "-m", "venv", "--clear", str(VENV)]
-            run_step("Making .venv", venv, lock)
-        print("Installing the packages of requirements.txt: minutes the first time.")
-        pip = [str(VENV_PYTHON), "-m", "pip", "install", "--disable-pip-version-check"]
-        run_step("Installing the packages", [*pip, "-r", REQUIREMENTS.name], lock)
-        finished = BUILT_FROM.with_suffix(".new")
+            make = [python, "-m", "venv", "--clear", str(venv.folder)]
+            run_step(venv, making, make, lock)
+        file = venv.requirements.relative_to(ROOT).as_posix()
+        print(f"Installing the packages of {file}: minutes the first time.")
+        pip = [str(venv.python), "-m", "pip", "install", "--disable-pip-version-check"]
+        run_step(venv, "Installing the packages", [*pip, "-r", file], lock)
+        finished = venv.built_from.with_suffix(".new")
         finished.write_text("\n".join(want), encoding="utf-8")
-        finished.replace(BUILT_FROM)
+        finished.replace(venv.built_from)
 
 
-def wanted() -> list[str]:
-    """What `.venv` has to be built from: two lines, the place and the packages.
+def wanted(venv: Venv) -> list[str]:
+    """What it has to be built from: two lines, the place and the packages.
 
-    A new Python or a moved folder (its path is written all over `.venv`) means
+    A new Python or a moved folder (its path is written all over an environment) means
     building anew; new requirements mean running pip once more.
     """
     packages = hashlib.sha256()
-    for file in (REQUIREMENTS, ROOT / "pyproject.toml"):
+    for file in (venv.requirements, ROOT / "pyproject.toml"):
         packages.update(file.read_bytes() + b"\0")
     return [f"{sys.implementation.cache_tag} {ROOT}", packages.hexdigest()]
 
 
-def built_from() -> list[str]:
-    """What `.venv` was built from; empty if it is missing, unfinished or broken."""
+def built_from(venv: Venv) -> list[str]:
+    """What it was built from; empty if it is missing, unfinished or broken."""
     try:
-        lines = BUILT_FROM.read_text(encoding="utf-8").splitlines()
+        lines = venv.built_from.read_text(encoding="utf-8").splitlines()
         # A venv without its pyvenv.cfg or its pip is not one any more.
         works = "import sys, pip; sys.exit(sys.prefix == sys.base_prefix)"
-        test = subprocess.run([VENV_PYTHON, "-I", "-c", works], capture_output=True)
+        test = subprocess.run([venv.python, "-I", "-c", works], capture_output=True)
     except (OSError, UnicodeDecodeError):
         return []
     return lines if test.returncode == 0 else []
@@ -131,7 +154,7 @@ def only_one() -> Iterator[int]:
     """
     with open(LOCK, "a") as file:
         if not try_lock(file.fileno()):
-            print("Another start is setting up .venv. Waiting for it, Ctrl-C stops.")
+            print("Another start is setting up. Waiting for it, Ctrl-C stops.")
             while not try_lock(file.fileno()):
                 time.sleep(0.1)
         yield file.fileno()
@@ -149,7 +172,7 @@ def try_lock(file: int) -> bool:
     return True
 
 
-def run_step(name: str, command: list[str], lock: int) -> None:
+def run_step(venv: Venv, name: str, command: list[str], lock: int) -> None:
     """Run one step of the set-up in front of the reader.
 
     The step's complaints go to stdout, where they read as progress, so that stderr
@@ -164,7 +187,7 @@ def run_step(name: str, command: list[str], lock: int) -> None:
     with subprocess.Popen(
         command,
         cwd=ROOT,
-        env=environment(),
+        env=environment(venv),
         stderr=subprocess.PIPE,
         pass_fds=inherited,
     ) as process:
@@ -192,32 +215,36 @@ def step_failed(name: str, status: int, complaints: str) -> Trouble:
     return Trouble(f"{name} failed: {reason}; the lines above say more.")
 
 
-def environment() -> dict[str, str]:
-    """The environment of every child: `.venv` comes first, and nothing hides it.
+def environment(venv: Venv) -> dict[str, str]:
+    """The environment variables of every child: nothing comes before its packages.
 
     PYTHONHOME and PYTHONPATH would bring in the packages of another Python. Where
     pip's configuration asks for "user" installs, it would refuse to fill `.venv`.
     """
-    env = dict(os.environ, VIRTUAL_ENV=str(VENV), PIP_USER="0")
-    env["PATH"] = str(VENV_BIN) + os.pathsep + env.get("PATH", os.defpath)
+    env = dict(os.environ, VIRTUAL_ENV=str(venv.folder), PIP_USER="0")
+    env["PATH"] = str(venv.folder / BIN) + os.pathsep + env.get("PATH", os.defpath)
     env.pop("PYTHONHOME", None)
     env.pop("PYTHONPATH", None)
     return env
 
 
-def become(module: str, *arguments: str) -> int:
-    """Let a module of `.venv` take this process over, in the course's folder.
+def become(venv: Venv, *arguments: str) -> int:
+    """Let the Python of an environment take this process over, in the course's folder.
+
+    Args:
+        venv: one that is set up.
+        arguments: what its Python runs, such as `-m` and a module.
 
     Returns:
-        On Windows, where no program can do that, the module's exit status. It also
-        has Ctrl-C for itself there.
+        On Windows, where no program can do that, its exit status. It also has Ctrl-C
+        for itself there.
     """
-    command = [str(VENV_PYTHON), "-m", module, *arguments]
+    command = [str(venv.python), *arguments]
     if WINDOWS:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        return subprocess.call(command, cwd=ROOT, env=environment())
+        return subprocess.call(command, cwd=ROOT, env=environment(venv))
     os.chdir(ROOT)
-    os.execve(command[0], command, environment())
+    os.execve(command[0], command, environment(venv))
 
 
 # --- Commands -------------------------------------------------------------------
@@ -238,7 +265,7 @@ def lab(arguments: list[str]) -> int:
     parser.add_argument("--ip", "--ServerApp.ip")
     asked = parser.parse_known_args(arguments)[0]
     check_port(asked.port)
-    set_up()
+    set_up(LESSONS_VENV)
     sign()
     options = [
         f"--ServerApp.root_dir={ROOT}",
@@ -249,7 +276,7 @@ def lab(arguments: list[str]) -> int:
         options.append("--ServerApp.ip=127.0.0.1")
     if not WINDOWS and os.geteuid() == 0:  # containers
         options.append("--allow-root")
-    return become("jupyterlab", *options, *arguments)
+    return become(LESSONS_VENV, "-m", "jupyterlab", *options, *arguments)
 
 
 def check_port(port: int) -> None:
@@ -276,8 +303,9 @@ def sign() -> None:
     line of text, until their cells run here.
     """
     lessons = map(str, sorted(FIRST_NOTEBOOK.parent.glob("*.ipynb")))
-    command = [str(VENV_PYTHON), "-m", "nbformat.sign", *lessons]
-    signing = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True)
+    command = [str(LESSONS_VENV.python), "-m", "nbformat.sign", *lessons]
+    env = environment(LESSONS_VENV)
+    signing = subprocess.run(command, cwd=ROOT, env=env, capture_output=True)
     if signing.returncode:
         print("The lessons cannot be signed: run their cells to see the pictures.")
 
@@ -289,10 +317,10 @@ def test(arguments: list[str]) -> int:
         arguments: Options for pytest. Without any, the tests are shared out to
             `WORKERS` processes, where there is more than one core.
     """
-    set_up()
+    set_up(LESSONS_VENV)
     if not arguments and (os.cpu_count() or 1) > 1:
         arguments = ["-n", str(WORKERS)]
-    return become("pytest", *arguments)
+    return become(LESSONS_VENV, "-m", "pytest", *arguments)
 
 
 def check(arguments: list[str]) -> int:
@@ -300,8 +328,18 @@ def check(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python3 -m helpers check")
     parser.add_argument("lesson", metavar="NN", help="its number, such as 03")
     number = parser.parse_args(arguments).lesson
-    set_up()
-    return become("helpers.solved", number)
+    set_up(LESSONS_VENV)
+    return become(LESSONS_VENV, "-m", "helpers.solved", number)
+
+
+def site(arguments: list[str]) -> int:
+    """Set up `.venv.site`, then build the reading site; executes no notebook."""
+    parser = argparse.ArgumentParser(prog="python3 -m helpers site")
+    parser.add_argument("folder", metavar="FOLDER", nargs="?", default=ROOT / "site")
+    folder = parser.parse_args(arguments).folder
+    place = Path(folder).resolve()  # before `become` goes to the course's folder
+    set_up(SITE_VENV)
+    return become(SITE_VENV, str(SITE / "build.py"), str(place))
 
 
 def join(arguments: list[str]) -> int:
@@ -325,13 +363,21 @@ def join(arguments: list[str]) -> int:
     return 0
 
 
-COMMANDS = {"lab": lab, "test": test, "check": check, "join": join, "badges": badges}
+COMMANDS = {
+    "lab": lab,
+    "test": test,
+    "check": check,
+    "site": site,
+    "join": join,
+    "badges": badges,
+}
 USAGE = """\
 usage: python3 -m helpers COMMAND
 
   lab [options]                       set up, then open JupyterLab on lesson 00
   test [options]                      set up, then run all tests with pytest
   check NN                            set up, then check the exercises of lesson NN
+  site [FOLDER]                       set up, then build the reading site into FOLDER
   join                                add the course to this Python (Colab, Kaggle)
   badges OWNER/REPO [--branch NAME]   point the badges at your repository
 

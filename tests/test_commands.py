@@ -142,14 +142,16 @@ def course(tmp_path_factory) -> Path:
 def refused(tmp_path, monkeypatch, capsys):
     """Runs a command in a course without .venv, which fails; returns its sentence."""
     course = copy_course(tmp_path / "course")
-    for name in ("REQUIREMENTS", "FIRST_NOTEBOOK", "VENV", "BUILT_FROM", "LOCK"):
+    for name in ("REQUIREMENTS", "FIRST_NOTEBOOK", "LOCK"):
         place = getattr(commands, name).relative_to(ROOT)
         monkeypatch.setattr(commands, name, course / place)
+    venv = commands.Venv(course / ".venv", commands.REQUIREMENTS)
+    monkeypatch.setattr(commands, "LESSONS_VENV", venv)
     monkeypatch.setattr(commands, "ROOT", course)
 
     def run_here(*arguments: str) -> str:
         assert commands.main(list(arguments)) == 1
-        assert not commands.BUILT_FROM.exists()
+        assert not venv.built_from.exists()
         (line,) = capsys.readouterr().err.splitlines()
         return line
 
@@ -227,6 +229,18 @@ def test_join_adds_what_is_lacking_and_replaces_nothing(monkeypatch, lacking):
     assert [re.split("[<>=]", package)[0] for package in packages] == lacking
 
 
+def test_site_has_an_environment_of_its_own(tmp_path):
+    course = copy_course(tmp_path / "course")
+    (course / ".github" / "site").mkdir(parents=True)
+    (course / ".github" / "site" / "requirements.txt").touch()
+    (course / ".github" / "site" / "build.py").write_text(TELL)
+    status, out, err = run(course, "site", "here", cwd=tmp_path, PYTHONPATH=str(course))
+    assert (status, err) == (0, "") and "Making .venv.site" in out
+    assert f"called __main__ {[str(tmp_path / 'here')]} {course}" in out
+    assert f"env {course / '.venv.site'} None" in out
+    assert not (course / ".venv").exists()
+
+
 def test_join_needs_a_pytorch_and_a_pip_that_works(refused, monkeypatch):
     monkeypatch.setattr(subprocess, "call", lambda command: 1)
     assert "pip failed" in refused("join")
@@ -243,12 +257,12 @@ def test_changed_requirements_are_installed(course):
 
 
 def test_another_python_or_folder_builds_anew(monkeypatch):
-    want = commands.wanted()
+    want = commands.wanted(commands.LESSONS_VENV)
     with monkeypatch.context() as patch:
         patch.setattr(sys.implementation, "cache_tag", "cpython-399")
-        assert commands.wanted()[0] != want[0]
+        assert commands.wanted(commands.LESSONS_VENV)[0] != want[0]
     monkeypatch.setattr(commands, "ROOT", ROOT / "notebooks" / "..")
-    assert commands.wanted()[0] != want[0]
+    assert commands.wanted(commands.LESSONS_VENV)[0] != want[0]
 
 
 def test_a_file_of_the_readers_named_helpers_does_no_harm(tmp_path):
@@ -286,7 +300,7 @@ def test_set_up_that_was_ended_is_quiet_and_repaired(tmp_path, line, number, sta
     assert status == 5 and "Making .venv" in out
 
 
-@pytest.mark.parametrize("lost", ["pyvenv.cfg", commands.VENV_BIN.name])
+@pytest.mark.parametrize("lost", ["pyvenv.cfg", commands.BIN])
 @pytest.mark.slow
 def test_broken_venv_is_rebuilt(course, lost):
     path = course / ".venv" / lost

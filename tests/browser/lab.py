@@ -52,8 +52,8 @@ SETTINGS = {
     "apputils-extension/notification": '{"fetchNews": "false"}',
 }
 COUNT_AS_BUILT = """
-from helpers.__main__ import BUILT_FROM, wanted
-BUILT_FROM.write_text("\\n".join(wanted()))
+from helpers.__main__ import LESSONS_VENV, wanted
+LESSONS_VENV.built_from.write_text("\\n".join(wanted(LESSONS_VENV)))
 """
 # What a lesson fetches from the network; of anything else the browser complains.
 BADGES = re.compile(
