@@ -229,6 +229,7 @@ def test_join_adds_what_is_lacking_and_replaces_nothing(monkeypatch, lacking):
     assert [re.split("[<>=]", package)[0] for package in packages] == lacking
 
 
+@pytest.mark.slow
 def test_site_has_an_environment_of_its_own(tmp_path):
     course = copy_course(tmp_path / "course")
     (course / ".github" / "site").mkdir(parents=True)
