@@ -58,7 +58,7 @@ def branch_name(text: str) -> str:
 
 
 def move_links(text: str, repository: str, branch: str) -> str:
-    """Point the Binder, Colab and GitHub links of this course elsewhere.
+    """Point the Binder, Colab, GitHub and site links of this course elsewhere.
 
     Links to other repositories stay, and so does a branch or tag that is not BRANCH.
     """
@@ -75,7 +75,13 @@ def move_links(text: str, repository: str, branch: str) -> str:
         named_branch = found["to_branch"] + branch if found["to_branch"] else ""
         return found["site"] + repository + named_branch
 
-    return link.sub(moved, text)
+    return link.sub(moved, text).replace(pages_of(REPOSITORY), pages_of(repository))
+
+
+def pages_of(repository: str) -> str:
+    """The address of a repository's reading site, as GitHub Pages makes it."""
+    owner, name = repository.split("/")
+    return f"https://{owner.lower()}.github.io/{name}/"
 
 
 def move_home(text: str, repository: str, branch: str) -> str:

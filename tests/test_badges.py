@@ -73,6 +73,7 @@ See https://github.com/{repo}. Or https://github.com/{repo}/tree/{branch}.
 <https://github.com/{repo}/issues> "https://github.com/{repo}"
 https://raw.githubusercontent.com/{repo}/{branch}/notebooks/01-a.ipynb
 https://github.com/{repo}/tree/v1.0
+Read it at {pages}, or its first page at {pages}00-start-here.html.
 """
 OTHERS = f"""\
 https://github.com/pytorch/pytorch/blob/main/README.md
@@ -88,7 +89,8 @@ the main branch of {badges.REPOSITORY}
 
 def readme_text(repo: str, branch: str) -> str:
     """Links of this course under a repository and branch, and other links."""
-    return OURS.format(repo=repo, branch=branch) + OTHERS
+    pages = badges.pages_of(repo)
+    return OURS.format(repo=repo, branch=branch, pages=pages) + OTHERS
 
 
 def notebook_text(repo: str, branch: str) -> str:

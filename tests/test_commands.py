@@ -417,6 +417,7 @@ def test_first_notebook_missing(refused):
     assert "00-start-here.ipynb is missing" in refused("lab")
 
 
-def test_continuous_integration_runs_the_command_of_the_readme():
+def test_continuous_integration_runs_the_readmes_command_and_then_the_slow_tests():
     script = (ROOT / ".ci" / "run").read_text()
-    assert script.splitlines()[-1] == "python3 -m helpers test"
+    command = "python3 -m helpers test"
+    assert script.splitlines()[-2:] == [command, f"{command} -n 3 -m slow"]
