@@ -66,7 +66,7 @@ def test_the_share_of_the_peak_is_counted_as_publishers_do(ratios):
     for run, _ in ratios:
         if run.mfu:
             share = published_runs.mfu_as_published(run, run.rate)
-            assert share == pytest.approx(run.mfu, rel=0.01)
+            assert share == pytest.approx(run.mfu, abs=0.01)  # some are whole percents
 
 
 def test_a_row_says_how_its_states_are_shared():
