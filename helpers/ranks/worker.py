@@ -97,6 +97,7 @@ def run_worker(rank: int, settings: WorkerSettings) -> NoReturn:
             notebook.send(answer)
         except OSError:
             os._exit(0)
+        _give_back()
 
 
 # -- starting --------------------------------------------------------------------------
@@ -307,3 +308,13 @@ def _flush() -> None:
     sys.stdout.flush()
     if os.name == "posix":
         ctypes.CDLL(None).fflush(None)
+
+
+def _give_back() -> None:
+    """Give free memory back to the system: many ranks share one small machine.
+
+    glibc keeps what tensors had, for the next ones. Other libraries have no such call.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
