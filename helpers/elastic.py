@@ -188,6 +188,8 @@ class Job:
             # or a restarted rank may find the address of the one before it
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }  # fmt: skip
+        if gpus:
+            self.environ["HELPERS_GPUS"] = "simulated"  # also where there are real ones
         if LOOPBACK:
             for backend in ("GLOO", "TP"):
                 self.environ[f"{backend}_SOCKET_IFNAME"] = LOOPBACK

@@ -83,8 +83,8 @@ def _begin(runtime: Runtime) -> None:
     """Simulate the GPUs of a new runtime, where none is running."""
     if torch.cuda.is_initialized():
         raise RuntimeError(
-            "CUDA is in use for real in this process; simulate in a fresh one "
-            "(restart the kernel)"
+            "CUDA is in use for real in this process; simulate in a fresh one: restart "
+            "the kernel, with HELPERS_GPUS=simulated in its environment"
         )
     random_generators.give_generators(runtime)
     runtime.patches = Patches()

@@ -72,7 +72,7 @@ def pipeline_costs(bubble, interleaved, nbytes) -> None:
 
 @solution("20.1")
 def solution_1():
-    """Each rank is idle for p - 1 tasks in both passes together, whatever the schedule.
+    """Each rank is idle for p - 1 tasks in both passes together, with both schedules.
 
     With two stages on each rank, a rank has twice as many tasks, each half as long. The
     idle time is still p - 1 tasks, but of the short ones.

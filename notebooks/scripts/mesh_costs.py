@@ -1,7 +1,7 @@
 """Two tables of lesson 23: bytes and times on eight GPUs, predicted and counted.
 
 The small GPT has two blocks of width 128, and a step has 32 sequences of 64 tokens. Two
-nodes have four A100s each, and a network of 50 Gbit/s. Every group is a ring. The
+nodes have four A100s each, and a network of 50 Gbit/s. Bytes are those of rings. The
 bounds of a time come from the simulator, as the counted times do. Used in
 23-combine-them.
 """

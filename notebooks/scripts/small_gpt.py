@@ -1,4 +1,4 @@
-"""The small GPT of lessons 18 to 23, and the sequences that it learns.
+"""The small GPT of lessons 18 to 21 and 23, and the sequences that it learns.
 
 A sequence counts in steps: 5, 8, 11, 14, … in steps of 3, for example, modulo 64. To
 say the next number, the model has to look at the numbers before it.

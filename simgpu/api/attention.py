@@ -9,13 +9,11 @@ PyTorch's C++ chooses by the device that it sees, which is the CPU.
 Source: ATen/native/transformers/cuda/sdp_utils.cpp of torch 2.13.
 """
 
-import functools
 import math
 
 import torch
 from torch.nn.attention import SDPBackend
 from torch.overrides import handle_torch_function, has_torch_function
-from torch.utils.flop_counter import sdpa_flop_count
 
 from simgpu.api import autocast
 from simgpu.dispatch.placement import gpus_of
@@ -171,7 +169,7 @@ def _flash_takes(query, key, value, gqa: bool) -> bool:
     if not query.shape[-1] == key.shape[-1] == value.shape[-1] <= _LONGEST_HEAD:
         return False
     heads, groups = query.shape[1], key.shape[1]
-    shared = gqa and heads % groups == 0 and _counts_groups()
+    shared = gqa and heads % groups == 0
     return groups == value.shape[1] and (heads == groups or shared)
 
 
@@ -183,15 +181,6 @@ def _efficient_takes(query, key, value, capability) -> bool:
         and query.shape[-1] == key.shape[-1]
         and query.shape[1] == key.shape[1] == value.shape[1]
     )
-
-
-@functools.cache
-def _counts_groups() -> bool:
-    """Whether PyTorch can count the FLOPs where heads share keys; 2.11 cannot."""
-    try:
-        return sdpa_flop_count((1, 2, 1, 1), (1, 1, 1, 1), (1, 1, 1, 1)) > 0
-    except AssertionError:
-        return False
 
 
 def _is_for_cpu_kernel(query, value, mask, dropout_p: float) -> bool:

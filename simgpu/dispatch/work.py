@@ -66,9 +66,29 @@ def arithmetic_of(call, out) -> tuple[int, Product | None]:
     if key not in _known:
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
-        count = call.operation.flop_formula(*call.args, **call.kwargs, out_val=out)
+        args = call.args
+        if "attention" in call.operation.name:
+            args = _with_all_heads(args)
+        count = call.operation.flop_formula(*args, **call.kwargs, out_val=out)
         _known[key] = int(count), _product_of(call, out)
     return _known[key]
+
+
+def _with_all_heads(args) -> list:
+    """Arguments of attention, with keys and values for each head of the queries.
+
+    Where heads share keys, a kernel computes with them for each head. PyTorch 2.11
+    cannot count the FLOPs of shared heads. A shape will do in place of a tensor.
+    """
+
+    def is_in_heads(value) -> bool:  # (batch, heads, tokens, width)
+        return isinstance(value, torch.Tensor) and value.dim() == 4
+
+    heads = max((value.shape[1] for value in args if is_in_heads(value)), default=0)
+    return [
+        (value.shape[0], heads, *value.shape[2:]) if is_in_heads(value) else value
+        for value in args
+    ]
 
 
 def _product_of(call, out) -> Product | None:
