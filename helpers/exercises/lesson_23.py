@@ -195,7 +195,7 @@ def solution_3():
     `tp` divides the tokens among more ranks, and each all-reduce of the slices is
     smaller. With few tokens, slices in a node win. With many tokens, DDP wins, if the
     model fits. With `tp = 8` the slices cross the network, which is right only if
-    nothing else fits.
+    nothing else fits, or if there are very few tokens.
     """
 
     def choose_tp(parameters, blocks, width, tokens, memory):
