@@ -75,7 +75,8 @@ def main():
 
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
+    # with device_id, messages to both neighbours would share one stream
+    dist.init_process_group("nccl")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     Schedule, each = SCHEDULES[options.schedule]
     count = each * ranks
