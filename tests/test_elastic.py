@@ -184,6 +184,13 @@ def test_a_job_shows_its_command_without_what_differs_from_run_to_run():
     assert it.launcher[1:] == ["-m", "simgpu", "--gpus=2", "-m", RUN]
 
 
+def test_the_gpus_of_a_job_are_simulated_where_there_are_real_ones(monkeypatch):
+    monkeypatch.setenv("HELPERS_GPUS", "real")
+    with Job("a.py", gpus=1) as simulated, Job("a.py") as without:
+        assert simulated.environ["HELPERS_GPUS"] == "simulated"
+        assert without.environ["HELPERS_GPUS"] == "real"
+
+
 def test_a_log_is_cut_where_the_ranks_started():
     who = {"ranks": 1, "rank": 0, "agent": 7, "pid": 8}
     step = {**who, "event": "step", "rows": [1]}

@@ -1,12 +1,14 @@
 """Notebooks as tests, seen in runs of small ones: one real pytest, else in-process."""
 
 import os
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import psutil
+import pytest
 from nbformat.v4 import new_output
 
 from tests.harness.small_course import (
@@ -182,3 +184,33 @@ def test_no_process_outlives_its_notebook(course, run):
     assert len(pids) == 3 * len(ends)
     left = [process for process in psutil.process_iter() if process.pid in pids]
     assert [p for p in left if p.status() != psutil.STATUS_ZOMBIE] == []
+
+
+SLOW_AND_QUICK = """
+import pytest
+
+
+@pytest.mark.slow
+def test_slow():
+    pass
+
+
+def test_quick():
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    "options, ran",
+    [
+        ([], ["test_quick"]),
+        (["-m", "slow"], ["test_slow"]),
+        (["tests/test_both.py"], ["test_quick", "test_slow"]),
+    ],
+)
+def test_a_run_of_everything_leaves_slow_tests_out(run, course, options, ran):
+    (course.root / "tests").mkdir()
+    (course.root / "tests" / "test_both.py").write_text(SLOW_AND_QUICK)
+    _, done = run(*options)
+    passed = re.findall(r"^PASSED .*::(\w+)", done.stdout.str(), re.M)
+    assert sorted(passed) == ran
