@@ -1,7 +1,6 @@
 """Ask for GPUs, real or simulated, and count what travels between them.
 
-`HELPERS_GPUS` overrides the choice: `auto` (real ones where there are enough),
-`simulated` or `real`.
+They are simulated, unless the environment variable `HELPERS_GPUS` is `real`.
 """
 
 import contextlib
@@ -29,7 +28,7 @@ _REAL_GPUS = "not asked" if simgpu.is_running() else torch.cuda.device_count()
 def need_gpus(number: int, card: str = "A100", memory: int | str | None = None) -> None:
     """Make sure that `torch.cuda` has at least `number` GPUs; print one line on them.
 
-    Real GPUs are taken where there are enough, otherwise GPUs are simulated. Asking
+    They are simulated, unless HELPERS_GPUS=real asks for the machine's own. Asking
     again for others ends the simulated ones; tensors on them go on as CPU tensors.
 
     Args:
@@ -39,7 +38,8 @@ def need_gpus(number: int, card: str = "A100", memory: int | str | None = None) 
 
     Raises:
         ValueError: for a number, card or memory that cannot be.
-        RuntimeError: if HELPERS_GPUS=real and the machine has fewer.
+        RuntimeError: if HELPERS_GPUS=real and the machine has fewer, or if this process
+            has begun to use real ones and is to simulate.
 
     Taught in 00-start-here.
     """
@@ -47,36 +47,46 @@ def need_gpus(number: int, card: str = "A100", memory: int | str | None = None) 
     wanted_gpus = simgpu.check_request(number, card, memory)
     if choice == "real":
         simgpu.stop()
-    if choice != "simulated" and not simgpu.is_running():
         real = torch.cuda.device_count()
-        if real >= number:
-            _use_real(number, memory)
-            return
-        if choice == "real":
+        if real < number:
             raise RuntimeError(
                 f"HELPERS_GPUS=real, but this machine has {real} of {number} GPUs; "
                 "set HELPERS_GPUS=simulated"
             )
+        _use_real(number, memory)
+        return
     if simgpu.request() != wanted_gpus:
         simgpu.stop()
         simgpu.start(number, card, memory)
     size = show_bytes(torch.cuda.get_device_properties(0).total_memory)
     what = f"simulated {'GPUs' if number > 1 else 'GPU'} ({card.upper()}, {size} each)"
     print(f"{number} {what}: values computed on this CPU, memory and time counted.")
+    enough = isinstance(_REAL_GPUS, int) and _REAL_GPUS >= number
+    if enough and "HELPERS_GPUS" not in os.environ:
+        print(f"HELPERS_GPUS=real takes this machine's own: {_REAL_GPUS} real.")
 
 
 def _use_real(number: int, memory: int | str | None) -> None:
     for index in range(number):
-        total = torch.cuda.get_device_properties(index).total_memory
-        share = 1.0 if memory is None else parse_memory(memory) / total
-        if share > 1:
-            raise ValueError(f"cuda:{index} does not have {memory} of memory")
-        torch.cuda.set_per_process_memory_fraction(share, index)
+        cap_memory(index, memory)
     names = Counter(torch.cuda.get_device_name(i) for i in range(number))
     cards = ", ".join(f"{count} x {name}" for name, count in sorted(names.items()))
     cap = "" if memory is None else f", capped at {memory} each"
     plural = "GPUs" if number > 1 else "GPU"
     print(f"{number} real {plural}: {cards}{cap}. Memory and time are measured.")
+
+
+def cap_memory(index: int, memory: int | str | None) -> None:
+    """Let this process use no more of a real GPU's memory; None is all it has.
+
+    Raises:
+        ValueError: if the GPU has less.
+    """
+    total = torch.cuda.get_device_properties(index).total_memory
+    share = 1.0 if memory is None else parse_memory(memory) / total
+    if share > 1:
+        raise ValueError(f"cuda:{index} does not have {memory} of memory")
+    torch.cuda.set_per_process_memory_fraction(share, index)
 
 
 class Copy(NamedTuple):

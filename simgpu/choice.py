@@ -1,20 +1,21 @@
 """Simulated GPUs or the machine's own: what the environment variable asks for.
 
-`HELPERS_GPUS` is `auto` (real ones where there are enough), `simulated` or `real`.
+`HELPERS_GPUS` is `simulated`, as where it is not set, or `real`. One process never has
+both: its numbers could not be compared.
 """
 
 import os
 
-_CHOICES = ("auto", "simulated", "real")
+_CHOICES = ("simulated", "real")
 
 
 def wanted() -> str:
     """What the environment variable HELPERS_GPUS asks for.
 
     Raises:
-        ValueError: if it is none of auto, simulated and real.
+        ValueError: if it is neither simulated nor real.
     """
-    choice = os.environ.get("HELPERS_GPUS", "auto")
+    choice = os.environ.get("HELPERS_GPUS", "simulated")
     if choice not in _CHOICES:
-        raise ValueError(f"HELPERS_GPUS={choice!r}; use one of {', '.join(_CHOICES)}")
+        raise ValueError(f"HELPERS_GPUS={choice!r}; use {' or '.join(_CHOICES)}")
     return choice

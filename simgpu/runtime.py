@@ -8,6 +8,7 @@ import threading
 import weakref
 
 from simgpu.asked import Request
+from simgpu.choice import wanted
 from simgpu.device import overhead
 from simgpu.device.gpu import Gpu
 from simgpu.device.host_memory import HostMemory
@@ -31,8 +32,10 @@ def current() -> "Runtime":
         RuntimeError: if no GPUs are simulated.
     """
     if running is None:
+        real = "; HELPERS_GPUS=real asks for none" if wanted() == "real" else ""
         raise RuntimeError(
             "no simulated GPUs are running; call simgpu.start(4) or need_gpus(4) first"
+            + real
         )
     return running
 

@@ -65,7 +65,7 @@ def test_real_gpus_are_demanded_in_vain(monkeypatch):
 
 
 def test_real_gpus_are_taken_where_there_are_enough(monkeypatch, capsys):
-    monkeypatch.setenv("HELPERS_GPUS", "auto")
+    monkeypatch.setenv("HELPERS_GPUS", "real")
     shares = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: "NVIDIA X")
@@ -85,6 +85,19 @@ def test_real_gpus_are_taken_where_there_are_enough(monkeypatch, capsys):
     with pytest.raises(ValueError, match="does not have 2GB"):
         need_gpus(1, memory="2GB")
     assert simgpu.count() == 0
+
+
+def test_gpus_are_simulated_beside_real_ones_and_a_line_tells_of_these(
+    monkeypatch, capsys
+):
+    monkeypatch.delenv("HELPERS_GPUS")
+    monkeypatch.setattr(gpus, "_REAL_GPUS", 2)
+    need_gpus(2)
+    simulated, told = capsys.readouterr().out.splitlines()
+    assert simulated.startswith("2 simulated GPUs (A100")
+    assert told == "HELPERS_GPUS=real takes this machine's own: 2 real."
+    need_gpus(3)
+    assert capsys.readouterr().out.count("\n") == 1
 
 
 def test_real_gpus_end_the_simulated_ones(monkeypatch):
@@ -119,7 +132,7 @@ def test_bad_requests_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="512MB"):
         need_gpus(1, memory="plenty")
     monkeypatch.setenv("HELPERS_GPUS", "maybe")
-    with pytest.raises(ValueError, match="auto, simulated, real"):
+    with pytest.raises(ValueError, match="use simulated or real"):
         need_gpus(1)
 
 

@@ -146,18 +146,32 @@ def test_impossible_gpus_are_refused_before_anything_starts(request_, words):
     assert module.current() is None
 
 
-def test_real_gpus_are_taken_where_there_are_enough(monkeypatch):
+def test_real_gpus_are_taken_only_where_they_are_asked_for(monkeypatch):
     monkeypatch.setattr(gpus_module, "_real_gpus", lambda: 2)
     asked = (2, "cuda", "A100", None)
     monkeypatch.delenv("HELPERS_GPUS", raising=False)
-    assert not gpus_module.choose(*asked, 1, None).simulated
-    assert gpus_module.choose(*asked, 2, None).simulated
-    assert gpus_module.choose(3, *asked[1:], 1, None).simulated
+    assert gpus_module.choose(*asked, 1, None).simulated
     monkeypatch.setenv("HELPERS_GPUS", "real")
+    assert not gpus_module.choose(*asked, 1, None).simulated
+    own = gpus_module.choose(
+        2, "cuda", "T4", "20GB", 1, None
+    )  # of which card, who knows
+    assert str(own) == "real GPUs, capped at 20GB each"
     with pytest.raises(RuntimeError, match="2 of 3 GPUs"):
         gpus_module.choose(3, *asked[1:], 1, None)
-    monkeypatch.setenv("HELPERS_GPUS", "simulated")
-    assert gpus_module.choose(*asked, 1, None).simulated
+    with pytest.raises(RuntimeError, match="not so many nodes"):
+        gpus_module.choose(*asked, 2, None)
+
+
+def test_real_ranks_are_started_afresh_after_any_failure(monkeypatch):
+    ranks = Ranks.__new__(Ranks)  # NCCL needs GPUs, the decision does not
+    ranks.backend, ranks.simulated = "nccl", False
+    assert ranks._can_go_on_after("")
+    assert not ranks._can_go_on_after("rank 1: ValueError: bad batch")
+    assert not ranks._can_go_on_after_interrupt()
+    ranks.backend = "gloo"
+    assert ranks._can_go_on_after("rank 1: ValueError: bad batch")
+    assert ranks._can_go_on_after_interrupt()
 
 
 # -- failures --------------------------------------------------------------------------

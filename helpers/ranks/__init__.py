@@ -4,8 +4,8 @@
         sums = ranks.run(function, 1, 2)     # sums[r] came from rank r
 
 `%%ranks` runs a cell in every rank's own namespace and prints in rank order. A rank is
-what `torchrun -m simgpu` starts: the process group is over NCCL, on real GPUs where
-there are enough, else on simulated ones. `Ranks(4, device="cpu")` simulates nothing:
+what `torchrun -m simgpu` starts: the process group is over NCCL, on simulated GPUs, or
+with HELPERS_GPUS=real on the machine's own. `Ranks(4, device="cpu")` simulates nothing:
 gloo, on the CPU.
 
 To follow `ranks.run(function)` from the notebook to a rank and back, read:

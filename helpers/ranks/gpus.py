@@ -49,18 +49,19 @@ def choose(
 ) -> Gpus | None:  # fmt: skip
     """The GPUs for so many ranks; None for ranks on the CPU.
 
-    Real ones are taken where there are enough, unless HELPERS_GPUS says otherwise. More
-    than one node is always simulated.
+    They are simulated, unless HELPERS_GPUS=real asks for the machine's own.
 
     Raises:
         ValueError: for a device, card, memory, number of nodes or network that cannot
             be.
-        RuntimeError: if HELPERS_GPUS=real and the machine has fewer.
+        RuntimeError: if HELPERS_GPUS=real and the machine has fewer, or one node.
     """
     if device not in DEVICES:
         raise ValueError(f"device={device!r}; use cuda or cpu")
     found = find_card(card)
-    if memory is not None and parse_memory(memory) > found.total_memory:
+    simulated = wanted() == "simulated"
+    too_much = memory is not None and parse_memory(memory) > found.total_memory
+    if too_much and simulated:
         raise ValueError(f"a {card} does not have {memory} of memory")
     if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
         raise ValueError(f"the number of nodes is a whole number, not {nodes!r}")
@@ -69,22 +70,23 @@ def choose(
     Topology(found, size // nodes, nodes, network)
     if device == "cpu":
         return None
-    choice = wanted()
-    if choice != "simulated" and nodes == 1 and (real := _real_gpus()) >= size:
-        return Gpus(False, memory=memory)
-    if choice == "real":
+    if simulated:
+        return Gpus(True, card, memory, nodes, network)
+    real = _real_gpus()
+    if nodes > 1 or real < size:
         what = f"{real} of {size} GPUs" if nodes == 1 else "not so many nodes"
         raise RuntimeError(
             f"HELPERS_GPUS=real, but this machine has {what}; set HELPERS_GPUS="
             'simulated, or take ranks on the CPU: device="cpu"'
         )
-    return Gpus(True, card, memory, nodes, network)
+    return Gpus(False, memory=memory)
 
 
 def _real_gpus() -> int:
-    """How many the machine has."""
-    if sys.platform == "linux" and not list(Path("/dev").glob("nvidia[0-9]*")):
-        return 0  # without importing PyTorch here
+    """How many the machine has, found without PyTorch where it has none."""
+    device_files = [*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("dxg")]
+    if sys.platform == "linux" and not device_files:  # dxg: Linux in Windows
+        return 0
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return 0
     from helpers import gpus

@@ -30,8 +30,8 @@ _current: "Ranks | None" = None  # that are open in this notebook
 class Ranks:
     """N processes, each one rank of a process group, as under torchrun.
 
-    Each sees as many GPUs as there are ranks on its node: the machine's own where it
-    has enough, else simulated ones. The process group is there, over NCCL, and
+    Each sees as many GPUs as there are ranks on its node: simulated ones, or with
+    HELPERS_GPUS=real the machine's own. The process group is there, over NCCL, and
     RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and
     MASTER_PORT are set; `torch.cuda.set_device` is yours to call. On the CPU, the
     process group is over gloo, and nothing is simulated.
@@ -146,7 +146,10 @@ class Ranks:
                 that not all ranks have called.
         """
         if not self.simulated:
-            raise RankError("only simulated GPUs have a timeline; see lesson 07")
+            raise RankError(
+                "only simulated GPUs have a timeline (HELPERS_GPUS=simulated); lesson "
+                "07 shows how to record real ones"
+            )
         # pickled by name, with no code of the notebook
         return JobTimeline(self.run(worker.timeline))
 
@@ -184,8 +187,7 @@ class Ranks:
             report = call.finish()
             usable = not call.broken and self._can_go_on_after(report)
         except KeyboardInterrupt:
-            usable = call.interrupt()
-            usable = usable and (not self.simulated or self._can_still_talk())
+            usable = call.interrupt() and self._can_go_on_after_interrupt()
             if not usable:
                 print(afresh)
             raise
@@ -202,7 +204,12 @@ class Ranks:
             # one may have launched a collective and failed before it was needed
             usable = "DistBackendError" not in report
             return report == "" or (usable and self._can_still_talk())
+        if self.backend == "nccl":  # which lets nobody ask: a barrier could hang
+            return report == ""
         return not may_have_lost_connections(report) or self._can_still_talk()
+
+    def _can_go_on_after_interrupt(self) -> bool:
+        return self._can_still_talk() if self.simulated else self.backend == "gloo"
 
     def _can_still_talk(self) -> bool:
         """Whether a barrier succeeds: a time-out costs gloo its connections.

@@ -31,7 +31,6 @@ from helpers.ranks.listener import connect
 from helpers.ranks.process import exit_with_stdin
 from helpers.ranks.report import describe
 from simgpu import frames
-from simgpu.device.cards import parse_memory
 from simgpu.device.job_memory import GpuMemory, memory_of
 from simgpu.timing.job import RankLog, log_of
 
@@ -174,10 +173,9 @@ def _init_on_gpus(port: int, settings: WorkerSettings) -> None:
     if settings.gpus.simulated:
         _simulate(settings)
     elif settings.gpus.memory is not None:
-        local_rank = int(os.environ["LOCAL_RANK"])
-        total = torch.cuda.get_device_properties(local_rank).total_memory
-        share = parse_memory(settings.gpus.memory) / total
-        torch.cuda.set_per_process_memory_fraction(share, local_rank)
+        from helpers.gpus import cap_memory
+
+        cap_memory(int(os.environ["LOCAL_RANK"]), settings.gpus.memory)
     with contextlib.redirect_stderr(io.StringIO()):  # what the notebook says, too
         dist.init_process_group(
             "nccl", timeout=datetime.timedelta(seconds=settings.timeout)

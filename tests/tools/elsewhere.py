@@ -3,10 +3,10 @@
     python -m tests.tools.elsewhere colab WORK    # each lesson from an empty folder
     python -m tests.tools.elsewhere binder WORK   # repo2docker's steps, without docker
 
-Both clone what is committed here and build environments in WORK (2 GB, minutes, a
+Both clone what is committed here and build environments in WORK (8 GB, minutes, a
 package index; Linux or macOS), so they are no part of the test suite. What they cannot
-show: Colab's and Binder's own machines, Colab's own Python and torch (this Python and
-torch 2.13 stand in), and PyTorch's index of CPU builds, which the replay leaves out.
+show: Colab's and Binder's own machines, Colab's own Python (the one that runs this
+stands in) and PyTorch's index of CPU builds, which the replay leaves out.
 """
 
 import argparse
@@ -22,9 +22,8 @@ from pathlib import Path
 from helpers.badges import REPOSITORY
 
 ROOT = Path(__file__).resolve().parents[2]
-# Colab's packages in August 2026, as googlecolab/backend-info lists them; torch there
-# is 2.11, here the newest that requirements.txt allows.
-COLAB = """torch==2.13.0 ipython==7.34.0 ipykernel==6.17.1 ipywidgets==7.7.1
+# Colab's packages in August 2026, as googlecolab/backend-info lists them.
+COLAB = """torch==2.11.0 ipython==7.34.0 ipykernel==6.17.1 ipywidgets==7.7.1
 traitlets==5.7.1 matplotlib==3.10.0 numpy==2.1.3 psutil==5.9.5 tornado==6.5.7
 pyzmq==26.2.1 notebook==6.5.7 nbclient==0.10.4 setuptools""".split()
 # The part of Binder's base environment that our requirements could touch.
