@@ -114,6 +114,20 @@ def test_a_lesson_keeps_its_code_and_stored_outputs(path: Path):
     assert first.startswith(f"# {path.name[:2]} ")
     for words in ("Binder", "Colab"):
         assert first.count(f"[Open in {words}](") == 1
+    assert lines_of(before)[-1].count("[Index](../README.md) · [Glossary]") == 1
+    assert "[Index]" not in lines_of(after)[-1]
+    # that line has gone, and a link to GitHub come
+    assert len(lines_of(after)) == len(lines_of(before))
+
+
+def lines_of(cells: list[dict]) -> list[str]:
+    """The lines of its text that are not empty, but for notes below explorers."""
+    texts = [
+        "".join(cell["source"]).replace(prepare.STANDS_STILL, "")
+        for cell in cells
+        if cell["cell_type"] == "markdown"
+    ]
+    return [line for text in texts for line in text.splitlines() if line]
 
 
 def code_of(cells: list[dict]) -> list[tuple]:

@@ -10,6 +10,7 @@ site shows them:
     number      the title of a lesson begins with the lesson's number
     relink      links lead to pages of the site, or to the file on GitHub
     launchers   badges, which are pictures from other hosts, become plain links
+    leave       the line of the lesson before and after goes: the site has its own
 
 The table of contents is the README's table of lessons.
 """
@@ -42,6 +43,11 @@ LINK = re.compile(r"\]\((?![a-z]+:)(?P<path>[^)\s#]*)(?P<anchor>#[^)\s]*)?\)")
 BADGES = re.compile(
     r"\[!\[[^\]]*\]\([^)]*\)\]\((?P<binder>https://mybinder\.org/[^)]*)\)\s*"
     r"\[!\[[^\]]*\]\([^)]*\)\]\((?P<colab>https://colab\.research[^)]*)\)"
+)
+
+# the last line of a lesson
+NEIGHBOURS = re.compile(
+    r"\s*^(\[Previous: .+ · )?\[Index\]\(\S+\) · .+\Z", re.MULTILINE
 )
 
 STANDS_STILL = """\
@@ -215,8 +221,10 @@ def notebook(text: str, path: str) -> str:
     cells = []
     for cell in content["cells"]:
         if cell["cell_type"] == "markdown":
-            text = markdown("".join(cell["source"]), path)
-            cell["source"] = number(text, Path(path).name[:2])
+            text = leave("".join(cell["source"]))
+            if not text:
+                continue
+            cell["source"] = number(markdown(text, path), Path(path).name[:2])
         fold(cell)
         describe(cell)
         cells.append(cell)
@@ -229,6 +237,11 @@ def notebook(text: str, path: str) -> str:
 def number(text: str, lesson: str) -> str:
     """Let a title begin with the lesson's number; other text stays as it is."""
     return re.sub(r"^# ", f"# {lesson} ", text)
+
+
+def leave(text: str) -> str:
+    """Drop the links to the lesson before and the one after."""
+    return NEIGHBOURS.sub("", text)
 
 
 def fold(cell: dict) -> None:
