@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
@@ -345,6 +346,13 @@ def test_a_file_of_this_folder_is_named_without_the_path_to_it(tmp_path, monkeyp
     told = failure_report({}, {}, {0: Failure("ValueError: no", stack)})
     assert f"\n  {inside}, line 1, in f: " in told
     assert f"\n  {elsewhere}, line 2, in g: " in told
+
+
+def test_a_comprehension_is_a_line_of_its_function_as_in_python_3_12():
+    frames = ("run", 3), ("<listcomp>", 4), ("half", 9)
+    stack = [Frame("train.py", line, function) for function, line in frames]
+    told = failure_report({}, {}, {0: Failure("ValueError: no", stack)})
+    assert re.findall(r"line (\d+), in (\S+):", told) == [("4", "run"), ("9", "half")]
 
 
 def test_a_rank_that_died_between_two_calls_is_noticed(four):

@@ -21,6 +21,7 @@ _LOST_CONNECTION = (
 _PERHAPS_LOST_CONNECTION = (
     *_LOST_CONNECTION, "imeout", "imed out", "pair closure", "monitoredBarrier",
 )  # fmt: skip
+_COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>")
 MOST_LINES = 8  # of a stack; a recursion without end has a thousand
 # a line that is there to its end: faulthandler may be in the middle of writing one
 _STACK_LINE = re.compile(r'^  File "(.*)", line (\d+) in (.*)\n', re.MULTILINE)
@@ -113,10 +114,21 @@ def _names(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
+def _without_comprehensions(stack: list[Frame]) -> list[Frame]:
+    """A stack as Python 3.12 has it: a comprehension is a line of its function."""
+    found: list[Frame] = []
+    for frame in stack:
+        if found and frame.function in _COMPREHENSIONS:
+            found[-1] = found[-1]._replace(line=frame.line)
+        else:
+            found.append(frame)
+    return found
+
+
 def _learners_lines(stack: list[Frame]) -> str:
     """The learner's own lines of a stack, outermost first."""
     lines = []
-    for file, line, function in stack:
+    for file, line, function in _without_comprehensions(stack):
         if frames.is_learners(file):
             inside = "" if function == "<module>" else f", in {function}"
             code = frames.text(file, line)

@@ -4,7 +4,8 @@ An `Operation` is made once for each overload, mostly from its schema. Operation
 are not run in the usual way have a function of their own, registered with `@handles`.
 """
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Collection
 
 import torch
 from torch.utils.flop_counter import flop_registry
@@ -115,5 +116,17 @@ def _has_python_kernel(func) -> bool:
     registered = getattr(torch.library, "_impls", set())
     overload = f".{func._schema.overload_name}" if func._schema.overload_name else ""
     return name in torch._library.custom_ops.OPDEFS or any(
-        f"{space}/{rest}{overload}/{key}" in registered for key in keys
+        f"{space}/{rest}{overload}/{key}" in registered
+        and (f"{rest}{overload}", key) not in _kernels_of_pytorch()
+        for key in keys
     )
+
+
+def _kernels_of_pytorch() -> Collection[tuple[str, str]]:
+    """Operations of aten, and the key, for which PyTorch itself has Python code.
+
+    PyTorch 2.13 built for CUDA registers code that picks a Triton kernel of its own for
+    `bmm`, where one suits. It calls CUDA's kernel else, which only a real GPU has.
+    """
+    native = sys.modules.get("torch._native.registry")
+    return getattr(native, "_graphs", ())
