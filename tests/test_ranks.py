@@ -355,6 +355,32 @@ def test_a_comprehension_is_a_line_of_its_function_as_in_python_3_12():
     assert re.findall(r"line (\d+), in (\S+):", told) == [("4", "run"), ("9", "half")]
 
 
+@LINUX
+def test_after_a_call_a_rank_frees_cycles_and_gives_memory_back(four):
+    """Python's own collector is off here, and a tensor at the end keeps the heap."""
+    cell = """
+        import gc, weakref, psutil, torch
+        def resident():
+            return psutil.Process().memory_info().rss
+        class Node: pass
+        gc.disable()
+        before, node = resident(), Node()
+        node.itself, node.tensors = node, [torch.ones(4096) for _ in range(8000)]
+        last, grown, alive = torch.ones(4096), resident() - before, weakref.ref(node)
+        del node
+    """
+    four.cell(textwrap.dedent(cell))
+    four.cell("freed, left = alive() is None, resident() - before\ngc.enable()")
+    for freed, grown, left in four.run(found_in_cells, "freed", "grown", "left"):
+        assert freed and grown > 120e6 and left < 20e6
+
+
+def found_in_cells(*names: str) -> tuple:
+    import __main__
+
+    return tuple(getattr(__main__, name) for name in names)
+
+
 def test_a_rank_that_died_between_two_calls_is_noticed(four):
     os.kill(four.run(os.getpid)[3], signal.SIGKILL)
     assert four._workers.connections[3].poll(20)  # it has hung up
@@ -699,7 +725,10 @@ def test_ranks_are_light_and_a_forked_child_leaves_them_alone():
             print(json.dumps([megabytes, "torch" in sys.modules, ranks.run(int)]))
     """)
     megabytes, imported, results = last_line(script)
-    assert megabytes < 450 and not imported and results == [0] * 4
+    import torch
+
+    most = 450 if torch.version.cuda is None else 700  # CUDA's libraries
+    assert megabytes < most and not imported and results == [0] * 4
 
 
 @LINUX

@@ -62,7 +62,7 @@ def test_the_lists_are_pytorchs(macro, ours):
 def test_nothing_else_is_registered_with_pytorch():
     ours = {name for names in autocast._KERNELS.values() for name in names}
     left = without_named_tensors(registered() - ours)
-    assert not left
+    assert left <= {"_cudnn_rnn"}  # of PyTorch built for CUDA; called by nobody here
 
 
 # x, y: float32; h: x @ y

@@ -3,6 +3,8 @@
 import copy
 import io
 import pickle
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import simgpu
 from helpers import Messages
+from simgpu.dispatch import operation
 
 CUDA1 = torch.device("cuda:1")
 
@@ -376,3 +379,20 @@ def test_custom_operations_in_python_see_the_gpu():
 
     assert double(torch.ones(2, device=1)).tolist() == [2, 2]
     assert where(double(torch.ones(2, device=1))) == ["cuda:1"]
+
+
+def test_pytorchs_own_python_code_for_real_cards_is_left_alone(monkeypatch):
+    """A program's own kernel runs. PyTorch 2.13 for CUDA brings one of `bmm`."""
+    overload = torch.ops.aten.baddbmm.default
+    monkeypatch.setitem(operation.known_operations, overload, None)
+    library = torch.library.Library("aten", "IMPL")
+    a = torch.ones(1, 2, 2, device=1)
+    try:
+        library.impl("baddbmm", lambda c, a, b: c * 7, "CUDA", allow_override=True)
+        assert torch.baddbmm(a, a, a).sum() == 28
+        operation.known_operations[overload] = None
+        native = types.SimpleNamespace(_graphs={("baddbmm", "CUDA"): []})
+        monkeypatch.setitem(sys.modules, "torch._native.registry", native)
+        assert torch.baddbmm(a, a, a).sum() == 12
+    finally:
+        library._destroy()

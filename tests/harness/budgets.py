@@ -9,6 +9,7 @@ Leaves out: files written elsewhere than in the notebook's folder, the home fold
 and looks at the whole course), and all systems but Linux.
 """
 
+import importlib.util
 import os
 import re
 import time
@@ -19,7 +20,10 @@ import psutil
 from tests.harness import files
 from tests.harness.usage import Sampler
 
-MEMORY = 1.2e9  # bytes of all processes of a notebook together
+# PyTorch built for CUDA: a process that imports it takes some 150 MB more
+_PYTORCH = Path(importlib.util.find_spec("torch").origin).parent
+CUDA = any(_PYTORCH.glob("lib/*torch_cuda.*"))
+MEMORY = 2.4e9 if CUDA else 1.2e9  # bytes of all processes of a notebook together
 SECONDS = 300.0  # nearly twice what the slowest computed on the slowest machine: 160 s
 # a notebook whose code says so may ask a name server: see `Sampler.questions`
 STORE = re.compile(
