@@ -7,6 +7,7 @@ the learner's function may die, and looks at what the child has left behind.
 import inspect
 import json
 import os
+import pathlib
 import shutil
 import signal
 import sys
@@ -237,6 +238,7 @@ def _watched(function, path: Path, report: Path, content: bytes = NEW) -> None:
 
     # in the module `os`, and by the names that the function's own module may have
     namespace = function.__globals__
+    pathlibs = getattr(pathlib, "_NormalAccessor", None)  # Python 3.10 keeps its own
     for names, watch in (
         (("fsync", "fdatasync"), sync),
         (("rename", "replace"), move),
@@ -246,6 +248,8 @@ def _watched(function, path: Path, report: Path, content: bytes = NEW) -> None:
             if real := getattr(os, name, None):
                 watched = watch(real)
                 setattr(os, name, watched)
+                if hasattr(pathlibs, name):
+                    setattr(pathlibs, name, staticmethod(watched))
                 for own in [n for n, value in namespace.items() if value is real]:
                     namespace[own] = watched
     try:
