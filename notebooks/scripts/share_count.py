@@ -45,5 +45,5 @@ if __name__ == "__main__":
         pipe.send("let go")
         told(pipe)
         torch.cuda.ipc_collect()
-        print(f"  sender after the worker's: {torch.cuda.memory_allocated():,} bytes")
+        print(f"  sender after both: {torch.cuda.memory_allocated():,} bytes")
     worker.join(60)
