@@ -44,5 +44,5 @@ def test_a_time_out_of_its_bounds_is_an_error():
         mesh_times({"HSDP": slow}, GPT, stage)
 
 
-def test_exchanged_axes_move_bytes_of_slices_to_the_network():
-    assert PREDICTED["exchanged"][2] == PREDICTED["FSDP x TP"][1] / 2
+def test_swapped_axes_move_bytes_of_slices_to_the_network():
+    assert PREDICTED["swapped"][2] == PREDICTED["FSDP x TP"][1] / 2

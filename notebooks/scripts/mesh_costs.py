@@ -32,7 +32,7 @@ PREDICTED = {  # way -> bytes: stored by a rank, over NVLink, over the network
         8 * ACTIVATIONS,
     ),
     "DDP x PP": (16 * STAGE + ACTIVATIONS / 2, 24 * STAGE, 2 * ACTIVATIONS),
-    "exchanged": (8 * SLICES, 24 * ACTIVATIONS + 2 * FSDP_SLICES, 24 * ACTIVATIONS),
+    "swapped": (8 * SLICES, 24 * ACTIVATIONS + 2 * FSDP_SLICES, 24 * ACTIVATIONS),
 }
 
 
@@ -84,7 +84,7 @@ def mesh_times(logs: dict, gpt: type, stage: type) -> str:
     Raises:
         AssertionError: if a time is not between its bounds.
     """
-    rows = ["µs (simulated)   alone  messages   predicted      counted"]
+    rows = ["µs (simulated) compute  messages   predicted      counted"]
     one_gpu, computing = _alone(gpt(BLOCKS, WIDTH), 32), _alone(gpt(BLOCKS, WIDTH), 4)
     half = _alone(stage(gpt(BLOCKS, WIDTH), False), 8, MICRO_BATCHES)
     rows.append(f"{'one GPU':13}{one_gpu:9,.0f}")
@@ -147,7 +147,7 @@ def _messages(name: str) -> dict[str, float]:
     if name == "FSDP x TP":
         slices = 8 * _us("all_reduce", a, 4, False)
         return {**_gathers(sliced, 2, True), "all_reduce": slices}
-    if name == "exchanged":
+    if name == "swapped":
         slices = 8 * _us("all_reduce", a, 4, True)
         return {**_gathers(sliced, 2, False), "all_reduce": slices}
     if name == "TP x PP":
