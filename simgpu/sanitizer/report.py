@@ -79,7 +79,7 @@ def warning(error) -> str:
             _line(current),
             "  Let one stream wait for the other in between: one.wait_stream(other).",
             "  The program goes on with the right values; a real GPU may not have "
-            "them. (races: raise, warn or off)",
+            "them. (races: raise, warn, show or off)",
         )
     )
 
