@@ -1,7 +1,6 @@
 """Simulated GPUs or the machine's own: what the environment variable asks for.
 
-`HELPERS_GPUS` is `simulated`, as where it is not set, or `real`. One process never has
-both: its numbers could not be compared.
+`HELPERS_GPUS` is `simulated`, as where it is not set, or `real`.
 """
 
 import os

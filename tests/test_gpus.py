@@ -100,6 +100,12 @@ def test_gpus_are_simulated_beside_real_ones_and_a_line_tells_of_these(
     assert capsys.readouterr().out.count("\n") == 1
 
 
+def test_a_timeline_of_real_gpus_is_refused_with_the_reason(monkeypatch):
+    monkeypatch.setenv("HELPERS_GPUS", "real")
+    with pytest.raises(RuntimeError, match="first; HELPERS_GPUS=real asks for none"):
+        simgpu.timeline()
+
+
 def test_real_gpus_end_the_simulated_ones(monkeypatch):
     need_gpus(2)
     monkeypatch.setenv("HELPERS_GPUS", "real")

@@ -375,6 +375,26 @@ def test_after_a_call_a_rank_frees_cycles_and_gives_memory_back(four):
         assert freed and grown > 120e6 and left < 20e6
 
 
+@LINUX
+def test_a_large_block_goes_back_as_soon_as_it_is_free(four):
+    """glibc takes the second one from its heap, and keeps it, once one was freed."""
+    cell = """
+        import psutil, torch
+        def resident():
+            return psutil.Process().memory_info().rss
+        first = torch.ones(4_000_000)
+        del first
+        before = resident()
+        second, last = torch.ones(4_000_000), torch.ones(1024)
+        grown = resident() - before
+        del second
+        left = resident() - before
+    """
+    four.cell(textwrap.dedent(cell))
+    for grown, left in four.run(found_in_cells, "grown", "left"):
+        assert grown > 15e6 and left < 3e6
+
+
 def found_in_cells(*names: str) -> tuple:
     import __main__
 

@@ -153,9 +153,8 @@ def test_real_gpus_are_taken_only_where_they_are_asked_for(monkeypatch):
     assert gpus_module.choose(*asked, 1, None).simulated
     monkeypatch.setenv("HELPERS_GPUS", "real")
     assert not gpus_module.choose(*asked, 1, None).simulated
-    own = gpus_module.choose(
-        2, "cuda", "T4", "20GB", 1, None
-    )  # of which card, who knows
+    # the machine's cards may be others than the T4 that would be simulated
+    own = gpus_module.choose(2, "cuda", "T4", "20GB", 1, None)
     assert str(own) == "real GPUs, capped at 20GB each"
     with pytest.raises(RuntimeError, match="2 of 3 GPUs"):
         gpus_module.choose(3, *asked[1:], 1, None)
@@ -163,7 +162,7 @@ def test_real_gpus_are_taken_only_where_they_are_asked_for(monkeypatch):
         gpus_module.choose(*asked, 2, None)
 
 
-def test_real_ranks_are_started_afresh_after_any_failure(monkeypatch):
+def test_real_ranks_are_started_afresh_after_any_failure():
     ranks = Ranks.__new__(Ranks)  # NCCL needs GPUs, the decision does not
     ranks.backend, ranks.simulated = "nccl", False
     assert ranks._can_go_on_after("")

@@ -84,9 +84,10 @@ def choose(
 
 def _real_gpus() -> int:
     """How many the machine has, found without PyTorch where it has none."""
-    device_files = [*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("dxg")]
-    if sys.platform == "linux" and not device_files:  # dxg: Linux in Windows
-        return 0
+    if sys.platform == "linux":
+        files = Path("/dev").glob("nvidia[0-9]*")
+        if not any(files) and not Path("/dev/dxg").exists():  # Linux in Windows
+            return 0
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return 0
     from helpers import gpus
