@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+import types
 from xml.etree import ElementTree
 
 import cloudpickle
@@ -14,7 +15,7 @@ import psutil
 import pytest
 
 from helpers import ranks as module
-from helpers.ranks import Ranks, fork_server
+from helpers.ranks import Ranks, fork_server, worker
 from helpers.ranks import gpus as gpus_module
 from simgpu.timing.job import JobTimeline
 from tests.test_ranks import AFRESH, FORKS, LINUX, error_of, last_line, start_script
@@ -160,6 +161,51 @@ def test_real_gpus_are_taken_only_where_they_are_asked_for(monkeypatch):
         gpus_module.choose(3, *asked[1:], 1, None)
     with pytest.raises(RuntimeError, match="not so many nodes"):
         gpus_module.choose(*asked, 2, None)
+
+
+@LINUX
+@pytest.mark.parametrize(
+    "file, real", [("null", 0), ("nvidiactl", 0), ("nvidia0", 2), ("dxg", 2)]
+)
+def test_pytorch_counts_real_gpus_only_where_linux_has_a_file_of_one(
+    file, real, monkeypatch, tmp_path
+):
+    from helpers import gpus
+
+    (tmp_path / file).touch()  # dxg is that of a Linux in Windows
+    monkeypatch.setattr(gpus_module, "_FILES", tmp_path)
+    monkeypatch.setattr(gpus, "_REAL_GPUS", 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpus_module._real_gpus() == real
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gpus_module._real_gpus() == 0
+
+
+def test_a_rank_caps_the_memory_of_its_own_real_gpu(monkeypatch):
+    """With stand-ins for the GPU and for NCCL."""
+    import torch
+    import torch.distributed as dist
+
+    shares, groups = [], []
+    gpu = types.SimpleNamespace(total_memory=2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda *cap: shares.append(cap)
+    )
+    monkeypatch.setattr(dist, "init_process_group", lambda *a, **k: groups.append(a))
+    for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.setenv(name, "")  # so that they are restored
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    settings = types.SimpleNamespace(
+        threads=torch.get_num_threads(),
+        timeout=9,
+        gpus=gpus_module.Gpus(False, memory="256MB"),
+    )
+    worker._init_on_gpus(1, settings)
+    assert shares == [(0.25, 3)] and groups == [("nccl",)]
+    settings.gpus = gpus_module.Gpus(False)
+    worker._init_on_gpus(1, settings)
+    assert len(shares) == 1 and len(groups) == 2
 
 
 def test_real_ranks_are_started_afresh_after_any_failure():

@@ -13,6 +13,7 @@ from simgpu.device.cards import find_card, parse_memory, show_bytes
 from simgpu.timing.topology import Topology
 
 DEVICES = ("cuda", "cpu")
+_FILES = Path("/dev")  # where Linux has a file for each GPU
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,8 @@ def choose(
 def _real_gpus() -> int:
     """How many the machine has, found without PyTorch where it has none."""
     if sys.platform == "linux":
-        files = Path("/dev").glob("nvidia[0-9]*")
-        if not any(files) and not Path("/dev/dxg").exists():  # Linux in Windows
+        files = _FILES.glob("nvidia[0-9]*")
+        if not any(files) and not (_FILES / "dxg").exists():  # Linux in Windows
             return 0
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return 0

@@ -90,17 +90,17 @@ def mesh_times(logs: dict, gpt: type, stage: type) -> str:
     rows.append(f"{'one GPU':13}{one_gpu:9,.0f}")
     for name, log in logs.items():
         pipeline = "PP" in name
-        alone = half if pipeline else computing
+        compute = half if pipeline else computing
         if name == "DDP":  # it scales each gradient
-            alone += LAUNCH * TENSORS
+            compute += LAUNCH * TENSORS
         kinds = _messages(name)
-        low = max(alone, *kinds.values())
-        high = alone * (1 + pipeline / MICRO_BATCHES) + sum(kinds.values())
+        low = max(compute, *kinds.values())
+        high = compute * (1 + pipeline / MICRO_BATCHES) + sum(kinds.values())
         counted = _step(log)
         assert low * (1 - NEAR) < counted < high * (1 + NEAR), (name, counted)
         bounds = f"{low:9,.0f} to {high:5,.0f}"
         sent = sum(kinds.values())
-        rows.append(f"{name:13}{alone:9,.0f}{sent:10,.0f}{bounds}{counted:9,.0f}")
+        rows.append(f"{name:13}{compute:9,.0f}{sent:10,.0f}{bounds}{counted:9,.0f}")
     return "\n".join(rows)
 
 
