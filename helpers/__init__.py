@@ -10,9 +10,6 @@ import importlib
 # public name -> the module of this package that defines it
 _HOMES = {
     "Job": "elastic",
-    "Messages": "messages",
-    "RankError": "ranks",
-    "Ranks": "ranks",
     "count_copies": "gpus",
     "digits": "data",
     "gpu_seconds": "gpus",
@@ -25,7 +22,9 @@ _HOMES = {
     "time_stages": "stages",
     "timeline": "gpus",
 }
-_MODULES = ("check", "draw", "explore", "gpus", "ranks", "simgpu")
+_MODULES = ("check", "draw", "explore", "gpus")
+# and what comes from simgpu, so that a lesson has one line of imports
+_SIMGPU = ("Messages", "RankError", "Ranks")
 
 
 def __getattr__(name: str):
@@ -33,6 +32,8 @@ def __getattr__(name: str):
         return importlib.import_module(f"{__name__}.{name}")
     if name in _HOMES:
         return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    if name in _SIMGPU:
+        return getattr(importlib.import_module("simgpu"), name)
     raise AttributeError(f"module 'helpers' has no attribute {name!r}")
 
 

@@ -4,13 +4,13 @@ An oracle compares two results that must agree and prints one line on how well t
 do. An exercise is a function of the learner's answers that says not yet, wrong and
 why, or right: `check.copied_bytes(answer)`. `check.hint("00.1")` helps, and
 `check.solution("00.1")` shows a worked solution after a try. The exercises of each
-lesson have a file in `helpers/exercises`.
+lesson have a file in `notebooks/exercises`.
 """
 
 import torch
 
 import simgpu
-from helpers.exercises import exercise
+from exercises import exercise
 
 # -- oracles ---------------------------------------------------------------------------
 

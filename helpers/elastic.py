@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import psutil
 
-from simgpu.hosts import LOOPBACK
+from simgpu._loopback import LOOPBACK
 
 MARK = "HELPERS_ELASTIC_JOB"  # in the environment of all that a job starts
 # quick; PyTorch's own are 30 s for the last call, and 3 times 5 s until one is missed.
@@ -172,8 +172,8 @@ class Job:
         self.launcher = [sys.executable, "-m", "torch.distributed.run"]
         if gpus:
             self.launcher[1:1] = ["-m", "simgpu", f"--gpus={gpus}"]
-            if "helpers.ranks" in sys.modules:
-                sys.modules["helpers.ranks"].close()
+            if "simgpu._ranks" in sys.modules:
+                sys.modules["simgpu._ranks"].close()
         self.command = [
             *self.launcher, f"--nnodes={nodes}", f"--nproc-per-node={ranks}",
             f"--max-restarts={restarts}", "--rdzv-backend=c10d",

@@ -17,12 +17,9 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from helpers import simgpu
-from simgpu.choice import wanted
-from simgpu.device.cards import parse_memory, show_bytes
-
-# asked before any are simulated
-_REAL_GPUS = "not asked" if simgpu.is_running() else torch.cuda.device_count()
+import simgpu
+from simgpu._device.cards import show_bytes
+from simgpu._switch import wanted
 
 
 def need_gpus(number: int, card: str = "A100", memory: int | str | None = None) -> None:
@@ -61,32 +58,18 @@ def need_gpus(number: int, card: str = "A100", memory: int | str | None = None) 
     size = show_bytes(torch.cuda.get_device_properties(0).total_memory)
     what = f"simulated {'GPUs' if number > 1 else 'GPU'} ({card.upper()}, {size} each)"
     print(f"{number} {what}: values computed on this CPU, memory and time counted.")
-    enough = isinstance(_REAL_GPUS, int) and _REAL_GPUS >= number
-    if enough and "HELPERS_GPUS" not in os.environ:
-        print(f"HELPERS_GPUS=real takes this machine's own: {_REAL_GPUS} real.")
+    if simgpu.real_gpus() >= number and "HELPERS_GPUS" not in os.environ:
+        print(f"HELPERS_GPUS=real takes this machine's own: {simgpu.real_gpus()} real.")
 
 
 def _use_real(number: int, memory: int | str | None) -> None:
     for index in range(number):
-        cap_memory(index, memory)
+        simgpu.cap_memory(index, memory)
     names = Counter(torch.cuda.get_device_name(i) for i in range(number))
     cards = ", ".join(f"{count} x {name}" for name, count in sorted(names.items()))
     cap = "" if memory is None else f", capped at {memory} each"
     plural = "GPUs" if number > 1 else "GPU"
     print(f"{number} real {plural}: {cards}{cap}. Memory and time are measured.")
-
-
-def cap_memory(index: int, memory: int | str | None) -> None:
-    """Let this process use no more of a real GPU's memory; None is all it has.
-
-    Raises:
-        ValueError: if the GPU has less.
-    """
-    total = torch.cuda.get_device_properties(index).total_memory
-    share = 1.0 if memory is None else parse_memory(memory) / total
-    if share > 1:
-        raise ValueError(f"cuda:{index} does not have {memory} of memory")
-    torch.cuda.set_per_process_memory_fraction(share, index)
 
 
 class Copy(NamedTuple):
@@ -238,7 +221,7 @@ def show_machine() -> None:
     print(f"PyTorch   {torch.__version__}")
     print(f"CPU cores {len(_cores())}")
     print(f"memory    {show_bytes(psutil.virtual_memory().total)}")
-    print(f"real GPUs {_REAL_GPUS}")
+    print(f"real GPUs {simgpu.real_gpus()}")
 
 
 def _cores() -> set[int]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from helpers import simgpu
+import simgpu
 from helpers.gpus import gpu_seconds
 
 

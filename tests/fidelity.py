@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 if __package__ in (None, ""):  # run as a script, maybe where nothing is installed
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "simgpu" / "tests"))
 
-from tests.recorded import memory, operations, steps, training
-from tests.recorded.comparison import OF_TIME, Comparison, Omission, figures_of
-from tests.recorded.files import Recording, read
+from recorded import memory, operations, steps, training
+from recorded.comparison import OF_TIME, Comparison, Omission, figures_of
+from recorded.files import Recording, read
 
-RECORDINGS = Path(__file__).parent / "recordings"
+RECORDINGS = Path(__file__).resolve().parents[1] / "simgpu" / "tests" / "recordings"
 SHOWN = 5  # reasons for rows that cannot be compared
 
 _TIMES = {

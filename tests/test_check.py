@@ -18,13 +18,14 @@ import nbformat
 import pytest
 import torch
 
-from helpers import check, ranks, simgpu
-from helpers.exercises import exercise
-from helpers.exercises.exercise import NotYet, Verdict, Wrong, as_answers, call
+import simgpu
+from exercises import exercise
+from exercises.exercise import NotYet, Verdict, Wrong, as_answers, call
+from helpers import check, ranks
 
 ROOT = Path(__file__).parents[1]
 LESSONS = {
-    path.stem[-2:]: importlib.import_module(f"helpers.exercises.{path.stem}")
+    path.stem[-2:]: importlib.import_module(f"exercises.{path.stem}")
     for path in sorted(exercise.FOLDER.glob("lesson_*.py"))
 }
 EXERCISES = {name: exercise.load(number) for name, number in exercise.index().items()}
@@ -105,7 +106,7 @@ def test_a_hang_is_not_what_a_rank_spends_on_imports(tmp_path, monkeypatch):
 import os
 import time
 
-from helpers.exercises.lesson_15 import gathered
+from exercises.lesson_15 import gathered
 
 if "RANK" in os.environ:
     time.sleep({LESSONS["15"].HANGS + 1})

@@ -23,9 +23,9 @@ import yaml
 from torch.nn.functional import cross_entropy
 
 from helpers.elastic import MARK, free_port, processes
-from simgpu.hosts import LOOPBACK
+from simgpu._loopback import LOOPBACK
+from support.waiting import wait
 from tests.launching import ROOT, environment, load
-from tests.waiting import wait
 
 CLUSTER = ROOT / "notebooks/scripts/cluster"
 SCRIPT = "notebooks/scripts/train_on_nodes.py"

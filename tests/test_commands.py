@@ -23,7 +23,7 @@ import psutil
 import pytest
 
 from helpers import __main__ as commands
-from tests.waiting import wait
+from support.waiting import wait
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ["helpers/__init__.py", "helpers/__main__.py", "helpers/badges.py"]

@@ -1,8 +1,8 @@
 """`draw.averaging`: what a rank computes and sends in a step of DDP by hand."""
 
 from helpers import draw
-from simgpu.timing.events import Event
-from simgpu.timing.job import JobTimeline, RankLog
+from simgpu._timing.events import Event
+from simgpu._timing.job import JobTimeline, RankLog
 
 US = 1e-6
 

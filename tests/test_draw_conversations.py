@@ -3,9 +3,9 @@
 import re
 
 from helpers import draw
-from helpers.draw.picture import COLOURS, HOST
-from simgpu.timing.events import Event
-from simgpu.timing.job import JobTimeline, RankLog
+from simgpu._pictures.picture import COLOURS, HOST
+from simgpu._timing.events import Event
+from simgpu._timing.job import JobTimeline, RankLog
 
 
 def message(name: str, start: float, end: float, **waits) -> Event:

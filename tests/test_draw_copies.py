@@ -5,7 +5,7 @@ import re
 import pytest
 
 from helpers import draw
-from simgpu.timing.events import Event
+from simgpu._timing.events import Event
 
 
 def event(start: float, end: float, kind: str) -> Event:

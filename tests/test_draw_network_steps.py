@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from helpers import draw
-from simgpu.timing.events import Event
+from simgpu._timing.events import Event
 
 
 def event(kind: str, name: str, start: float, end: float, group: str = "") -> Event:

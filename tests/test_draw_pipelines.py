@@ -3,8 +3,8 @@
 import pytest
 
 from helpers import draw
-from simgpu.timing.events import Event
-from simgpu.timing.job import JobTimeline, RankLog
+from simgpu._timing.events import Event
+from simgpu._timing.job import JobTimeline, RankLog
 
 
 def kernel(rank: int, launched: float, start: float, end: float) -> Event:

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from helpers import draw
-from helpers.draw.picture import COLOURS
-from simgpu.timing.events import Event
+from simgpu._pictures.picture import COLOURS
+from simgpu._timing.events import Event
 
 
 def text(picture) -> list[str]:

@@ -6,7 +6,8 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from helpers import draw, simgpu
+import simgpu
+from helpers import draw
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy
 
 from helpers import elastic
 from helpers.elastic import LOOPBACK, Job, JobError, processes, runs_of
+from support.waiting import wait
 from tests.launching import (
     ROOT,
     SCRIPTS,
@@ -28,7 +29,6 @@ from tests.launching import (
     starts,
     temporary_folder,
 )
-from tests.waiting import wait
 
 pytestmark = pytest.mark.slow
 

@@ -7,12 +7,13 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+
+import simgpu
+from helpers import explore
+from helpers.explore import explorer as base
 from scripts import plan_explorer
 from scripts.plan_run import MODELS, peak_bytes, rate
-
-from helpers import explore, simgpu
-from helpers.explore import explorer as base
-from simgpu.timing.cost import COPY_LATENCY
+from simgpu._timing.cost import COPY_LATENCY
 
 ALL = [
     explore.allocator, explore.overlap, explore.ring, explore.pipeline, explore.shards,

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers import simgpu
+import simgpu
+from recorded import allocator, files, memory
+from recorded.comparison import Comparison, figures_of
+from recorded.step import predict
 from tests import fidelity, record_on_gpu
-from tests.recorded import allocator, files, memory
-from tests.recorded.comparison import Comparison, figures_of
-from tests.recorded.step import predict
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -1,25 +1,25 @@
-"""`simgpu` is a package of its own; `helpers.simgpu` is another name for it."""
+"""`simgpu` is a package of its own; `simgpu` is another name for it."""
 
 import importlib
 import subprocess
 import sys
 
 import simgpu
-import simgpu.startup
-from helpers import simgpu as through_helpers
+import simgpu as through_helpers
+import simgpu._startup
 
 
 def test_helpers_simgpu_is_the_same_module_and_not_a_copy():
     assert through_helpers is simgpu
-    module = importlib.import_module("helpers.simgpu.startup")
-    assert module is simgpu.startup
-    assert module.__spec__.name == "simgpu.startup"
+    module = importlib.import_module("simgpu._startup")
+    assert module is simgpu._startup
+    assert module.__spec__.name == "simgpu._startup"
 
 
 def test_the_old_command_still_runs_a_script(tmp_path):
     script = tmp_path / "two.py"
     script.write_text("import torch; print(torch.cuda.device_count())")
-    command = [sys.executable, "-m", "helpers.simgpu", "--gpus", "2", script]
+    command = [sys.executable, "-m", "simgpu", "--gpus", "2", script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.stdout, done.stderr, done.returncode) == ("2\n", "", 0)
 

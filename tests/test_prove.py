@@ -1,6 +1,6 @@
-"""`helpers.prove` finds and places what is wrong, and is silent on what is right.
+"""`simgpu._prove` finds and places what is wrong, and is silent on what is right.
 
-The programs are those of `helpers.incidents`, each after a public report.
+The programs are those of `incidents`, each after a public report.
 """
 
 import os
@@ -15,14 +15,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DistributedSampler
 
-from helpers import prove
-from helpers.incidents import INCIDENTS, PROGRAMS, VARIANTS, Variant, write
-from helpers.prove.combine import combine, together
-from helpers.prove.compare import first_difference
-from helpers.prove.names import Names, Ties
-from helpers.prove.noise import Rounding
-from helpers.prove.record import Moments, RankRecord, Step
-from helpers.prove.rounding import Allowed
+from incidents import INCIDENTS, PROGRAMS, VARIANTS, Variant, write
+from simgpu import _prove as prove
+from simgpu._prove.combine import combine, together
+from simgpu._prove.compare import first_difference
+from simgpu._prove.names import Names, Ties
+from simgpu._prove.noise import Rounding
+from simgpu._prove.record import Moments, RankRecord, Step
+from simgpu._prove.rounding import Allowed
 from tests.launching import ROOT
 
 
@@ -196,7 +196,7 @@ def test_the_command_passes_arguments_and_a_new_folder(tmp_path):
 
 def command(*words: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-m", "helpers.prove", *words],
+        [sys.executable, "-m", "simgpu._prove", *words],
         capture_output=True,
         text=True,
         timeout=200,

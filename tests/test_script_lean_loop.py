@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from helpers import count_copies, simgpu
+import simgpu
+from helpers import count_copies
 from tests import take_home
 from tests.launching import load
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
+
 from scripts import plan_run
 from scripts.plan_run import MODELS, Model, Plan, messages, peak_bytes, step_seconds
 from scripts.small_llama import Llama
-from torch.utils.flop_counter import FlopCounterMode
-
 from tests import take_home
 from tests.launching import NOTEBOOKS, SCRIPTS
 

@@ -3,9 +3,9 @@
 import re
 
 import pytest
-from scripts.recorded_matmuls import recorded
 
 from helpers import explore
+from scripts.recorded_matmuls import recorded
 from tests import take_home
 
 pytestmark = pytest.mark.slow

@@ -20,9 +20,9 @@ import pytest
 import torch
 
 from helpers.elastic import MARK, noted, processes
+from support.waiting import wait
 from tests.launching import NOTEBOOKS, ROOT, SCRIPTS, environment, starts
 from tests.scripts import train_on_hosts
-from tests.waiting import wait
 
 sys.path.insert(0, str(NOTEBOOKS))
 from scripts import two_hosts  # noqa: E402

@@ -53,14 +53,11 @@ from helpers.draw.equal_ranks import equal_ranks
 from helpers.draw.experts import tokens_to_experts
 from helpers.draw.exposed import exposed
 from helpers.draw.hidden_copies import hidden_copies
-from helpers.draw.jobs import job_memory, job_timeline, overlap
 from helpers.draw.loaders import loaders
 from helpers.draw.loss_curves import loss_curves
-from helpers.draw.memory import devices, parts, segment_picture, segments
 from helpers.draw.memory_bars import memory_bars
 from helpers.draw.meshes import mesh, mesh_ways
 from helpers.draw.network_steps import network_steps
-from helpers.draw.picture import COLOURS, HOST, INK, WIDEST, Picture, colour
 from helpers.draw.pipelines import bubble, pipelines
 from helpers.draw.precision import mixed_step, number_formats
 from helpers.draw.published_runs import published_runs
@@ -77,10 +74,13 @@ from helpers.draw.slice_times import slice_times
 from helpers.draw.stages import stages
 from helpers.draw.steps import steps
 from helpers.draw.stopwatches import stopwatches
-from helpers.draw.timelines import schedule, timeline
 from helpers.draw.two_matmuls import two_matmuls
 from helpers.draw.verdicts import verdicts
 from helpers.draw.visible import visible_cards
+from simgpu._pictures.jobs import job_memory, job_timeline, overlap
+from simgpu._pictures.memory import devices, parts, segment_picture, segments
+from simgpu._pictures.picture import COLOURS, HOST, INK, WIDEST, Picture, colour
+from simgpu._pictures.timelines import schedule, timeline
 
 __all__ = [
     "Budget", "COLOURS", "HOST", "INK", "ON_RANKS", "Picture", "WIDEST", "agents_meet",

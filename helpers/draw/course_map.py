@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from helpers.draw.picture import Picture
 from helpers.solved import progress
+from simgpu._pictures.picture import Picture
 
 FAST_TRACK = {0, 3, 4, 16, 18, 24, 25, 27}
 ON_RANKS = {3, *range(14, 29)}  # lessons; the others: on simulated GPUs

@@ -4,8 +4,8 @@ import torch
 
 from helpers import draw
 from helpers.explore.explorer import Explorer, choice, slider
-from simgpu.device.allocator import CachingAllocator
-from simgpu.device.cards import MIB
+from simgpu._device.allocator import CachingAllocator
+from simgpu._device.cards import MIB
 
 CARD = 64 * MIB
 _FREE = ("none", "every second", "first half", "all")

@@ -95,7 +95,7 @@ def average(model: nn.Module, group) -> None:
 
 def start_log() -> None:
     """Let all ranks begin together, and forget what the timeline has so far."""
-    from helpers import simgpu
+    import simgpu
 
     dist.barrier()
     torch.cuda.synchronize()

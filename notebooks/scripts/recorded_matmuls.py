@@ -1,7 +1,8 @@
 """Matmuls in float16 that others measured on real A100s and H100s, as the course reads.
 
-Read from `tests/recordings/gemm_fp16.json`, which names their source: the kernel alone,
-by PyTorch's profiler, with a resolution of 1 µs. Used in 08-find-what-binds.
+Read from the simulator's recordings (`gemm_fp16.json`, which names their source): the
+kernel alone, by PyTorch's profiler, with a resolution of 1 µs. Used in
+08-find-what-binds.
 """
 
 import json
@@ -9,9 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from simgpu import CARDS
-from simgpu.timing.kernel_cost import Product, product_seconds
+from simgpu._timing.kernel_cost import Product, product_seconds
 
-FILE = Path(__file__).parents[2] / "tests" / "recordings" / "gemm_fp16.json"
+FILE = Path(__file__).parents[2] / "simgpu" / "tests" / "recordings" / "gemm_fp16.json"
 
 
 class Matmul(NamedTuple):

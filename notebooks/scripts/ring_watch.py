@@ -7,7 +7,8 @@ import torch
 from torch.distributed.tensor.experimental import context_parallel
 
 import __main__ as cells
-from helpers import Messages, simgpu
+import simgpu
+from helpers import Messages
 
 LENGTH = 3072
 

@@ -12,10 +12,10 @@ import psutil
 import pytest
 
 from helpers.elastic import free_port
+from support.waiting import wait
 from tests.harness import usage
 from tests.harness.processes import MARK
 from tests.harness.usage import Sampler
-from tests.waiting import wait
 
 pytestmark = pytest.mark.skipif(not usage.MEASURABLE, reason="read from /proc")
 WAITS = "import sys\nprint(flush=True)\nx = sys.stdin.readline()\n"

@@ -1,0 +1,485 @@
+"""The exercises of lesson 04: a peak, what is kept, what fits."""
+
+import gc
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from exercises.counted import MIB, name_mistake, number
+from exercises.exercise import (
+    Wrong,
+    call,
+    exercise,
+    must_be_callable,
+    solution,
+)
+from exercises.results import near, sequence, tensor
+
+
+@exercise(
+    "04.1",
+    hints=(
+        "`p.nbytes` is the memory of one parameter, and `model.parameters()` yields "
+        "all of them. How do you add them up in one line?",
+        "A gradient is as large as its parameter. How many numbers does Adam keep for "
+        "each parameter, and what does `step()` make and drop?",
+    ),
+)
+def peak_of_step(function) -> None:
+    """A function: model -> bytes that it adds to the peak of Adam's `step()`."""
+    must_be_callable(function)
+    small = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+    normed = nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.Linear(32, 10))
+    for model in (small, normed):
+        found = number(call(function, model), "bytes")
+        bytes_of_all = sum(p.nbytes for p in model.parameters())
+        buffers = sum(b.nbytes for b in model.buffers())
+        mistakes = {
+            bytes_of_all: "these are the parameters alone",
+            2 * bytes_of_all: "Adam's moments are missing",
+            3 * bytes_of_all: "two parts are missing: Adam keeps two averages for each "
+            "parameter, each parameter has a gradient, and `step()` takes roots",
+            4 * bytes_of_all: "the tensors that `step()` makes and drops are missing",
+            bytes_of_all / 4: "these are numbers, and a float32 number is 4 bytes",
+            bytes_of_all * 20: "`nbytes` is in bytes already",
+        }
+        if found == 5 * bytes_of_all:
+            continue
+        name_mistake(found, mistakes, 0.001)
+        if buffers and found > 5 * bytes_of_all:
+            raise Wrong("BatchNorm's buffers have no gradients and no moments")
+        raise Wrong(f"{found:,.0f} bytes for a model of {bytes_of_all:,} bytes")
+
+
+@solution("04.1")
+def solution_1():
+    """Five tensors of the same size for each parameter.
+
+    They are the parameter, its gradient, Adam's two moments, and a square root.
+    """
+
+    def peak_of_step(model):
+        return 5 * sum(p.nbytes for p in model.parameters())
+
+    return peak_of_step
+
+
+# -- what a function keeps -------------------------------------------------------------
+
+ROWS, WIDTH, BATCHES = 2048, 64, 12
+
+
+@exercise(
+    "04.2",
+    hints=(
+        "Two things are kept that nobody asked for: the graph of each batch, and the "
+        "memory of each full output. Which call gives up which of them?",
+        "`torch.no_grad()` does without the graph. A row is a view of the full output. "
+        "Which call makes a tensor with memory of its own, and when must it come?",
+    ),
+)
+def lean_evaluation(function) -> None:
+    """A function (model, batches) -> (losses, scores), which keeps nothing else."""
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10)).cuda()
+    images = torch.rand(BATCHES, ROWS, 64, generator=generator)
+    batches = [(x.cuda(), x[:, :10].argmax(1).cuda()) for x in images]
+    wanted = [[], []]
+    with torch.no_grad():
+        for x, y in batches:
+            wanted[0].append(cross_entropy(model(x), y).cpu())
+            wanted[1].append(model(x)[0].cpu())
+    gc.collect()
+    model(batches[0][0]).sum().backward()  # takes what libraries take at first use
+    model.zero_grad()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    results = call(function, model, batches)
+    gc.collect()
+    held = torch.cuda.memory_allocated() - before
+    peak = torch.cuda.max_memory_allocated() - before
+    why = "it should return two lists, a loss and ten scores for each batch"
+    results = [sequence(part, why) for part in sequence(results, why)]
+    if [len(part) for part in results] != [BATCHES, BATCHES]:
+        raise Wrong(why)
+    kinds = ("loss", "row of scores")
+    for what, part, right in zip(kinds, results, wanted, strict=True):
+        _check_values(what, part, right)
+    for what, part in zip(kinds, results, strict=True):
+        nbytes = part[0].untyped_storage().nbytes()
+        if nbytes > 4096 and part[0].data_ptr() != part[1].data_ptr():
+            raise Wrong(
+                f"a {what} of {part[0].nbytes:,} bytes keeps a storage of "
+                f"{nbytes:,}; detach() is not enough"
+            )
+    if held > BATCHES * 1024 + 4096:
+        raise Wrong(f"{held:,} bytes live when it has returned; who holds them?")
+    most = 1.3 * MIB  # a hidden layer's input and output, and an old output
+    if peak > most:
+        raise Wrong(
+            f"its peak is {peak / MIB:.1f} MiB, and {most / MIB:.1f} would do: run the "
+            "model without gradients, and keep no batch until the next"
+        )
+
+
+@solution("04.2")
+def solution_2():
+    """Without gradients there is no graph, and a clone has memory of its own.
+
+    `clone()` must come inside the loop. The full output is then freed as soon as the
+    name `output` gets the next batch's.
+    """
+
+    def evaluate(model, batches):
+        losses, scores = [], []
+        with torch.no_grad():
+            for x, y in batches:
+                output = model(x)
+                losses.append(cross_entropy(output, y))
+                scores.append(output[0].clone())
+        return losses, scores
+
+    return evaluate
+
+
+def _check_values(what: str, part: list, wanted: list[torch.Tensor]) -> None:
+    """They are on the GPU, without a graph, and what they were before."""
+    for i, (found, right) in enumerate(zip(part, wanted, strict=True)):
+        if tensor(found, f"{what} {i} is").device.type != "cuda":
+            raise Wrong(f"{what} {i} is on {found.device}; leave it on the GPU")
+        if found.requires_grad:
+            raise Wrong(f"{what} {i} still has its graph, and the graph its batch")
+        tensor(found, f"{what} {i} is", right.shape)
+        if not near(found, right, rtol=1e-3, atol=1e-4):
+            raise Wrong(f"{what} {i} has another value than before")
+
+
+# -- what fits -------------------------------------------------------------------------
+
+ROOM = 72 * MIB  # of which a sample takes 4: 16 samples fit, 32 do not
+
+
+class _Trainer:
+    """A stand-in for training: four tensors of 1 MiB a sample, one after the other."""
+
+    def __init__(self, bug_at: int = 0):
+        self.tried: list[int] = []
+        self.bug_at = bug_at
+
+    def __call__(self, samples):
+        if not isinstance(samples, int) or samples < 1:
+            raise Wrong(f"it calls train({samples!r}); give a whole number of samples")
+        self.tried.append(samples)
+        if samples == self.bug_at:
+            raise RuntimeError("a bug in train, not a lack of memory")
+        tensors = []
+        for _ in range(4):
+            tensors.append(torch.empty(samples * MIB, dtype=torch.uint8, device="cuda"))
+
+
+@exercise(
+    "04.3",
+    hints=(
+        "Catch `torch.OutOfMemoryError` and nothing else. What is alive as long as you "
+        "are inside the `except` block, and where should the next call of `train` be?",
+        "Use a loop: `try` returns if the call succeeds, `except` does nothing but "
+        "`pass`, and the line after the block halves the samples with `//`.",
+    ),
+)
+def first_that_fits(function) -> None:
+    """A function (train, samples) -> the first of samples, samples // 2, ... that fits.
+
+    It runs with little room on the GPU, which it gives back at the end.
+    """
+    must_be_callable(function)
+    gc.collect()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    limit = torch.cuda.get_per_process_memory_fraction()
+    room = torch.cuda.memory_reserved() + ROOM
+    torch.cuda.set_per_process_memory_fraction(min(room / total, 1.0))
+    try:
+        _check_fits(function)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(limit)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _check_fits(function) -> None:
+    for samples, fits in ((128, 16), (8, 8), (48, 12)):
+        train = _Trainer()
+        found = number(call(function, train, samples), "samples")
+        tried = ", ".join(map(str, train.tried)) or "nothing"
+        if found == fits:
+            continue
+        if max(train.tried, default=0) < samples:
+            raise Wrong(f"of {samples} samples it tries {tried}; try all of them first")
+        if fits in train.tried:
+            raise Wrong(
+                f"{fits} samples would fit, and it returns {found:g}. It tries {tried}."
+                " Inside the `except` block the error holds what failed attempts took"
+            )
+        raise Wrong(f"of {samples} samples, {fits} fit; it tries {tried}")
+    never = _Trainer()
+    blocker = torch.empty(70 * MIB, dtype=torch.uint8, device="cuda")
+    found = number(call(function, never, 4), "samples")
+    del blocker
+    if found != 0:
+        raise Wrong(f"not even one sample fits, and it returns {found:g}")
+    _check_other_errors(function)
+
+
+def _check_other_errors(function) -> None:
+    """What is no lack of memory must reach the caller."""
+    try:
+        function(_Trainer(bug_at=64), 128)
+    except RuntimeError as error:
+        if "a bug in train" in str(error):
+            return
+        raise
+    raise Wrong("it swallows an error that is no lack of memory")
+
+
+@solution("04.3")
+def solution_3():
+    """Leave the `except` block before the next try.
+
+    Inside the block the error is alive. Its traceback has the frame of `train`, and the
+    frame has the tensors. After the block they are gone. `torch.OutOfMemoryError` is a
+    kind of `RuntimeError`, so an `except RuntimeError` would hide other errors.
+    """
+
+    def first_that_fits(train, samples):
+        while samples >= 1:
+            try:
+                train(samples)
+                return samples
+            except torch.OutOfMemoryError:
+                pass
+            samples = samples // 2
+        return 0
+
+    return first_that_fits
+
+
+# -- answers ---------------------------------------------------------------------------
+
+
+def five_times(model):
+    return sum(5 * p.numel() * p.element_size() for p in model.parameters())
+
+
+def parameters_only(model):
+    return sum(p.nbytes for p in model.parameters())
+
+
+def without_moments(model):
+    return 2 * parameters_only(model)
+
+
+def one_moment(model):
+    return 3 * parameters_only(model)
+
+
+def without_roots(model):
+    return 4 * parameters_only(model)
+
+
+def numbers_of(model):
+    return sum(p.numel() for p in model.parameters())
+
+
+def twice_bytes(model):
+    return 20 * parameters_only(model)
+
+
+def with_buffers(model):
+    return 5 * sum(value.nbytes for value in model.state_dict().values())
+
+
+def with_clones(model, batches):
+    losses, rows = [], []
+    for x, y in batches:
+        with torch.no_grad():
+            output = model(x)
+            losses.append(cross_entropy(output, y).clone())
+            rows.append(output[0].clone())
+    return losses, rows
+
+
+@torch.inference_mode()
+def stacked(model, batches):
+    losses, rows = [], []
+    for x, y in batches:
+        output = model(x)
+        losses.append(cross_entropy(output, y))
+        rows.append(output[0].clone())
+        del output
+    return torch.stack(losses), torch.stack(rows)
+
+
+def as_given(model, batches):
+    losses, rows = [], []
+    for x, y in batches:
+        output = model(x)
+        losses.append(cross_entropy(output, y))
+        rows.append(output[0])
+    return losses, rows
+
+
+def detached(model, batches):
+    losses, rows = as_given(model, batches)
+    return [loss.detach() for loss in losses], [row.detach() for row in rows]
+
+
+def no_grad_only(model, batches):
+    with torch.no_grad():
+        return as_given(model, batches)
+
+
+def cloned_late(model, batches):
+    losses, rows = no_grad_only(model, batches)
+    return losses, [row.clone() for row in rows]
+
+
+def cloned_with_graph(model, batches):
+    losses, rows = [], []
+    for x, y in batches:
+        output = model(x)
+        losses.append(cross_entropy(output, y).detach())
+        rows.append(output[0].detach().clone())
+    return losses, rows
+
+
+def on_the_cpu(model, batches):
+    losses, rows = no_grad_only(model, batches)
+    return [loss.cpu() for loss in losses], [row.cpu() for row in rows]
+
+
+def numbers(model, batches):
+    losses, rows = no_grad_only(model, batches)
+    return [loss.item() for loss in losses], [row.clone() for row in rows]
+
+
+def whole_outputs(model, batches):
+    losses, _ = with_clones(model, batches)
+    with torch.no_grad():
+        return losses, [model(x) for x, _ in batches]
+
+
+def last_rows(model, batches):
+    losses, _ = with_clones(model, batches)
+    with torch.no_grad():
+        return losses, [model(x)[-1].clone() for x, _ in batches]
+
+
+HIDDEN = []
+
+
+def kept_elsewhere(model, batches):
+    with torch.no_grad():
+        HIDDEN[:] = [model(x) for x, _ in batches]
+    return with_clones(model, batches)
+
+
+def after_the_block(train, samples):
+    while samples:
+        fits = True
+        try:
+            train(samples)
+        except torch.cuda.OutOfMemoryError:
+            fits = False
+        if fits:
+            return samples
+        samples //= 2
+    return 0
+
+
+def inside_the_block(train, samples):
+    try:
+        train(samples)
+    except torch.OutOfMemoryError:
+        return inside_the_block(train, samples // 2) if samples > 1 else 0
+    return samples
+
+
+def any_runtime_error(train, samples):
+    while samples:
+        try:
+            train(samples)
+            return samples
+        except RuntimeError:
+            pass
+        samples //= 2
+    return 0
+
+
+def one_less(train, samples):
+    return after_the_block(train, samples // 2)
+
+
+def never_halves(train, samples):
+    try:
+        train(samples)
+        return samples
+    except torch.OutOfMemoryError:
+        return 0
+
+
+def never_zero(train, samples):
+    return after_the_block(train, samples) or 1
+
+
+def with_a_half(train, samples):
+    while samples:
+        try:
+            train(samples)
+            return samples
+        except torch.OutOfMemoryError:
+            pass
+        samples = samples / 2
+
+
+RIGHT = {
+    "peak_of_step": [five_times],
+    "lean_evaluation": [with_clones, stacked],
+    "first_that_fits": [after_the_block],
+}
+WRONG = {
+    "peak_of_step": [
+        (parameters_only, "parameters alone"),
+        (without_moments, "moments are missing"),
+        (one_moment, "two parts are missing"),
+        (without_roots, "makes and drops"),
+        (numbers_of, "4 bytes"),
+        (twice_bytes, "in bytes already"),
+        (with_buffers, "buffers"),
+        (lambda model: 12345, "12,345 bytes for a model"),
+        (17, "give a function"),
+    ],
+    "lean_evaluation": [
+        (as_given, "still has its graph"),
+        (detached, "detach() is not enough"),
+        (no_grad_only, "keeps a storage of"),
+        (cloned_late, "its peak is"),
+        (cloned_with_graph, "without gradients"),
+        (on_the_cpu, "leave it on the GPU"),
+        (numbers, "is a float, not a tensor"),
+        (whole_outputs, "row of scores 0 is (2048, 10)"),
+        (last_rows, "another value"),
+        (kept_elsewhere, "who holds them"),
+        (lambda model, batches: [], "two lists"),
+        (lambda model, batches: 1.0, "two lists"),
+    ],
+    "first_that_fits": [
+        (inside_the_block, "the error holds"),
+        (any_runtime_error, "swallows"),
+        (one_less, "try all of them first"),
+        (never_halves, "16 fit"),
+        (never_zero, "not even one"),
+        (with_a_half, "whole number"),
+        (17, "give a function"),
+    ],
+}

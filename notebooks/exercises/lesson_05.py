@@ -1,0 +1,495 @@
+"""The exercises of lesson 05: copies that run beside the work."""
+
+import torch
+from torch.cuda._sanitizer import CUDASanitizerErrors
+
+import simgpu
+from exercises.counted import counted, number
+from exercises.exercise import Wrong, call, exercise, solution
+from exercises.results import a, tensor
+from exercises.streams import called, check_overlap, check_waits, clear, race
+from simgpu._device.cards import CARDS
+from simgpu._timing.cost import COPY_LATENCY, OF_PEAK_BYTES
+
+
+def _loop(function, batches: list[torch.Tensor], reads_loss: bool) -> None:
+    """A loop over `function(batches)`; its values, and how far it reads ahead."""
+    taken, sums = 0, []
+
+    def source():
+        nonlocal taken
+        for batch in batches:
+            taken += 1
+            yield batch
+
+    here = torch.cuda.current_stream()
+    loaded = called(function, source())
+    try:
+        loaded = iter(loaded)
+    except TypeError:
+        what = a(type(loaded).__name__)
+        raise Wrong(f"it returns {what}; yield each batch") from None
+    try:
+        for number, x in enumerate(loaded, 1):
+            if torch.cuda.current_stream() != here:
+                torch.cuda.set_stream(here)
+                raise Wrong(
+                    "the caller's current stream has changed: close "
+                    "`with torch.cuda.stream(...)` before you `yield`"
+                )
+            if x is None:
+                raise Wrong("it yields None; yield nothing where there is no batch")
+            if not isinstance(x, torch.Tensor) or x.device.type != "cuda":
+                raise Wrong("it yields something that is not a tensor on the GPU")
+            if taken > number + 2:
+                raise Wrong(
+                    f"{taken} batches were taken when batch {number} was yielded; "
+                    "take at most two ahead"
+                )
+            tensor(x, "it yields", batches[0].shape)
+            y = (x @ x).sum()
+            sums.append(y.item() if reads_loss else y)
+    except CUDASanitizerErrors as errors:
+        raise race(errors) from errors
+    except RuntimeError as error:
+        if "StopIteration" not in str(error):
+            raise
+        raise Wrong(f"`next` found no batch left; there were {len(batches)}") from error
+    if len(sums) != len(batches):
+        raise Wrong(f"{len(batches)} batches went in, {len(sums)} came out")
+    for number, (y, batch) in enumerate(zip(sums, batches, strict=True), 1):
+        if float(y) != float((batch @ batch).sum()):
+            raise Wrong(f"batch {number} of {len(batches)} has wrong values")
+
+
+@exercise(
+    "05.1",
+    hints=(
+        "The formula has three terms: before the loop over the other batches, the "
+        "loop, and after it. Which of the three has the factor n - 1?",
+        "In the loop, a copy and a step run side by side. Which of the two times "
+        "counts then, and which function of Python picks it?",
+    ),
+)
+def overlapped_time(function) -> None:
+    """The time of n batches whose copies run beside the steps."""
+    for n, copy, compute in ((8, 190, 490), (8, 490, 190), (1, 30, 50), (3, 70, 70)):
+        found = number(call(function, n, copy, compute))
+        right = copy + (n - 1) * max(copy, compute) + compute
+        mistakes = {
+            n * (copy + compute): "that is one after the other",
+            n * max(copy, compute): "the first copy and the last step have nothing "
+            "beside them",
+            copy + n * max(copy, compute): "the last step has no copy beside it; the "
+            "slower of the two counts n - 1 times",
+            copy + n * max(copy, compute) + compute: "the slower of the two counts "
+            "n - 1 times",
+            copy + (n - 1) * compute + compute: "where copies are slower, steps wait "
+            "for them",
+        }
+        why = f"n={n}, copy={copy}, compute={compute} gives {found:g}, not {right}"
+        mistakes = {value: f"{why}: {what}" for value, what in mistakes.items()}
+        counted(found, right, mistakes, why)
+
+
+@solution("05.1")
+def solution_1():
+    """The first copy, the slower of the two for each further batch, the last step.
+
+    Nothing runs beside the first copy, and nothing beside the last step. Between them,
+    each of the other n - 1 batches is copied beside a step, so the slower one counts.
+    """
+
+    def overlapped_time(n, copy, compute):
+        return copy + (n - 1) * max(copy, compute) + compute
+
+    return overlapped_time
+
+
+@exercise(
+    "05.2",
+    hints=(
+        "The formula of the lesson holds for parts as it does for batches. "
+        "With the numbers of this exercise, which takes longer for one part, the "
+        "copy or the work, and does the answer depend on the number of parts?",
+        "If the copies are the slower side, the GPU works behind them, and only the "
+        "work of the last part comes after the last copy. Each further part costs "
+        "another 10 µs for its copy, so what does it make shorter, and by how much?",
+    ),
+)
+def best_parts(parts, microseconds) -> None:
+    """16 MiB over PCIe, overlapped with 1000 µs of work, both in equal parts."""
+    latency = 1e6 * COPY_LATENCY  # µs
+    copied = 2**24 / (OF_PEAK_BYTES * CARDS["T4"].pcie_bandwidth) * 1e6
+
+    def time(n: int) -> float:
+        copy, work = latency + copied / n, 1000 / n
+        return copy + (n - 1) * max(copy, work) + work
+
+    best = min(range(1, 100), key=time)
+    parts = number(parts, "parts")
+    if parts == 1:
+        raise Wrong("in one part nothing overlaps")
+    if parts != int(parts) or not 1 < parts < 100:
+        raise Wrong("a whole number, and less than 100: their latency is 1000 µs alone")
+    if parts != best:
+        why = (
+            "more parts shorten the last part's work by more than the 10 µs of a copy"
+            if parts < best
+            else "each further copy costs 10 µs more"
+        )
+        raise Wrong(f"{parts} parts take {time(parts):.0f} µs; {why}")
+    mistakes = {
+        copied + latency * best + 1000: "that is one after the other",
+        copied + latency * best: "each copy has its 10 µs, and the last part has its "
+        "work",
+        latency + copied / best + 1000: "the copies are the slower side, not the work",
+    }
+    why = "the parts are right; the time is all copies and one part's work"
+    counted(microseconds, time(best), mistakes, why, what="microseconds", near=0.005)
+
+
+@solution("05.2")
+def solution_2():
+    """The copies are the slower side, so the time is all copies and one part's work.
+
+    16 MiB take 1311 µs to copy, and each copy has 10 µs more. The work takes 1000 µs.
+    In any number of parts a copy is longer than the work of a part, so the work of
+    every part but the last one is hidden. For n parts that makes
+
+        time(n) = 1311 + 10 n + 1000 / n
+
+    where 1311 are the bytes, 10 n the fixed costs of n copies, and 1000 / n the work of
+    the last part. One more part adds 10 µs and shortens the last term. The two are in
+    balance where 10 n = 1000 / n, and that is at n = 10.
+    """
+    nbytes = 16 * 2**20
+    bytes_per_microsecond = 12_800  # pinned memory
+    fixed_for_each_copy = 10  # µs
+    work_in_all = 1000  # µs
+
+    def total_time(n):
+        copy = fixed_for_each_copy + nbytes / n / bytes_per_microsecond
+        work = work_in_all / n
+        return copy + (n - 1) * max(copy, work) + work
+
+    number_of_parts = round((work_in_all / fixed_for_each_copy) ** 0.5)
+    microseconds = total_time(number_of_parts)
+    return number_of_parts, microseconds
+
+
+@exercise(
+    "05.3",
+    hints=(
+        "In a generator, the lines before `yield` run before the work with this "
+        "batch, and the lines behind it run after that work. Where must the copy of "
+        "the next batch be launched, if it is to travel during the work?",
+        "`here.wait_stream(copier)` waits for everything that has been launched on "
+        "`copier` by then, and that may include the copy of the next batch. Before "
+        "which line must the wait be, so that the work waits for its own batch only? "
+        "What else does a tensor need that was made on one stream and is used on "
+        "another?",
+    ),
+)
+def prefetch(function) -> None:
+    """A generator that copies the next batch while this one is worked on."""
+    generator = torch.Generator().manual_seed(4)
+    batches = [
+        torch.randint(0, 3, (512, 512), generator=generator).float().pin_memory()
+        for _ in range(6)
+    ]
+    for count in (6, 1, 0):
+        clear()
+        _loop(function, batches[:count], reads_loss=False)
+        if simgpu.is_running():
+            check_waits()
+    clear()
+    _loop(function, batches, reads_loss=True)
+    if simgpu.is_running():
+        check_waits()
+        check_overlap()
+
+
+@solution("05.3")
+def solution_3():
+    """Launch the next copy before you yield this batch.
+
+    Whoever loops over the generator comes back only when the work with this batch has
+    been launched, and perhaps waited for. By then the next copy must be under way
+    already, so it is launched before the `yield`.
+
+    The order of the lines before it matters. `wait_stream` makes `here` wait for all
+    that is on `copier` at that moment, so it comes before the next copy. If it came
+    after, this batch would wait for the next one, and nothing would overlap.
+
+    Each batch is made on `copier` and used on `here`. A later copy may get the memory
+    of a batch that the caller has dropped, so each copy waits for the work launched so
+    far. `record_stream` is right, too, but then dropped batches stay in memory until
+    the GPU is done with them, and a Python that runs ahead piles them up.
+
+    The `with` block is closed before the `yield`. Otherwise the caller would run inside
+    of it, on your stream.
+    """
+
+    def prefetch(batches):
+        here = torch.cuda.current_stream()
+        copier = torch.cuda.Stream()
+        batches = iter(batches)
+
+        def load():
+            batch = next(batches, None)
+            if batch is None:
+                return None
+            copier.wait_stream(here)
+            with torch.cuda.stream(copier):
+                return batch.to("cuda", non_blocking=True)
+
+        following = load()
+        while following is not None:
+            current = following
+            here.wait_stream(copier)
+            following = load()
+            yield current
+
+    return prefetch
+
+
+# -- answers ---------------------------------------------------------------------------
+
+
+def _load(copier, batch):
+    with torch.cuda.stream(copier):
+        return batch.to("cuda", non_blocking=True)
+
+
+def ahead(batches):
+    copier, here = torch.cuda.Stream(), torch.cuda.current_stream()
+    following = None
+    for batch in batches:
+        current = following
+        here.wait_stream(copier)
+        following = _load(copier, batch)
+        if current is not None:
+            yield current
+            current.record_stream(here)
+    if following is not None:
+        here.wait_stream(copier)
+        yield following
+
+
+def with_next(batches):
+    copier, here, batches = (
+        torch.cuda.Stream(),
+        torch.cuda.current_stream(),
+        iter(batches),
+    )
+
+    def load():
+        batch = next(batches, None)
+        return None if batch is None else _load(copier, batch)
+
+    following = load()
+    while following is not None:
+        here.wait_stream(copier)
+        current, following = following, load()
+        current.record_stream(here)
+        yield current
+
+
+def two_buffers(batches):
+    copier, here = torch.cuda.Stream(), torch.cuda.current_stream()
+    buffers, used = [None, None], [here.record_event() for _ in range(2)]
+    ready = []
+    for i, batch in enumerate(batches):
+        b = i % 2
+        if buffers[b] is None:
+            buffers[b] = torch.empty_like(batch, device="cuda")
+            copier.wait_stream(here)
+        with torch.cuda.stream(copier):
+            copier.wait_event(used[b])
+            buffers[b].copy_(batch, non_blocking=True)
+            ready.append((b, copier.record_event()))
+        if i:
+            a, arrived = ready.pop(0)
+            here.wait_event(arrived)
+            yield buffers[a]
+            used[a].record(here)
+    for a, arrived in ready:
+        here.wait_event(arrived)
+        yield buffers[a]
+
+
+def plain(batches):
+    for batch in batches:
+        yield batch.to("cuda")
+
+
+def not_blocking(batches):
+    for batch in batches:
+        yield batch.to("cuda", non_blocking=True)
+
+
+def as_in_the_lesson(batches):
+    copier, here = torch.cuda.Stream(), torch.cuda.current_stream()
+    for batch in batches:
+        x = _load(copier, batch)
+        here.wait_stream(copier)
+        x.record_stream(here)
+        yield x
+
+
+def waits_for_the_next(batches):
+    copier, here = torch.cuda.Stream(), torch.cuda.current_stream()
+    following = None
+    for batch in batches:
+        current, following = following, _load(copier, batch)
+        here.wait_stream(copier)
+        if current is not None:
+            current.record_stream(here)
+            yield current
+    if following is not None:
+        yield following
+
+
+def waits_for_nothing(batches):
+    copier, following = torch.cuda.Stream(), None
+    for batch in batches:
+        current, following = following, _load(copier, batch)
+        if current is not None:
+            current.record_stream(torch.cuda.current_stream())
+            yield current
+    if following is not None:
+        yield following
+
+
+def records_nothing(batches):
+    copier, here, following = torch.cuda.Stream(), torch.cuda.current_stream(), None
+    for batch in batches:
+        current = following
+        here.wait_stream(copier)
+        following = _load(copier, batch)
+        if current is not None:
+            yield current
+    if following is not None:
+        here.wait_stream(copier)
+        yield following
+
+
+def one_buffer(batches):
+    copier, here, buffer = torch.cuda.Stream(), torch.cuda.current_stream(), None
+    for batch in batches:
+        if buffer is None:
+            buffer = torch.empty_like(batch, device="cuda")
+            copier.wait_stream(here)
+        with torch.cuda.stream(copier):
+            buffer.copy_(batch, non_blocking=True)
+        here.wait_stream(copier)
+        yield buffer
+
+
+def holds_the_host(batches):
+    for x in ahead(batches):
+        torch.cuda.synchronize()
+        yield x
+
+
+def all_at_once(batches):
+    copier = torch.cuda.Stream()
+    loaded = [_load(copier, batch) for batch in batches]
+    torch.cuda.current_stream().wait_stream(copier)
+    yield from loaded
+
+
+def loses_the_last(batches):
+    copier, here, following = torch.cuda.Stream(), torch.cuda.current_stream(), None
+    for batch in batches:
+        current = following
+        here.wait_stream(copier)
+        following = _load(copier, batch)
+        if current is not None:
+            current.record_stream(here)
+            yield current
+
+
+def never_ends(batches):
+    copier, here, batches = (
+        torch.cuda.Stream(),
+        torch.cuda.current_stream(),
+        iter(batches),
+    )
+    following = _load(copier, next(batches))
+    while following is not None:
+        here.wait_stream(copier)
+        batch = next(batches, None)
+        current, following = following, batch if batch is None else _load(copier, batch)
+        current.record_stream(here)
+        yield current
+
+
+def yields_inside(batches):
+    side, here = torch.cuda.Stream(), torch.cuda.current_stream()
+    for batch in batches:
+        with torch.cuda.stream(side):
+            x = batch.to("cuda", non_blocking=True)
+            here.wait_stream(side)
+            yield x
+
+
+def ends_with_none(batches):
+    yield from ahead(batches)
+    yield None
+
+
+def doubles(batches):
+    for x in ahead(batches):
+        yield 2 * x
+
+
+RIGHT = {
+    "overlapped_time": [
+        lambda n, copy, compute: n * max(copy, compute) + min(copy, compute)
+    ],
+    "best_parts": [(10, 1510.72), (10, 1511)],
+    "prefetch": [ahead, with_next, two_buffers],
+}
+WRONG = {
+    "overlapped_time": [
+        (lambda n, copy, compute: n * (copy + compute), "one after the other"),
+        (lambda n, copy, compute: n * max(copy, compute), "nothing beside them"),
+        (lambda n, copy, compute: copy + n * max(copy, compute), "no copy beside it"),
+        (lambda n, copy, compute: copy + n * compute, "wait for them"),
+        (
+            lambda n, copy, compute: copy + n * max(copy, compute) + compute,
+            "n - 1 times",
+        ),
+        (lambda n, copy, compute: "4.1 ms", "give a number"),
+        (lambda n, copy, compute: copy, "gives 190"),
+    ],
+    "best_parts": [
+        ((1, 2320.72), "nothing overlaps"),
+        ((1000, 11000), "a whole number"),
+        ((8, 1515.72), "more than the 10 µs of a copy"),
+        ((16, 1533.2), "10 µs more"),
+        ((10, 2410.72), "one after the other"),
+        ((10, 1410.72), "has its work"),
+        ((10, 1141.07), "slower side"),
+        ((10, 9), "the parts are right"),
+    ],
+    "prefetch": [
+        (plain, "the host is held up"),
+        (yields_inside, "before you `yield`"),
+        (ends_with_none, "it yields None"),
+        (not_blocking, "on the stream of the work"),
+        (as_in_the_lesson, "before you yield"),
+        (waits_for_the_next, "its own batch only"),
+        (waits_for_nothing, "nothing makes it wait"),
+        (records_nothing, "given back or filled again too early"),
+        (one_buffer, "given back or filled again too early"),
+        (holds_the_host, "the host is held up (wait for cuda:0)"),
+        (all_at_once, "at most two ahead"),
+        (loses_the_last, "6 batches went in, 5 came out"),
+        (never_ends, "no batch left; there were 0"),
+        (doubles, "wrong values"),
+        (lambda batches: batches, "not a tensor on the GPU"),
+    ],
+}

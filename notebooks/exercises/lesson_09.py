@@ -1,0 +1,550 @@
+"""The exercises of lesson 09: lost gradients, what is held, a clipped step."""
+
+import copy
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grad_norm_
+
+from exercises.counted import GB, counted, is_near, number
+from exercises.exercise import (
+    Wrong,
+    call,
+    exercise,
+    must_be_callable,
+    solution,
+)
+from exercises.learning import weights
+from exercises.results import equal
+from helpers import digits
+
+
+@exercise(
+    "09.1",
+    hints=(
+        "In which order does a step do it: first the scale, or first the rounding to "
+        "float16? And which gradients can be lost at all?",
+        "`there = gradients[gradients != 0]` leaves out those that were 0 before. "
+        "`.half()` rounds, and the mean of `(... == 0).float()` is a share.",
+    ),
+)
+def share_lost(function) -> None:
+    """A function (float32 gradients, scale) -> the share that float16 makes 0."""
+    must_be_callable(function)
+    gradients = _gradients()
+    there = gradients[gradients != 0]
+    for scale in (1.0, 16.0):
+        found = float(number(call(function, gradients.clone(), scale), "the share"))
+        scaled = there * scale
+        right = _share(scaled.half() == 0)
+        mistakes = {
+            _share((gradients * scale).half() == 0):
+                "gradients that were 0 before cannot be lost; leave them out",
+            _share(there.half() * scale == 0):
+                "scale first, then round: what is 0 stays 0",
+            _share(scaled.half() != 0): "this is the share of those that are kept",
+            _share(scaled.abs() < torch.finfo(torch.float16).tiny):
+                "below tiny float16 loses digits; 0 comes only far below: many "
+                "gradients are smaller than tiny and not 0",
+            _share(scaled.bfloat16() == 0): "round to float16, with .half()",
+            _share(gradients * scale == 0): "nothing is rounded; call .half()",
+        }  # fmt: skip
+        if not 0 <= found <= 1:
+            raise Wrong(f"{found:g} is no share between 0 and 1")
+        if is_near(found, right, 1e-5):
+            continue
+        for wrong, why in mistakes.items():
+            if abs(found - wrong) < 1e-5:
+                raise Wrong(why)
+        raise Wrong(f"with a scale of {scale:g} it says {found:.3f}, not {right:.3f}")
+
+
+def _gradients() -> torch.Tensor:
+    """Of many sizes, and a tenth of them 0."""
+    generator = torch.Generator().manual_seed(0)
+    powers = -40 + 34 * torch.rand(4000, generator=generator)
+    powers[:100] = -140.0
+    gradients = 2.0**powers
+    gradients[::2] *= -1
+    gradients[-400:] = 0
+    return gradients
+
+
+def _share(flags: torch.Tensor) -> float:
+    return flags.float().mean().item()
+
+
+@solution("09.1")
+def solution_1():
+    """Scale, round, and count the zeros among those that were not 0.
+
+    The multiplication happens in float32 here, as in the scaled loss. `.half()` rounds.
+    A gradient that was 0 before has nothing to lose, so it is left out.
+    """
+
+    def share_lost(gradients, scale):
+        there = gradients[gradients != 0]
+        rounded = (there * scale).half()
+        return (rounded == 0).float().mean().item()
+
+    return share_lost
+
+
+@exercise(
+    "09.2",
+    hints=(
+        "The table under *How much memory?* has a row for each thing that "
+        "fills a GPU. Which rows count at this moment, and which of them become "
+        "smaller in mixed precision?",
+        "The masters stay in float32, and so do Adam's two numbers for each weight. "
+        "What does mixed precision hold in addition, and how many bytes is that for "
+        "each weight?",
+    ),
+)
+def held_after_forward(float32, mixed) -> None:
+    """GB of weights, Adam's state and what the forward pass keeps, in both ways."""
+    parameters, state, kept = 0.4, 0.8, 6.0
+    casts = parameters / 2
+    whole = parameters + state + kept
+    right = parameters + casts + state + kept / 2
+    why = (
+        "add up 100 million weights, two numbers of Adam for each, and what the "
+        "forward pass keeps"
+    )
+    mistakes = {
+        parameters + kept: "Adam's state is missing: two numbers for each weight",
+        parameters + state / 2 + kept: "Adam has two numbers for each weight",
+        2 * parameters + state + kept: "at this moment there are no gradients",
+    }
+    counted(float32, whole, mistakes, why, what="float32", near=0.005, unit=GB)
+    mistakes = {
+        whole / 2: "that is half of everything; the masters and Adam's state stay in "
+        "float32",
+        right - casts: "the casts of the weights are missing",
+        right - parameters: "the masters stay in float32, and so does Adam's state; "
+        "casts come on top",
+        right + kept / 2: "what the forward pass keeps between matmuls is float16: "
+        "half",
+        right + parameters: "at this moment there are no gradients",
+        right + casts: "a cast is 2 bytes a weight",
+    }
+    counted(mixed, right, mistakes, why, what="mixed", near=0.005, unit=GB)
+
+
+@solution("09.2")
+def solution_2():
+    """Only what the forward pass keeps becomes smaller.
+
+    After the first step, Adam has two numbers for each weight. Right after the second
+    forward pass there are no gradients yet. In float32 that leaves the weights, Adam's
+    state and what the forward pass keeps.
+
+    Mixed precision changes one of the three. Everything that is kept lies between
+    matmuls, so it is float16, and half as large. The weights stay in float32 as
+    masters, and Adam's state stays too. One thing is new: the forward pass keeps a
+    cast of all weights in float16.
+    """
+    number_of_weights = 100e6
+    masters = number_of_weights * 4 / 1e9  # GB
+    adam_state = 2 * number_of_weights * 4 / 1e9
+    kept = 6
+    float32 = masters + adam_state + kept
+
+    casts = number_of_weights * 2 / 1e9
+    kept_in_float16 = kept / 2
+    mixed = masters + adam_state + casts + kept_in_float16
+    return float32, mixed
+
+
+class _Watch(torch.amp.GradScaler):
+    """A scaler that notes what is asked of it, and the norms that it meets."""
+
+    def __init__(self, model: nn.Module, scale: float):
+        super().__init__("cuda", init_scale=scale)
+        self.model = model
+        self.calls: list[str] = []
+        self.norms: dict[str, float] = {}
+
+    def _norm(self) -> float:
+        """Of all gradients; 0 where there are none yet."""
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        return sum(g.float().norm().item() ** 2 for g in grads) ** 0.5
+
+    def scale(self, outputs):
+        self.calls.append("scale")
+        return super().scale(outputs)
+
+    def unscale_(self, optimizer):
+        self.calls.append("unscale_")
+        self.norms["unscale_"] = self._norm()
+        if not self.norms["unscale_"]:
+            raise RuntimeError("unscale_ finds no gradients: it comes after backward()")
+        return super().unscale_(optimizer)
+
+    def step(self, optimizer, *args, **kwargs):
+        self.calls.append("step")
+        self.norms["step"] = self._norm()
+        return super().step(optimizer, *args, **kwargs)
+
+    def update(self, new_scale=None):
+        self.calls.append("update")
+        return super().update(new_scale)
+
+
+def _job(overflow: bool):
+    """A model with its optimizer, a scaler that watches, and a batch."""
+    torch.manual_seed(0)
+    layers = nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)
+    model = nn.Sequential(*layers).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler = _Watch(model, 2.0**40 if overflow else 2.0**12)
+    data = digits()
+    return model, optimizer, scaler, 8 * data.x[:64].cuda(), data.y[:64].cuda()
+
+
+def _leaves_gradients(model: nn.Module) -> bool:
+    return any(p.grad is not None and p.grad.any() for p in model.parameters())
+
+
+@exercise(
+    "09.3",
+    hints=(
+        "Begin with the program at the top of the lesson. At which "
+        "place in it are the gradients complete, but not yet used by the optimizer?",
+        "At that place the gradients are still multiplied by the scale, and "
+        "`clip_grad_norm_` cannot know that. Which call divides them first, and do "
+        "your last lines also run if the scaler skips the step?",
+    ),
+)
+def clipped_step(function) -> None:
+    """A function (model, optimizer, scaler, x, y) -> loss: one clipped step."""
+    model, optimizer, scaler, x, y = _job(overflow=False)
+    types = []
+    hook = model[0].register_forward_hook(lambda *a: types.append(a[2].dtype))
+    before = copy.deepcopy(model)
+    loss = call(function, model, optimizer, scaler, x, y)
+    hook.remove()
+    _check_loss(loss, before, x, y, types)
+    _check_calls(scaler)
+    if _leaves_gradients(model):
+        raise Wrong("it leaves gradients behind, to which the next step would add")
+    cross_entropy(before(x), y).backward()
+    clip_grad_norm_(before.parameters(), 1.0)
+    for p, q in zip(model.parameters(), before.parameters(), strict=True):
+        if not torch.allclose(p, q - 0.1 * q.grad, atol=1e-3):
+            raise Wrong("the weights are not those after one step with these gradients")
+    model, optimizer, scaler, x, y = _job(overflow=True)
+    before = weights(model)
+    call(function, model, optimizer, scaler, x, y, when="with an infinite gradient")
+    if not equal(weights(model), before):
+        raise Wrong("an infinite gradient has reached the weights")
+    if scaler.get_scale() >= 2.0**40:
+        raise Wrong(
+            "after an infinite gradient the scale is as large as before: call "
+            "scaler.update() after each step, also after a skipped one"
+        )
+    if _leaves_gradients(model):
+        raise Wrong("it leaves gradients behind when one of them is infinite")
+
+
+@solution("09.3")
+def solution_3():
+    """Clip gradients only after they have been divided by the scale.
+
+    Forward pass and loss are inside of `autocast`, and `backward()` is outside. The
+    loss is scaled, so after `backward()` all gradients are too large by the scale.
+    `unscale_` divides them, and only then does a norm of 1 mean what it should.
+
+    `scaler.step` knows that the gradients have been divided, and does not divide them
+    again. If one of them is infinite it skips the step, so nothing infinite reaches the
+    weights. `scaler.update` then makes the scale smaller. Both `update` and
+    `zero_grad` must run in a skipped step as well, so neither depends on a condition.
+    """
+
+    def clipped_step(model, optimizer, scaler, x, y):
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = cross_entropy(model(x).float(), y)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return clipped_step
+
+
+def _check_loss(loss, before, x, y, types) -> None:
+    if not types:
+        raise Wrong("it does not call model(x)")
+    if types[0] != torch.float16:
+        raise Wrong(f"model(x) ran in {types[0]}: use torch.autocast with float16")
+    with torch.no_grad():
+        right = cross_entropy(before(x), y).item()
+    value = number(loss, "the loss")
+    if not is_near(value, right, 0.05):
+        raise Wrong(f"it returns {value}, and the loss is {right:.2f}")
+
+
+def _check_calls(scaler: _Watch) -> None:
+    """The scaler was used for all it is for, in order."""
+    calls = scaler.calls
+    if "scale" not in calls:
+        raise Wrong(
+            "the loss is not scaled by the scaler that it is given: "
+            "scaler.scale(loss).backward()"
+        )
+    if "step" not in calls:
+        raise Wrong(
+            "call scaler.step(optimizer), which can skip a step; optimizer.step() "
+            "cannot"
+        )
+    if "unscale_" not in calls[: calls.index("step")]:
+        raise Wrong(
+            "scaler.unscale_(optimizer) is missing before the step: whoever clips "
+            "sees gradients that are still multiplied by the scale; unscale_ first"
+        )
+    if "update" not in calls:
+        raise Wrong("scaler.update() is missing: without it the scale never changes")
+    if calls.index("update") < calls.index("step"):
+        raise Wrong("scaler.update() comes after scaler.step(optimizer)")
+    if scaler.norms["unscale_"] < 1.01:
+        raise Wrong("they were clipped before unscale_ divided them: clip after it")
+    norm = scaler.norms["step"]
+    if norm > 1.01:
+        raise Wrong(f"the norm was {norm:.2f} when scaler.step came: clip to 1 first")
+    if norm < 0.9:
+        raise Wrong(
+            f"clip to a norm of 1, not {norm:.2g}; or the loss that goes backward is "
+            "not the scaled one"
+        )
+
+
+# -- answers ---------------------------------------------------------------------------
+
+
+def forward(model, x, y, enabled=True):
+    with torch.autocast("cuda", dtype=torch.float16, enabled=enabled):
+        return cross_entropy(model(x), y)
+
+
+def right_step(model, optimizer, scaler, x, y):
+    optimizer.zero_grad()
+    loss = forward(model, x, y)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    return loss
+
+
+def with_upcast(model, optimizer, scaler, x, y):
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = cross_entropy(model(x).float(), y)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    clip_grad_norm_(model.parameters(), max_norm=1)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=False)
+    return loss.item()
+
+
+def in_order(*lines, amp=True, norm=1.0, leave=False):
+    """A step whose lines after the loss come in this order."""
+
+    def step(model, optimizer, scaler, x, y):
+        loss = forward(model, x, y, amp)
+        actions = {
+            "scale": lambda: scaler.scale(loss).backward(),
+            "backward": lambda: loss.backward(),
+            "unscale": lambda: scaler.unscale_(optimizer),
+            "clip": lambda: clip_grad_norm_(model.parameters(), norm),
+            "step": lambda: scaler.step(optimizer),
+            "optimizer": lambda: optimizer.step(),
+            "update": lambda: scaler.update(),
+        }
+        for line in lines:
+            actions[line]()
+        if not leave:
+            optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+WHOLE = ("scale", "unscale", "clip", "step", "update")
+
+
+def only_if_finite(also_zero):
+    """Leaves out more than the step when a gradient is infinite."""
+
+    def step(model, optimizer, scaler, x, y):
+        loss = forward(model, x, y)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norm = clip_grad_norm_(model.parameters(), 1.0)
+        if norm.isfinite():
+            scaler.step(optimizer)
+            scaler.update()
+        if norm.isfinite() or also_zero:
+            optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def keeps_infinite(model, optimizer, scaler, x, y):
+    loss = forward(model, x, y)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    norm = clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    if norm.isfinite():
+        optimizer.zero_grad()
+    return loss
+
+
+def own_scaler(model, optimizer, scaler, x, y):
+    return right_step(model, optimizer, torch.amp.GradScaler("cuda"), x, y)
+
+
+def throws_away(model, optimizer, scaler, x, y):
+    scaler.scale(forward(model, x, y))
+    return in_order("backward", "unscale", "clip", "step", "update")(
+        model, optimizer, scaler, x, y
+    )
+
+
+def divides_twice(model, optimizer, scaler, x, y):
+    loss = forward(model, x, y)
+    (scaler.scale(loss) / 100).backward()
+    scaler.unscale_(optimizer)
+    clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    return loss
+
+
+def turns_back(model, optimizer, scaler, x, y):
+    loss = forward(model, x, y)
+    scaler.scale(-loss).backward()
+    scaler.unscale_(optimizer)
+    clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    return loss
+
+
+def repairs_inf(model, optimizer, scaler, x, y):
+    loss = right_step(model, optimizer, scaler, x, y)
+    if scaler.get_scale() > 2**30:  # "so that no step is lost"
+        loss.detach()
+        with torch.no_grad():
+            model[0].weight.add_(1e-3)
+    return loss
+
+
+def lost(gradients, scale):
+    there = gradients[gradients != 0]
+    return ((there * scale).half() == 0).float().mean()
+
+
+def lost_counted(gradients, scale):
+    zeros = (gradients != 0) & ((gradients * scale).half() == 0)
+    return zeros.sum().item() / (gradients != 0).sum().item()
+
+
+def of_all(gradients, scale):
+    return ((gradients * scale).half() == 0).float().mean()
+
+
+def rounded_first(gradients, scale):
+    there = gradients[gradients != 0]
+    return (there.half() * scale == 0).float().mean()
+
+
+def never_rounded(gradients, scale):
+    return (gradients * scale == 0).float().mean()
+
+
+def kept(gradients, scale):
+    return 1 - lost(gradients, scale)
+
+
+def in_bfloat16(gradients, scale):
+    there = gradients[gradients != 0]
+    return ((there * scale).bfloat16() == 0).float().mean()
+
+
+def below_tiny(gradients, scale):
+    there = gradients[gradients != 0].abs() * scale
+    return (there < torch.finfo(torch.float16).tiny).float().mean()
+
+
+RIGHT = {
+    "share_lost": [lost, lost_counted],
+    "held_after_forward": [(7.2, 4.4), (7.2, 4.401)],
+    "clipped_step": [right_step, with_upcast],
+}
+WRONG = {
+    "share_lost": [
+        (of_all, "were 0 before"),
+        (rounded_first, "scale first"),
+        (never_rounded, "nothing is rounded"),
+        (kept, "that are kept"),
+        (in_bfloat16, "round to float16"),
+        (below_tiny, "smaller than tiny"),
+        (lambda gradients, scale: 2.0, "no share"),
+    ],
+    "held_after_forward": [
+        ((7.2, 3.6), "half of everything"),
+        ((7.2, 4.2), "casts of the weights are missing"),
+        ((7.2, 4.0), "masters stay in float32, and so does Adam's"),
+        ((7.2e9 / 2**30, 4.4e9 / 2**30), "float32: these are GiB"),
+        ((7.2, 7.4), "float16: half"),
+        ((7.2, 4.8), "no gradients"),
+        ((7.2, 4.6), "2 bytes a weight"),
+        ((6.4, 4.4), "Adam's state is missing"),
+        ((6.8, 4.4), "two numbers for each"),
+        ((7.6, 4.4), "no gradients"),
+        ((7.2e9, 4.4e9), "these are bytes; give GB"),
+        ((1, 2), "add up"),
+        (("7.2", 4.4), "give a number, not '7.2'"),
+    ],
+    "clipped_step": [
+        (in_order("scale", "clip", "step", "update"), "unscale_ first"),
+        (in_order("scale", "clip", "unscale", "step", "update"),
+         "clip after it"),
+        (in_order("scale", "unscale", "step", "clip", "update"),
+         "clip to 1 first"),
+        (in_order("scale", "unscale", "clip", "step"), "update() is miss"),
+        (in_order("backward", "clip", "optimizer"), "not scaled"),
+        (in_order("scale", "unscale", "clip", "optimizer", "update"),
+         "which can skip"),
+        (in_order(*WHOLE, amp=False), "ran in torch.float32"),
+        (in_order(*WHOLE, norm=0.1), "clip to a norm of 1"),
+        (in_order(*WHOLE, leave=True), "leaves gradients behind"),
+        (in_order("scale", "update", "unscale", "clip", "step"), "code"),
+        (in_order("unscale", "scale", "clip", "step", "update"),
+         "after backward()"),
+        (only_if_finite(True), "as large as before"),
+        (only_if_finite(False), "as large as before"),
+        (keeps_infinite, "leaves gradients behind when"),
+        (own_scaler, "scaler that it is given"),
+        (throws_away, "is not the scaled one"),
+        (divides_twice, "clip to a norm of 1"),
+        (turns_back, "not those after one step"),
+        (repairs_inf, "reached the weights"),
+        (lambda *args: 0.0, "does not call model(x)"),
+        (lambda model, optimizer, scaler, x, y:
+                  right_step(model, optimizer, scaler, x, y) * 0, "the loss is"),
+    ],
+}  # fmt: skip

@@ -1,0 +1,617 @@
+"""The exercises of lesson 10: segments, a step in parts, and a step in 32 MiB."""
+
+import functools
+import math
+import warnings
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.checkpoint import checkpoint
+
+import simgpu
+from exercises.counted import MIB, name_mistake, number
+from exercises.exercise import NotYet, Wrong, call, exercise, run, solution
+from exercises.learning import flat, gradients, must_equal, off, weights
+from exercises.results import near
+from helpers import digits, gpu_seconds, need_gpus
+
+
+@exercise(
+    "10.1",
+    hints=(
+        "Under *How many segments?*, 16 layers that keep one tensor each needed "
+        "`k + 16 / k + 1` tensors. Which of the terms becomes another one for these "
+        "blocks?",
+        "The segment whose turn it is has `40 / k` blocks, and each of them keeps "
+        "ten tensors, not one. A sum of this kind is lowest where its two terms are "
+        "equal, so for which `k` is that?",
+    ),
+)
+def best_segments(segments) -> None:
+    """Segments of 40 blocks that keep ten tensors each, an input being one of them.
+
+    Kept at most: k + 10 * ceil(40 / k), lowest at k = sqrt(400) = 20.
+    """
+    k = number(segments, "segments")
+    if k == 20:
+        return
+    mistakes = {
+        6: "the square root of 40 is right where a block keeps one tensor; here it "
+        "keeps ten, so a long segment costs more than an input",
+        7: "the square root of 40 is right where a block keeps one tensor",
+        6.3: "the square root of 40 is right where a block keeps one tensor",
+        40: "with 40 segments 40 inputs are kept, and 10 tensors of one block: 50. "
+        "Fewer segments need less",
+        2: "that is the other side: with 2 segments 200 tensors are there at once",
+        4: "with 4 segments 100 tensors of one segment are there at once",
+    }
+    name_mistake(k, mistakes, 0.008)
+    if not 1 <= k <= 40:
+        raise Wrong("there are between 1 and 40 segments")
+    if k != int(k):
+        raise Wrong("a number of segments is whole")
+    kept = int(k) + 10 * math.ceil(40 / k)
+    raise Wrong(f"that makes {kept} tensors; look for the lowest point")
+
+
+@solution("10.1")
+def solution_1():
+    """The inputs of all segments are kept, and all tensors of one segment.
+
+    With k segments, k inputs are kept. The segment whose turn it is has 40 / k blocks,
+    and each of them keeps ten tensors:
+
+        tensors(k) = k + 10 * 40 / k
+
+    where k counts the inputs, and 10 * 40 / k counts the tensors of one segment. More
+    segments need more inputs and have fewer blocks each. The sum is lowest where both
+    terms are equal, so k² = 400. The square root of 40 would be right only for blocks
+    that keep one tensor.
+    """
+    number_of_blocks = 40
+    tensors_of_a_block = 10
+    best = round((number_of_blocks * tensors_of_a_block) ** 0.5)
+    return best
+
+
+# -- a step in unequal parts -----------------------------------------------------------
+
+
+def _small() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10)
+    return nn.Sequential(*layers).double().to("cuda")
+
+
+def _tools(model) -> tuple:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    return optimizer, schedule
+
+
+@exercise(
+    "10.2",
+    hints=(
+        "The lesson divides by the number of parts, which is right for equal parts. "
+        "By what must the mean loss of a part be multiplied, so that the sum over "
+        "the parts is the mean over all samples?",
+        "The gradients of all parts add up before the optimizer steps. Which calls "
+        "belong inside the loop over the parts, which come once after it, and what "
+        "must be gone before the next batch?",
+    ),
+)
+def one_step(function) -> None:
+    """A function (model, optimizer, schedule, parts): one step of the whole batch."""
+    data, sizes = digits(), (100, 7, 60)
+    x = data.x[: sum(sizes)].double().to("cuda")
+    y = data.y[: sum(sizes)].to("cuda")
+    parts = list(zip(x.split(sizes), y.split(sizes), strict=True))
+    model, right, rows, waiting, most = _small(), _small(), [], [], [0]
+
+    def forward_ran(net, inputs, out):
+        rows.append(len(inputs[0]))
+        if out.requires_grad:  # its activations wait for a gradient
+            waiting.append(out.shape)
+            most[0] = max(most[0], len(waiting))
+            out.register_hook(lambda gradient: waiting.clear())
+
+    model.register_forward_hook(forward_ran)
+    tools, right_tools = _tools(model), _tools(right)
+    before = 0.0
+    for step in range(2):
+        wanted, mistakes = _gradients(right, x, y), _typical(right, parts, before)
+        before = wanted
+        right_tools[0].zero_grad()
+        cross_entropy(right(x), y).backward()
+        right_tools[0].step()
+        right_tools[1].step()
+        seen, steps = [], []
+
+        def note(optimizer, args, kwargs, seen=seen, steps=steps):
+            steps.append(1)
+            seen[:] = [
+                torch.zeros_like(p) if p.grad is None else p.grad.clone()
+                for p in model.parameters()
+            ]
+
+        handle = register_optimizer_step_post_hook(note)  # a closure has run by then
+        try:
+            result = run(function, model, *tools, parts)
+        finally:
+            handle.remove()
+        if result is None and not rows:
+            raise NotYet("your function does nothing so far")
+        if not rows:
+            raise Wrong("the model has not seen any part")
+        if max(rows) > max(sizes):
+            raise Wrong("one forward pass got more samples than a part has")
+        if most[0] > 1:
+            raise Wrong(
+                f"the activations of {most[0]} parts were there at once: call "
+                "backward() before the next part"
+            )
+        if len(steps) != 1:
+            raise Wrong(f"the optimizer has stepped {len(steps)} times, not once")
+        must_equal(flat(seen), wanted, 1e-9, mistakes)
+        if tools[1].last_epoch != step + 1:
+            raise Wrong(
+                f"after {step + 1} steps the schedule has counted "
+                f"{tools[1].last_epoch}: it counts steps, not parts"
+            )
+        if not near(weights(model), weights(right), atol=1e-10):
+            raise Wrong(
+                f"the gradients are right, and the weights after step {step + 1} "
+                "are not: is schedule.step() after optimizer.step()?"
+            )
+
+
+@solution("10.2")
+def solution_2():
+    """Each part counts as much as it has samples.
+
+    `cross_entropy` returns the mean over the samples of a part. The mean over all
+    samples is the sum of these means, each times its share of the samples. With equal
+    shares, a part of 7 would weigh as much as a part of 100.
+
+    `backward()` is inside the loop. It adds the gradient of the part to `.grad`, and
+    frees the activations of the part before the next one comes.
+
+    The optimizer and the schedule count steps, not parts, so each is called once after
+    the loop, the optimizer first. `zero_grad()` drops the gradients, or the next batch
+    would add to them.
+    """
+
+    def one_step(model, optimizer, schedule, parts):
+        all_samples = sum(len(x) for x, y in parts)
+        for x, y in parts:
+            share = len(x) / all_samples
+            loss = share * cross_entropy(model(x), y)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+
+    return one_step
+
+
+def _gradients(model, x, y) -> torch.Tensor:
+    """Of the mean loss of these samples, as one vector."""
+    loss = cross_entropy(model(x), y)
+    return flat(torch.autograd.grad(loss, [*model.parameters()]))
+
+
+def _typical(model, parts, before) -> dict[str, torch.Tensor]:
+    """What typical mistakes make of the gradient, by their reasons."""
+    means = [_gradients(model, x, y) for x, y in parts]
+    sizes = [len(x) for x, _ in parts]
+    whole = sum(n * g for n, g in zip(sizes, means, strict=True)) / sum(sizes)
+    return {
+        "parts of 100, 7 and 60 samples must not weigh the same": sum(means),
+        "only the last part's gradient is left": means[-1],
+        "the second step begins with the first one's gradients": whole + before,
+    }
+
+
+# -- within 32 MiB ---------------------------------------------------------------------
+
+MOST_MIB, MOST_MS = 32, 5.1
+SAMPLES, WIDTH, LAYERS = 2048, 128, 40
+LR = 1e-3
+
+
+def deep() -> nn.Sequential:
+    """The model of the exercise, on the CPU: 40 layers, BatchNorm, ten scores."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(64, WIDTH), nn.ReLU()]
+    for _ in range(LAYERS - 1):
+        layers += [nn.Linear(WIDTH, WIDTH), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 10))
+    for weight in model.parameters():
+        if weight.dim() == 2:
+            nn.init.kaiming_normal_(weight)
+    return model
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """Random images, whose label is the largest of their first ten numbers."""
+    torch.manual_seed(1)
+    x = torch.randn(SAMPLES, 64)
+    return x, x[:, :10].argmax(1)
+
+
+@functools.cache
+def _reference() -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of a plain step with all samples, and the weights after it."""
+    model, (x, y) = deep(), batch()
+    optimizer = torch.optim.Adam(model.parameters(), lr=LR)
+    cross_entropy(model(x), y).backward()
+    optimizer.step()
+    return gradients(model), weights(model)
+
+
+@exercise(
+    "10.3",
+    hints=(
+        "Each layer keeps 1 MiB, and a step without checkpoints is about 18 MiB too "
+        "large. Each layer that is computed again costs time, and they need not all "
+        "be. When the first layers are computed again, which activations are free?",
+        "BatchNorm has to see all samples together, and only once, so it belongs "
+        "neither into parts nor into a checkpoint. Then look at the optimizer: "
+        "which of Adam's options takes one kernel for all weights?",
+    ),
+)
+def within_32(frugal) -> None:
+    """A function of the model that returns a step: a function of x and y."""
+    if simgpu.is_running() and torch.cuda.get_device_name(0) != "Tesla T4":
+        simgpu.stop()  # the milliseconds are those of a T4
+        simgpu.start(1, "T4", "128MB")
+    x, y = (tensor.to("cuda") for tensor in batch())
+    before = torch.cuda.memory_allocated()
+    model = deep().to("cuda")
+    step = call(frugal, model)
+    if not callable(step):
+        raise Wrong("frugal(model) should return a function of x and y")
+    try:
+        _check_step(model, step, x, y)
+        torch.cuda.reset_peak_memory_stats()
+        milliseconds = 1e3 * run(gpu_seconds, step, x, y)
+    except Wrong as wrong:
+        if isinstance(wrong.__cause__, torch.OutOfMemoryError):
+            raise Wrong("it needs more than the 128 MiB of the card") from None
+        raise
+    peak = (torch.cuda.max_memory_allocated() - before) / MIB
+    score = f"{peak:.1f} MiB, {milliseconds:.2f} ms"
+    if peak > MOST_MIB:
+        raise Wrong(f"{score}: more than {MOST_MIB} MiB")
+    limit = MOST_MS if simgpu.is_running() else _slow_ms(x, y)
+    if milliseconds > limit:
+        raise Wrong(
+            f"{score}: it fits, and {limit:.1f} ms are enough. How many layers must "
+            "be computed again? And how many kernels does Adam launch?"
+        )
+    print(score)
+
+
+@solution("10.3")
+def solution_3():
+    """Compute again half of the layers, and let the optimizer make up for it.
+
+    Parts of the batch are no way here, because BatchNorm has to see all samples
+    together. Checkpointing leaves the batch in one piece.
+
+    Each layer keeps one tensor of 1 MiB. Put the first 20 layers into one segment. The
+    forward pass then keeps the activations of the other 20 only. When backward comes to
+    the segment, these are free, and the 20 tensors that are computed again take their
+    place. So the peak has 20 tensors fewer than the plain step, for half of a forward
+    pass. More segments would save more and cost more. BatchNorm is not computed again,
+    so it counts the batch once.
+
+    `fused=True` wins some of the time back, because Adam then updates all weights in
+    one kernel, without the temporary roots. The weights after the step are those of
+    plain Adam.
+    """
+    need_gpus(1, card="T4", memory="128MB")
+
+    def frugal(model):
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
+        first_half = model[:40]  # 20 layers, each a Linear and a ReLU
+        rest = model[40:]
+
+        def step(x, y):
+            h = checkpoint(first_half, x, use_reentrant=False)
+            loss = cross_entropy(rest(h), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    return frugal
+
+
+def _check_step(model, step, x, y) -> None:
+    """What BatchNorm has seen, the gradients and the weights of the first step."""
+    seen, rows = {}, []
+
+    def note(optimizer, args, kwargs):
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    seen[id(p)] = p.grad.detach().cpu()
+
+    norm = model[80]
+    handles = [
+        register_optimizer_step_pre_hook(note),
+        norm.register_forward_pre_hook(lambda norm, xs: rows.append(len(xs[0]))),
+    ]
+    try:
+        run(step, x, y)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if rows and min(rows) < len(x):
+        raise Wrong(
+            f"BatchNorm has seen {min(rows)} samples, not all {len(x)} together: "
+            "parts of a batch are another model to it"
+        )
+    batches = int(norm.num_batches_tracked)
+    if batches > 1:
+        raise Wrong(
+            f"BatchNorm has counted one batch {batches} times: it must not be computed "
+            "again"
+        )
+    own = [seen.get(id(p)) for p in model.parameters()]
+    missing = sum(g is None for g in own)
+    if missing:
+        raise Wrong(f"{missing} of {len(own)} weights had no gradient for an optimizer")
+    wanted, after = _reference()
+    error = off(flat(own), wanted)
+    if not error < 1e-4:
+        raise Wrong(
+            f"the gradients are off by {error:.1%}: do all samples count, and is "
+            "anything of lower precision?"
+        )
+    if batches == 0:
+        raise Wrong("BatchNorm has not counted the batch; its running mean is old")
+    if not (weights(model) - after).abs().mean() <= 0.1 * LR:
+        raise Wrong(f"the weights after it are not those of Adam with lr={LR}")
+
+
+def _slow_ms(x, y) -> float:
+    """What a step takes on this GPU if every layer is computed again, less 5 %."""
+    step = trainer(segments_of(LAYERS, 5))(deep().to("cuda"))
+    return 0.95 * 1e3 * gpu_seconds(step, x, y)
+
+
+# -- answers ---------------------------------------------------------------------------
+
+again = functools.partial(checkpoint, use_reentrant=False)
+
+# -- a step in unequal parts -----------------------------------------------------------
+
+
+def in_parts(
+    *end,
+    begin=(),
+    each=("backward",),
+    share=lambda samples, all_samples, parts: samples / all_samples,
+    most=None,
+):
+    """A step: what comes first, what for each of `most` parts, and what at the end.
+
+    `share` is the factor of a part's mean loss.
+    """
+
+    def step(model, optimizer, schedule, parts):
+        all_samples = sum(len(x) for x, y in parts)
+        actions = {
+            "step": optimizer.step,
+            "zero": optimizer.zero_grad,
+            "schedule": schedule.step,
+        }
+        for action in begin:
+            actions[action]()
+        for x, y in parts[:most]:
+            for action in each:
+                if action == "backward":
+                    times = share(len(x), all_samples, len(parts))
+                    (times * cross_entropy(model(x), y)).backward()
+                else:
+                    actions[action]()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PyTorch warns of a schedule too early
+            for action in end:
+                actions[action]()
+
+    return step
+
+
+END = ("step", "zero", "schedule")
+by_samples = in_parts(*END)
+
+
+def with_a_closure(model, optimizer, schedule, parts):
+    def losses():
+        optimizer.zero_grad()
+        rows = sum(len(x) for x, y in parts)
+        for x, y in parts:
+            (len(x) / rows * cross_entropy(model(x), y)).backward()
+
+    optimizer.step(losses)
+    schedule.step()
+
+
+def joined(model, optimizer, schedule, parts):
+    x, y = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    by_samples(model, optimizer, schedule, [(x, y)])
+
+
+def one_backward(model, optimizer, schedule, parts):
+    rows = sum(len(x) for x, y in parts)
+    losses = [cross_entropy(model(x), y, reduction="sum") for x, y in parts]
+    (sum(losses) / rows).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    schedule.step()
+
+
+def generator(model, optimizer, schedule, parts):
+    yield by_samples(model, optimizer, schedule, parts)
+
+
+# -- within 32 MiB ---------------------------------------------------------------------
+
+
+def segments_of(count, segments):
+    """A forward pass that computes the first layers again, in so many segments."""
+
+    def forward(model, h):
+        for start in range(0, 2 * count, 2 * count // max(segments, 1) or 1):
+            h = again(model[start : start + 2 * count // segments], h)
+        return model[2 * count :](h)
+
+    return forward
+
+
+def trainer(forward, adam=None, parts=1):
+    """A function of the model: `forward(model, x)` returns the scores."""
+
+    def frugal(model):
+        how = {"lr": 1e-3, **(adam or {"fused": True})}
+        optimizer = torch.optim.Adam(model.parameters(), **how)
+
+        def step(x, y):
+            for px, py in zip(x.chunk(parts), y.chunk(parts), strict=True):
+                (cross_entropy(forward(model, px), py) / parts).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    return frugal
+
+
+def part_of_the_samples(model):
+    """Trains on 256 of the samples."""
+    step = trainer(segments_of(0, 0))(model)
+    return lambda x, y: step(x[:256], y[:256])
+
+
+def autocast(model):
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
+
+    def step(x, y):
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def all_again(model):
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
+
+    def step(x, y):
+        x = x.clone().requires_grad_()
+        cross_entropy(again(model, x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def with_sgd(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step(x, y):
+        cross_entropy(segments_of(20, 1)(model, x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+RIGHT = {
+    "best_segments": [
+        20,
+        20.0,
+        torch.tensor(20),
+    ],
+    "one_step": [
+        by_samples,
+        in_parts("step", "schedule", begin=["zero"]),
+        with_a_closure,
+    ],
+    "within_32": [
+        trainer(segments_of(20, 1)),
+        trainer(segments_of(20, 2)),
+    ],
+}
+WRONG = {
+    "best_segments": [
+        (6, "where a block keeps one tensor"),
+        (40, "Fewer segments need less"),
+        (2, "the other side"),
+        (10, "that makes 50 tensors"),
+        (19, "that makes 49 tensors"),
+        (21, "that makes 41 tensors"),
+        (17.5, "a number of segments is whole"),
+        (True, "segments: give a number, not a bool"),
+        (400, "between 1 and 40"),
+        ("few", "segments: give a number, not 'few'"),
+    ],
+    "one_step": [
+        (
+            in_parts(*END, share=lambda n, every, parts: 1 / parts),
+            "must not weigh the same",
+        ),
+        (
+            in_parts(*END, share=lambda n, every, parts: n),
+            "times as long as it should be",
+        ),
+        (
+            in_parts("step", "zero", each=["backward", "schedule"]),
+            "it counts steps, not parts",
+        ),
+        (
+            in_parts("schedule", each=["backward", "step", "zero"]),
+            "stepped 3 times, not once",
+        ),
+        (in_parts("step", "schedule"), "begins with the first one's gradients"),
+        (joined, "more samples than a part has"),
+        (in_parts("step", "zero"), "the schedule has counted 0"),
+        (one_backward, "activations of 3 parts were there at once"),
+        (
+            in_parts("schedule", "step", "zero"),
+            "is schedule.step() after optimizer.step()?",
+        ),
+        (
+            in_parts("step", "schedule", each=["zero", "backward"]),
+            "only the last part's gradient is left",
+        ),
+        (in_parts(*END, most=2), "the gradient is off by "),
+        (generator, "the model has not seen any part"),
+    ],
+    "within_32": [
+        (trainer(segments_of(0, 0)), "more than 32 MiB"),
+        (trainer(segments_of(40, 40)), "more than 32 MiB"),
+        (trainer(segments_of(40, 5)), "it fits, and 5.1 ms are enough"),
+        (
+            trainer(segments_of(20, 1), {"foreach": True}),
+            "how many kernels does Adam",
+        ),
+        (trainer(segments_of(0, 0), parts=2), "BatchNorm has seen 1024 samples"),
+        (part_of_the_samples, "has seen 256 samples, not all 2048 together"),
+        (autocast, "is anything of lower precision?"),
+        (all_again, "BatchNorm has counted one batch 2 times"),
+        (with_sgd, "not those of Adam"),
+        (lambda model: 3, "should return a function"),
+    ],
+}

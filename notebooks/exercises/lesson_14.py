@@ -1,0 +1,672 @@
+"""The exercises of lesson 14: memory that processes share, and memory they do not."""
+
+import contextlib
+import copy
+import os
+import pickle
+import queue as queues
+import signal
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import torch
+import torch.multiprocessing as mp
+from torch import nn
+
+from exercises.counted import counted, listed, number, word
+from exercises.exercise import Later, NotYet, Wrong, call, exercise, solution
+from exercises.results import tensor
+
+ROWS = 11  # of the accuracy: a prime number, so that parts cannot be equal
+ASKS = 10  # seconds in which a producer must have done something with `received`
+STAYS = 2  # seconds for which it must then stay, though all was fetched
+ENDS = 6  # seconds that it may go on after `received` is set
+
+
+def _yes_or_no(answer) -> str | None:
+    if isinstance(answer, bool):
+        return "yes" if answer else "no"
+    return word(answer) if word(answer) in ("yes", "no") else None
+
+
+@exercise(
+    "14.1",
+    hints=(
+        "Ask two questions about each program. Into which memory does the child "
+        "write its ones, and is that the memory that the notebook calls `x`?",
+        "A fork copies its arguments with everything else, while the arguments of a "
+        "spawned process and the contents of queues and pipes are sent. Sending "
+        "shares the storage of the very tensor that is sent. Look twice where a new "
+        "tensor is made.",
+    ),
+)
+def who_sees(*answers) -> None:
+    """Whether the notebook sees the writes of six programs."""
+    programs = (
+        ("no", "the fork moves its own copy into shared memory, after the fork"),
+        ("no", "an argument of a forked process is not sent but copied with the rest"),
+        (
+            "yes",
+            "an argument of a spawned process is sent, and sending a tensor shares",
+        ),
+        ("yes", "sending shares the storage, and a slice has no storage of its own"),
+        ("no", "the clone is sent and shared; `x` has other memory"),
+        ("no", "`x + 1` is a new tensor, and the child gives it the name `x`"),
+    )
+    say = 'answer "yes" or "no"'
+    listed(answers, programs, what="answers", read=_yes_or_no, say=say)
+
+
+@solution("14.1")
+def solution_1():
+    """The notebook sees a write if the child writes into memory that the notebook has.
+
+    A fork copies the whole process. What the child does with its copy of `x` stays in
+    the child, even if it moves the copy into shared memory (1) or has got `x` as an
+    argument (2).
+
+    Sending a tensor moves its storage into shared memory. The arguments of a spawned
+    process are sent (3). What goes through a queue is sent too, and a slice takes along
+    the whole storage that it belongs to (4). In 5 the clone is sent and shared, and `x`
+    has other memory.
+
+    In 6 `x` is shared before the process starts. However, `x + 1` is a new tensor,
+    which only the child calls `x`.
+    """
+    answers = [
+        "no",  # 1: shared too late, after the fork
+        "no",  # 2: a fork sends no argument
+        "yes",  # 3: a spawned process is sent its arguments
+        "yes",  # 4: a slice shares the storage
+        "no",  # 5: a clone has its own storage
+        "no",  # 6: x + 1 is a new tensor
+    ]
+    return (*answers,)
+
+
+class _Noted:
+    """An event; `asked` is set once anybody does anything with it."""
+
+    def __init__(self, event, asked):
+        self._event, self._asked = event, asked
+
+    def __getattr__(self, name: str):
+        self._asked.set()
+        return getattr(self._event, name)
+
+
+MUST_WAIT = "with the default sharing strategy it must wait for `received`"
+
+
+@exercise(
+    "14.2",
+    hints=(
+        "Two things go wrong, one inside of the loop and one after it. What does "
+        "`put` send of a tensor, and what must still be there when the consumer "
+        "fetches the tensor?",
+        "All four handles lead to the storage of `tensor`, and the loop writes into "
+        "it again. With the default strategy a producer must live until the "
+        "consumer has everything. How can the producer learn when to end, without "
+        "guessing a number of seconds?",
+    ),
+)
+def delivers_all(produce) -> None:
+    """A producer (queue, received) of four tensors that stays until they are there."""
+    if not callable(produce):
+        raise Wrong(f"give a function, not {produce!r}")
+    fork = mp.get_context("fork")
+    queue, errors = fork.Queue(), fork.SimpleQueue()
+    received, asked = fork.Event(), fork.Event()
+
+    def work():
+        torch.set_num_threads(1)
+        try:
+            produce(queue, _Noted(received, asked))
+        except BaseException as error:
+            errors.put(f"{type(error).__name__}: {error}")
+
+    producer = fork.Process(target=work)
+    producer.start()
+    try:
+        # On a busy machine the clock does not tell how far the producer has come.
+        limit = time.monotonic() + ASKS
+        while not asked.is_set() and producer.is_alive() and time.monotonic() < limit:
+            producer.join(0.05)
+        producer.join(0.5)  # the slow consumer
+        ended = not producer.is_alive()
+        if not errors.empty():
+            raise Wrong(f"your code raised {errors.get()}")
+        if producer.exitcode:
+            raise Wrong(f"the producer was ended by signal {-producer.exitcode}")
+        if ended and queue.empty():
+            raise NotYet("your function puts nothing so far")
+        tensors = [_take(queue, number, ended) for number in range(4)]
+        time.sleep(0.3)  # what the producer writes now must not change them
+        values = [tensor[0].item() for tensor in tensors]
+        if len(set(values)) == 1:
+            raise Wrong(
+                f"all four tensors are full of {values[0]:g}: `put` sends a handle "
+                "to one memory, and you write into it again; put a clone"
+            )
+        if values != [0.0, 1.0, 2.0, 3.0]:
+            raise Wrong(
+                f"the tensors are full of {', '.join(f'{v:g}' for v in values)}"
+            )
+        producer.join(STAYS)
+        with contextlib.suppress(queues.Empty, OSError, EOFError):
+            queue.get(timeout=0.2)
+            raise Wrong("more than four tensors arrive")
+        if not producer.is_alive():
+            raise Wrong(f"the producer ended before `received` was set; {MUST_WAIT}")
+        if not asked.is_set():
+            raise Wrong("the producer never asks `received`; a sleep only guesses")
+        received.set()
+        producer.join(ENDS)
+        if producer.is_alive():
+            raise Wrong("the producer goes on after `received` is set; let it end")
+    finally:
+        received.set()
+        _empty(queue)
+        producer.kill()
+        producer.join()
+
+
+@solution("14.2")
+def solution_2():
+    """Each tensor needs memory of its own, and the producer must live long enough.
+
+    `put` sends a handle to the storage and no numbers. With one storage for four
+    handles, the consumer finds the threes that were written last. `clone()` makes a new
+    storage each time.
+
+    With the default strategy, the consumer fetches the memory behind a handle from the
+    process that has sent the handle. The producer therefore waits until the consumer
+    sets `received`. A sleep would only guess how slow the consumer is.
+    """
+
+    def produce(queue, received):
+        tensor = torch.zeros(3)
+        for i in range(4):
+            tensor.fill_(i)
+            queue.put(tensor.clone())
+        received.wait()
+
+    return produce
+
+
+def _empty(queue) -> None:
+    """Take what is left: memory that is sent by name stays until it is fetched."""
+    for _ in range(100):  # a producer may go on and on
+        if queue.empty():
+            return
+        with contextlib.suppress(Exception):  # of whatever the learner has sent
+            queue.get(timeout=1)
+
+
+def _take(queue, number: int, ended: bool) -> torch.Tensor:
+    """The next tensor."""
+    try:
+        item = queue.get(timeout=3)
+    except queues.Empty:
+        raise Wrong(f"{number} tensors arrive, not four") from None
+    except (OSError, EOFError) as error:
+        raise Wrong(
+            f"fetching a tensor raised {type(error).__name__}: the producer has ended, "
+            f"and its memory cannot be asked for; {MUST_WAIT}"
+        ) from None
+    tensor(item, "what arrives is")
+    if item.shape != (3,) or len(set(item.tolist())) != 1:
+        raise Wrong(f"a tensor arrives that holds {item.tolist()}")
+    if ended:
+        raise Wrong(f"the producer ends before its tensors are fetched; {MUST_WAIT}")
+    return item
+
+
+COPY_OF_WEIGHTS = 100_000 * 100 * 4  # bytes
+
+
+class _Scores(nn.Module):
+    """Ten scores for a row of words; notes who computed, and with what memory."""
+
+    def __init__(self, notes: str):
+        super().__init__()
+        self.notes = notes
+        self.words = nn.EmbeddingBag(100_000, 100)
+        self.scores = nn.Linear(100, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        own = _own_bytes(self.words.weight)
+        with open(self.notes, "a") as file:
+            file.write(f"{os.getpid()} {own} {len(x)}\n")
+        time.sleep(0.3)  # so that one worker does not do all
+        return self.scores(self.words(x))
+
+
+def _own_bytes(tensor: torch.Tensor) -> int:
+    """Bytes around a tensor that only this process has; 0 where nobody can tell."""
+    if not hasattr(psutil.Process, "memory_maps"):
+        return 0
+    address = tensor.data_ptr()
+    for mapping in psutil.Process().memory_maps(grouped=False):
+        first, _, last = mapping.addr.partition("-")
+        if int(first, 16) <= address < int(last, 16):
+            return mapping.private_clean + mapping.private_dirty
+    return 0
+
+
+@contextlib.contextmanager
+def _within(seconds: int, why: str):
+    """Raise Wrong when the block takes longer, where Python has alarms."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ring(*_):
+        raise Wrong(why)
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@exercise(
+    "14.3",
+    hints=(
+        "What can a forked worker read without getting it sent, and where must it "
+        "write so that the notebook sees the result? *One memory, two processes* "
+        "shows both.",
+        "Write down what a worker reports if its part has two rows and another "
+        "worker's part has three. Why is the mean of their accuracies not the "
+        "accuracy of all five rows?",
+    ),
+)
+def parallel_accuracy(function) -> None:
+    """A function (model, x, y) -> accuracy, by several processes, one model."""
+    with tempfile.TemporaryDirectory() as folder:
+        notes = Path(folder) / "notes"
+        torch.manual_seed(0)
+        model = _Scores(str(notes))
+        x = torch.randint(0, 100_000, (ROWS, 8))
+        with torch.no_grad():
+            best = model(x).argmax(1)
+        right_rows = torch.tensor([0, 3, 9])
+        y = (best + 1) % 10
+        y[right_rows] = best[right_rows]
+        notes.write_text("")
+        with _within(60, "no answer within 60 s; do your processes wait?"):
+            result = _accuracy(function, model, x, y)
+        _check_accuracy(result, notes.read_text())
+
+
+@solution("14.3")
+def solution_3():
+    """Each worker counts the right rows of its part, and the division comes at the end.
+
+    `share_memory()` moves the weights into shared memory before the workers start, so
+    no worker has a copy. The workers are forks, so they find `model`, `x` and `y`
+    without being sent anything. A forked worker computes with one thread, because
+    PyTorch's other threads were not copied.
+
+    Only the worker itself sees what it writes into ordinary memory. `right_rows` is in
+    shared memory, too. Each worker writes into an element of its own, so no update can
+    be lost, and no lock is needed.
+
+    The parts may differ in size. A mean of accuracies would give a row in a small part
+    more weight, and a sum of counts does not.
+    """
+
+    def parallel_accuracy(model, x, y):
+        fork = mp.get_context("fork")
+        count = 4
+        model.share_memory()
+        right_rows = torch.zeros(count, dtype=torch.int64).share_memory_()
+
+        def work(i):
+            torch.set_num_threads(1)
+            with torch.no_grad():
+                scores = model(x[i::count])
+            right_rows[i] = (scores.argmax(1) == y[i::count]).sum()
+
+        workers = [fork.Process(target=work, args=(i,)) for i in range(count)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        return right_rows.sum().item() / len(x)
+
+    return parallel_accuracy
+
+
+def _accuracy(function, *args) -> float:
+    """What the learner's function returns."""
+    try:
+        result = call(function, *args)
+    except Wrong as wrong:
+        gone = EOFError, FileNotFoundError, ConnectionError
+        if isinstance(wrong.__cause__, gone):
+            raise Wrong(
+                f"{wrong}; perhaps a worker had ended before its tensor was fetched: "
+                "send a number (.item())"
+            ) from None
+        raise
+    return number(result, "it returns no share")
+
+
+def _check_accuracy(result: float, notes: str) -> None:
+    calls = [tuple(map(int, line.split())) for line in notes.splitlines()]
+    workers = {pid for pid, _, _ in calls}
+    rows = sum(count for _, _, count in calls)
+    if os.getpid() in workers:
+        raise Wrong("the notebook's own process computes; leave that to workers")
+    if len(workers) < 2:
+        raise Wrong(f"processes that compute: {len(workers)}; start several")
+    if rows != ROWS:
+        raise Wrong(f"the workers compute {rows} rows of {ROWS}")
+    own = sum({pid: nbytes for pid, nbytes, _ in calls}.values())
+    # A mapping may hold more than the weights: about 1 MB in each forked worker.
+    if own > COPY_OF_WEIGHTS / 2:
+        raise Wrong(
+            f"the workers hold {own / 1e6:.0f} MB of weights of their own; share the "
+            "model before they start, and send no copy of it"
+        )
+    mistakes = {
+        0: "0: the workers wrote into memory of their own; share what they write "
+        "into, or send it back",
+        3: "that is the number of right rows; divide by all rows",
+    }
+    why = (
+        f"{result:.3f} is not the share of right rows, {3 / ROWS:.3f}; parts differ in "
+        "size, so add up right rows and divide once"
+    )
+    counted(result, 3 / ROWS, mistakes, why, near=3e-4)
+
+
+# -- answers ---------------------------------------------------------------------------
+
+
+def sends_clones(queue, received):
+    tensor = torch.zeros(3)
+    for i in range(4):
+        tensor.fill_(i)
+        queue.put(tensor.clone())
+    received.wait()
+
+
+def makes_new_ones(queue, received):
+    for i in range(4):
+        queue.put(torch.full((3,), float(i)))
+    received.wait(30)
+
+
+def sends_one_memory(queue, received):
+    tensor = torch.zeros(3)
+    for i in range(4):
+        tensor.fill_(i)
+        queue.put(tensor)
+    received.wait()
+
+
+def ends_early(queue, received):
+    for i in range(4):
+        queue.put(torch.full((3,), float(i)))
+
+
+def sends_arrays(queue, received):
+    for i in range(4):
+        queue.put(torch.full((3,), float(i)).numpy())
+    received.wait()
+
+
+def sends_three(queue, received):
+    for i in range(3):
+        queue.put(torch.full((3,), float(i)))
+    received.wait()
+
+
+def sends_five(queue, received):
+    for i in range(5):
+        queue.put(torch.full((3,), float(i)))
+    received.wait()
+
+
+def waits_between(queue, received):
+    for i in range(4):
+        queue.put(torch.full((3,), float(i)))
+        received.wait(0.1)
+    received.wait()
+
+
+def one_memory_slowly(queue, received):
+    tensor = torch.zeros(3)
+    for i in range(4):
+        tensor.fill_(i)
+        queue.put(tensor)
+        received.wait(0.8)
+    received.wait()
+
+
+def sleeps(queue, received):
+    makes_new_ones_for(queue)
+    time.sleep(2)
+
+
+def sleeps_on(queue, received):
+    makes_new_ones_for(queue)
+    time.sleep(60)
+
+
+def waits_too_short(queue, received):
+    makes_new_ones_for(queue)
+    received.wait(0.6)  # longer than the slow consumer lets it alone
+
+
+def makes_new_ones_for(queue):
+    for i in range(4):
+        queue.put(torch.full((3,), float(i)))
+
+
+def ends_with_names(queue, received):
+    mp.set_sharing_strategy("file_system")
+    makes_new_ones_for(queue)
+
+
+def dies(queue, received):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def never_ends(queue, received):
+    sends_clones(queue, received)
+    while True:
+        received.wait()
+
+
+def raises(queue, received):
+    queue.puts(1)
+
+
+def right_rows(model, x, y):
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        return int((model(x).argmax(1) == y).sum())
+
+
+def shared(model, x, y, method="fork"):
+    model.share_memory()
+    with mp.get_context(method).Pool(4) as pool:
+        parts = [(model, x[i::4], y[i::4]) for i in range(4)]
+        return sum(pool.starmap(right_rows, parts, chunksize=1)) / len(x)
+
+
+def inherited(model, x, y):
+    def work(i, connection):
+        connection.send(right_rows(model, x[i::4], y[i::4]))
+
+    total = 0
+    pipes = [mp.get_context("fork").Pipe() for _ in range(4)]
+    for i, (_, there) in enumerate(pipes):
+        mp.get_context("fork").Process(target=work, args=(i, there)).start()
+    for here, _ in pipes:
+        total += here.recv()
+    return total / len(x)
+
+
+def spawned(model, x, y):
+    return shared(model, x, y, "spawn")
+
+
+def from_bytes(state, model, x, y):
+    model.load_state_dict(pickle.loads(state), assign=True)
+    return right_rows(model, x, y)
+
+
+def sent_by_value(model, x, y):
+    state, empty = pickle.dumps(model.state_dict()), copy.copy(model)
+    with mp.get_context("fork").Pool(4) as pool:
+        parts = [(state, empty, x[i::4], y[i::4]) for i in range(4)]
+        return sum(pool.starmap(from_bytes, parts, chunksize=1)) / len(x)
+
+
+def copied(model, x, y):
+    return right_rows(copy.deepcopy(model), x, y)
+
+
+def copied_in_workers(model, x, y):
+    with mp.get_context("fork").Pool(4) as pool:
+        parts = [(model, x[i::4], y[i::4]) for i in range(4)]
+        return sum(pool.starmap(copied, parts, chunksize=1)) / len(x)
+
+
+def serial(model, x, y):
+    return right_rows(model, x, y) / len(x)
+
+
+def one_worker(model, x, y):
+    with mp.get_context("fork").Pool(1) as pool:
+        return pool.apply(right_rows, (model, x, y)) / len(x)
+
+
+def each_does_all(model, x, y):
+    with mp.get_context("fork").Pool(4) as pool:
+        parts = [(model, x, y)] * 4
+        return sum(pool.starmap(right_rows, parts, chunksize=1)) / 4 / len(x)
+
+
+def mean_of_means(model, x, y):
+    with mp.get_context("fork").Pool(4) as pool:
+        parts = list(zip([model] * 4, x.chunk(4), y.chunk(4), strict=True))
+        found = pool.starmap(right_rows, parts, chunksize=1)
+    return sum(n / len(part[1]) for n, part in zip(found, parts, strict=True)) / 4
+
+
+def not_divided(model, x, y):
+    return shared(model, x, y) * len(x)
+
+
+def into_private(model, x, y):
+    hits = torch.zeros(4)
+
+    def work(i):
+        hits[i] = right_rows(model, x[i::4], y[i::4])
+
+    workers = [mp.get_context("fork").Process(target=work, args=(i,)) for i in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return hits.sum() / len(x)
+
+
+def from_ended_workers(model, x, y):
+    def work(i, queue):
+        queue.put(torch.tensor(right_rows(model, x[i::4], y[i::4])))
+
+    queue = mp.get_context("fork").Queue()
+    workers = [
+        mp.get_context("fork").Process(target=work, args=(i, queue)) for i in range(4)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return sum(queue.get() for _ in workers) / len(x)
+
+
+RIGHT = {
+    "who_sees": [
+        ("no", "no", "yes", "yes", "no", "no"),
+        (False, False, True, True, False, False),
+    ],
+    "delivers_all": [
+        makes_new_ones,
+        waits_between,
+    ],
+    "parallel_accuracy": [
+        shared,
+        inherited,
+        spawned,
+    ],
+}
+
+WRONG = {
+    "who_sees": [
+        (
+            ("yes", "no", "yes", "yes", "no", "no"),
+            "number 1 is not yes: the fork moves",
+        ),
+        (
+            ("no", "yes", "yes", "yes", "no", "no"),
+            "number 2 is not yes: an argument of a forked",
+        ),
+        (
+            ("no", "no", "no", "yes", "no", "no"),
+            "number 3 is not no: an argument of a spawned",
+        ),
+        (
+            ("no", "no", "yes", "no", "no", "no"),
+            "number 4 is not no: sending shares",
+        ),
+        (("no", "no", "yes", "yes", "yes", "no"), "number 5 is not yes: the clone"),
+        (("no", "no", "yes", "yes", "no", "yes"), "number 6 is not yes: `x + 1`"),
+        (("no", "no", "yes", "yes", "no", 1.5), 'answer "yes" or "no"'),
+        (Later(lambda: (["no"],) * 6), 'number 1: answer "yes" or "no"'),
+        ((0, 0, 1, 1, 0, 0), 'number 1: answer "yes" or "no"'),
+        (("no", "no"), "6 answers are asked for, not 2"),
+    ],
+    "delivers_all": [
+        (sends_one_memory, "full of 3: `put` sends a handle"),
+        (ends_early, "cannot be asked for; with the default sharing"),
+        (sends_arrays, "what arrives is a ndarray, not a tensor"),
+        (sends_three, "3 tensors arrive"),
+        (sends_five, "more than four"),
+        (never_ends, "goes on after"),
+        (raises, "your code raised AttributeError"),
+        (one_memory_slowly, "full of 3: `put` sends a handle"),
+        (sleeps, "cannot be asked for; with the default sharing"),
+        (sleeps_on, "never asks `received`"),
+        (waits_too_short, "it must wait for `received`"),
+        (ends_with_names, "ends before its tensors are fetched"),
+        (dies, "ended by signal 9"),
+        (None, "give a function"),
+    ],
+    "parallel_accuracy": [
+        (sent_by_value, "MB of weights of their own"),
+        (copied_in_workers, "MB of weights of their own"),
+        (serial, "the notebook's own process computes"),
+        (one_worker, "that compute: 1"),
+        (each_does_all, "44 rows of 11"),
+        (mean_of_means, "add up right rows"),
+        (not_divided, "divide by all rows"),
+        (into_private, "memory of their own; share what they write"),
+        (from_ended_workers, "send a number"),
+        (lambda *_: "0.3", "give a number, not '0.3', a str"),
+        (lambda *_: [0.3], "give a number, not a list"),
+        (None, "give a function"),
+    ],
+}

@@ -1,0 +1,606 @@
+"""The exercises of lesson 15: messages between real ranks on the CPU, around a ring."""
+
+import torch
+import torch.distributed as dist
+
+from exercises import ring
+from exercises.counted import (
+    counted,
+    number,
+)
+from exercises.exercise import (
+    NotYet,
+    Wrong,
+    exercise,
+    must_be_callable,
+    run,
+    solution,
+)
+from exercises.in_ranks import in_ranks
+
+HANGS = 5.0  # seconds after which a few messages are stuck, on a busy machine too
+COLLECTIVES = (  # as a process group calls them
+    "allgather", "allreduce", "alltoall", "alltoall_base", "barrier", "broadcast",
+    "gather", "monitored_barrier", "reduce", "reduce_scatter", "scatter",
+    "_allgather_base",
+)  # fmt: skip
+
+
+@exercise(
+    "15.1",
+    hints=(
+        "Look at the loop in `ring`. How many steps has it with five ranks, and "
+        "what does a rank send in each of them?",
+        "In each step a rank sends one chunk, and a chunk is smaller with five "
+        "ranks than with four. Both halves of the steps count, and what comes in "
+        "does not. How many bytes does a `float32` number have?",
+    ),
+)
+def sent_round_the_ring(answer) -> None:
+    """Bytes that one of 5 ranks sends in a ring all-reduce of a million float32."""
+    size, elements = 5, 1_000_000
+    if number(answer) < 0:
+        raise Wrong("a number of bytes is not negative")
+    of_four = "the ring in the lesson has four ranks, this one has five"
+    mistakes = {
+        **ring.mistakes(size, 4 * elements),
+        ring.sent(4, 4 * elements): of_four,
+        2 * 3 * 4 * elements / size: of_four,
+    }
+    why = (
+        "it sends one chunk in each step: how large is it, and how many steps are there"
+    )
+    counted(answer, ring.sent(size, 4 * elements), mistakes, why, unit=1)
+
+
+@solution("15.1")
+def solution_1():
+    """In each step a rank sends one chunk, and the ring has two halves.
+
+    With N ranks the tensor is cut into N chunks. The first half has N - 1 steps and
+    adds up, the second half has N - 1 steps and passes the complete chunks on. All
+    ranks send equally much, so rank 2 is not special.
+    """
+    size = 5
+    nbytes = 1_000_000 * 4
+    chunk = nbytes // size
+    steps = 2 * (size - 1)
+    answer = steps * chunk
+    return answer
+
+
+@exercise(
+    "15.3",
+    hints=(
+        "The second half of `ring` is an all-gather, because complete chunks go "
+        "round. What takes the place of the chunks here, and which one does each "
+        "rank have at the beginning?",
+        "In each step a rank sends what has just come from the left, and its own "
+        "`x` only in the first step. Whose `x` comes in step 0, and whose in step "
+        "1? Begin to send before you receive, and wait for every handle.",
+    ),
+)
+def all_gather_in_a_ring(function) -> None:
+    """A function x -> [x of rank 0, x of rank 1, ...], made of messages to the right.
+
+    Judged by values and by the messages that each rank sends.
+    """
+    told = _on_ranks(function)
+    size = len(told)
+    for rank, (result, calls, numbers) in enumerate(told):
+        if numbers != _numbers(rank):
+            raise Wrong(f"rank {rank}'s own x has changed; receive into new tensors")
+        others = sorted({call for call, _, _ in calls} - {"send", "recv"})
+        if others:
+            raise Wrong(f"it calls the collective {others[0]}; use isend and recv only")
+        if not isinstance(result, list):
+            raise Wrong(f"rank {rank} returns a {result}, not a list of tensors")
+        if not all(isinstance(item, list) for item in result):
+            raise Wrong(
+                f"rank {rank} returns {len(result)} single numbers; make it a list of "
+                f"{size} tensors"
+            )
+        if len(result) != size:
+            raise Wrong(f"rank {rank} returns a list of {len(result)}; ranks: {size}")
+        for item, values in enumerate(result):
+            if values == _numbers(item):
+                continue
+            whose = [r for r in range(size) if values == _numbers(r)]
+            what = f"the x of rank {whose[0]}" if whose else f"{values}"
+            raise Wrong(f"item {item} of rank {rank} is {what}")
+        _check_sent(rank, size, [c[1:] for c in calls if c[0] == "send"])
+
+
+@solution("15.3")
+def solution_3():
+    """In each step every rank passes on what it got in the step before.
+
+    In step 0 rank r sends its own `x`, and receives that of rank r - 1. In step 1 it
+    sends the `x` of rank r - 1, and receives that of rank r - 2. After N - 1 steps it
+    has all, and has sent N - 1 messages, which is the least that a ring needs.
+
+    `isend` does not wait, so all ranks can begin by sending. The handle is kept until
+    the message has gone over. The list has new tensors, so `x` itself does not change.
+    """
+
+    def all_gather(x):
+        rank, size = dist.get_rank(), dist.get_world_size()
+        found = [torch.empty_like(x) for _ in range(size)]
+        found[rank].copy_(x)
+        for step in range(size - 1):
+            outgoing = found[(rank - step) % size]
+            incoming = found[(rank - step - 1) % size]
+            sending = dist.isend(outgoing, (rank + 1) % size)
+            dist.recv(incoming, (rank - 1) % size)
+            sending.wait()
+        return found
+
+    return all_gather
+
+
+def _check_sent(rank: int, size: int, sent: list[tuple[int, int]]) -> None:
+    """To the right neighbour, as few bytes in as few messages as will do."""
+    nbytes = 4 * len(_numbers(rank))
+    peers, right = {peer for peer, _ in sent}, (rank + 1) % size
+    if peers != {right}:
+        raise Wrong(
+            f"rank {rank} sends to {sorted(peers)}; its right neighbour is {right}"
+        )
+    total, least = sum(n for _, n in sent), (size - 1) * nbytes
+    if total != least or len(sent) != size - 1:
+        raise Wrong(
+            f"rank {rank} sends {total} bytes in {len(sent)} messages; {least} in "
+            f"{size - 1} will do: in each step only what has just come"
+        )
+
+
+@exercise(
+    "15.2",
+    hints=(
+        "`dist.send` returns when the message has gone over. In which line is each "
+        "of the four ranks while the program hangs, and who receives?",
+        "If all ranks receive first, they all wait again. Let some ranks send first "
+        "and the others receive first, so that each message finds a rank that waits "
+        "for it. How can a rank know from its own number to which of the two it "
+        "belongs?",
+    ),
+)
+def rotate_without_a_deadlock(function) -> None:
+    """A function x -> the x of the left neighbour, from blocking send and recv."""
+    told = _on_ranks(function, ("isend", "irecv"))
+    size = len(told)
+    for rank, (result, calls, numbers) in enumerate(told):
+        used = {call for call, _, _ in calls}
+        if used & {"isend", "irecv"}:
+            raise Wrong(
+                "isend and irecv are a cure, but here only the order may change"
+            )
+        if used - {"send", "recv"}:
+            raise Wrong(f"it calls {sorted(used - {'send', 'recv'})[0]}; send and recv")
+        if result == _numbers(rank) and numbers == result:
+            raise Wrong(
+                f"rank {rank} returns its own x; return what came from the left"
+            )
+        if result == _numbers((rank + 1) % size):
+            raise Wrong(f"rank {rank} returns the x of its right neighbour")
+        if result != _numbers((rank - 1) % size):
+            raise Wrong(
+                f"rank {rank} returns {result}, not the x of its left neighbour"
+            )
+        if len(calls) != 2:
+            raise Wrong(f"rank {rank} makes {len(calls)} calls; one send and one recv")
+
+
+@solution("15.2")
+def solution_2():
+    """All ranks send first, so nobody receives, and every send waits for ever.
+
+    At least one rank must receive first. Here all odd ranks do. Ranks 0 and 2 send to
+    1 and 3, which are already at `recv`. When these messages have gone over, the odd
+    ranks send and the even ones receive.
+
+    An odd number of ranks works as well. There the last rank and rank 0 are neighbours
+    and both send first, so the last rank waits until rank 0 has sent its own message
+    and receives.
+    """
+
+    def rotate(x):
+        rank, size = dist.get_rank(), dist.get_world_size()
+        box = torch.empty_like(x)
+        if rank % 2 == 0:
+            dist.send(x, (rank + 1) % size)
+            dist.recv(box, (rank - 1) % size)
+        else:
+            dist.recv(box, (rank - 1) % size)
+            dist.send(x, (rank + 1) % size)
+        return box
+
+    return rotate
+
+
+def _numbers(rank: int) -> list[float]:
+    """What a rank begins with."""
+    return [100.0 * rank + i for i in range(5)]
+
+
+def _on_ranks(function, names: tuple = ()) -> list:
+    """What the learner's function did in four ranks: those that are open, or new ones.
+
+    Args:
+        function: the learner's.
+        names: functions of `torch.distributed` whose use is noted too.
+
+    Returns:
+        For each rank its result as plain numbers, its calls (name, peer, bytes) and
+        its x afterwards.
+    """
+    must_be_callable(function)
+    options = {"seconds": HANGS, "reuse": True}
+    try:
+        told = in_ranks(4, _watched, function, names, **options)
+    except Wrong as wrong:
+        called = getattr(getattr(function, "__code__", None), "co_names", ())
+        if "it hangs" in str(wrong) and "isend" in called:
+            raise Wrong(f"{wrong}; did you wait for every handle?") from None
+        raise
+    if all(result is None for result, _, _ in told):
+        raise NotYet("your function returns nothing so far")
+    return told
+
+
+def _watched(function, names: tuple) -> tuple:
+    """In a rank: call the function and note what it sends, receives and calls.
+
+    The calls are noted where the process group gets them, so that it does not matter
+    how they are spelled.
+    """
+    calls: list[tuple[str, int, int]] = []
+    group = dist.ProcessGroup
+    kept = []
+
+    def watch(owner, name, peer_and_bytes, shown=None):
+        original = getattr(owner, name)
+
+        def noting(*args, **kwargs):
+            calls.append((shown or name, *peer_and_bytes(args)))
+            return original(*args, **kwargs)
+
+        kept.append((owner, name, original))
+        setattr(owner, name, noting)
+
+    def message(args):  # (group, [tensor], peer, tag)
+        return args[2], args[1][0].nbytes
+
+    for name in ("send", "recv"):
+        watch(group, name, message)
+    watch(group, "recv_anysource", lambda args: (-1, args[1][0].nbytes), "recv")
+    for name in COLLECTIVES:
+        watch(group, name, lambda args: (-1, 0))
+    for name in names:
+        watch(dist, name, lambda args: (-1, 0))
+    x = torch.tensor(_numbers(dist.get_rank()))
+    try:
+        result = _plain(run(function, x))
+    finally:
+        for owner, name, original in kept:
+            setattr(owner, name, original)
+    return result, calls, x.tolist()
+
+
+def _plain(value):
+    """Tensors as lists; anything else as the name of its type."""
+    if value is None:
+        return None
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return type(value).__name__
+
+
+# -- answers ---------------------------------------------------------------------------
+
+
+def who():
+    return dist.get_rank(), dist.get_world_size()
+
+
+# -- all_gather ------------------------------------------------------------------------
+
+
+def gathered(x):
+    rank, size = who()
+    found = [torch.empty_like(x) for _ in range(size)]
+    found[rank] = x.clone()
+    for step in range(size - 1):
+        sending = dist.isend(found[(rank - step) % size], (rank + 1) % size)
+        dist.recv(found[(rank - step - 1) % size], (rank - 1) % size)
+        sending.wait()
+    return found
+
+
+def gathered_in_turn(x):
+    """Blocking calls only; the result is one tensor."""
+    rank, size = who()
+    found = torch.empty(size, len(x))
+    found[rank] = x
+    for step in range(size - 1):
+        mine, other = found[(rank - step) % size], found[(rank - step - 1) % size]
+        if rank % 2:
+            dist.recv(other, (rank - 1) % size)
+            dist.send(mine, (rank + 1) % size)
+        else:
+            dist.send(mine, (rank + 1) % size)
+            dist.recv(other, (rank - 1) % size)
+    return found
+
+
+def gathered_in_batches(x):
+    rank, size = who()
+    found, moving = {rank: x}, x
+    for step in range(size - 1):
+        box = torch.empty_like(x)
+        pair = [
+            dist.P2POp(dist.isend, moving, (rank + 1) % size),
+            dist.P2POp(dist.irecv, box, (rank - 1) % size),
+        ]
+        for work in dist.batch_isend_irecv(pair):
+            work.wait()
+        found[(rank - step - 1) % size] = moving = box
+    return [found[r] for r in range(size)]
+
+
+def by_arrival(x):
+    rank, size = who()
+    found = gathered(x)
+    return [found[(rank - step) % size] for step in range(size)]
+
+
+def always_its_own(x):
+    rank, size = who()
+    found = [x.clone() for _ in range(size)]
+    for step in range(size - 1):
+        sending = dist.isend(x, (rank + 1) % size)
+        dist.recv(found[(rank - step - 1) % size], (rank - 1) % size)
+        sending.wait()
+    return found
+
+
+def to_everyone(x):
+    rank, size = who()
+    found = [x.clone() for _ in range(size)]
+    others = [r for r in range(size) if r != rank]
+    sending = [dist.isend(x, r) for r in others]
+    for r in others:
+        dist.recv(found[r], r)
+    for work in sending:
+        work.wait()
+    return found
+
+
+def all_in_every_step(x):
+    rank, size = who()
+    found = torch.zeros(size, len(x))
+    found[rank] = x
+    for _ in range(size - 1):
+        box = torch.empty_like(found)
+        sending = dist.isend(found, (rank + 1) % size)
+        dist.recv(box, (rank - 1) % size)
+        sending.wait()
+        found = found.maximum(box)
+    return found
+
+
+def too_far(x):
+    rank, size = who()
+    found = [torch.empty_like(x) for _ in range(size)]
+    found[rank] = x.clone()
+    for step in range(size):
+        sending = dist.isend(found[(rank - step) % size], (rank + 1) % size)
+        dist.recv(found[(rank - step - 1) % size], (rank - 1) % size)
+        sending.wait()
+    return found
+
+
+def with_the_library(x):
+    found = [torch.empty_like(x) for _ in range(who()[1])]
+    dist.all_gather(found, x)
+    return found
+
+
+def sends_first(x):
+    rank, size = who()
+    found = [x.clone() for _ in range(size)]
+    for step in range(size - 1):
+        dist.send(found[(rank - step) % size], (rank + 1) % size)
+        dist.recv(found[(rank - step - 1) % size], (rank - 1) % size)
+    return found
+
+
+def into_x(x):
+    rank, size = who()
+    found = [torch.empty_like(x) for _ in range(size)]
+    found[rank] = x.clone()
+    for step in range(size - 1):
+        box = torch.empty_like(x)
+        sending = dist.isend(x, (rank + 1) % size)
+        dist.recv(box, (rank - 1) % size)
+        sending.wait()
+        found[(rank - step - 1) % size] = box
+        x.copy_(box)
+    return found
+
+
+def with_a_barrier(x):
+    found = gathered(x)
+    dist.barrier()
+    return found
+
+
+def without_handles(x):
+    rank, size = who()
+    found = [x.clone() for _ in range(size)]
+    for step in range(size - 1):
+        dist.isend(found[(rank - step) % size], (rank + 1) % size)
+        dist.recv(found[(rank - step - 1) % size], (rank - 1) % size)
+    return found
+
+
+# -- rotate ----------------------------------------------------------------------------
+
+
+def even_first(x):
+    rank, size = who()
+    box = torch.empty_like(x)
+    if rank % 2 == 0:
+        dist.send(x, (rank + 1) % size)
+        dist.recv(box, (rank - 1) % size)
+    else:
+        dist.recv(box, (rank - 1) % size)
+        dist.send(x, (rank + 1) % size)
+    return box
+
+
+def one_listens(x):
+    rank, size = who()
+    box = torch.empty_like(x)
+    calls = [
+        lambda: dist.send(x, (rank + 1) % size),
+        lambda: dist.recv(box, (rank - 1) % size),
+    ]
+    for call in calls if rank > 0 else calls[::-1]:
+        call()
+    return box
+
+
+def from_anyone(x):
+    rank, size = who()
+    box = torch.empty_like(x)
+    if rank % 2 == 0:
+        dist.send(x, (rank + 1) % size)
+        dist.recv(box)
+    else:
+        dist.recv(box)
+        dist.send(x, (rank + 1) % size)
+    return box
+
+
+def in_turn(x):
+    rank, size = who()
+    box = torch.empty_like(x)
+    for turn in range(size):
+        if rank == turn:
+            dist.send(x, (rank + 1) % size)
+        elif rank == (turn + 1) % size:
+            dist.recv(box, turn)
+        dist.barrier()
+    return box
+
+
+def all_send(x):
+    rank, size = who()
+    box = torch.empty_like(x)
+    dist.send(x, (rank + 1) % size)
+    dist.recv(box, (rank - 1) % size)
+    return box
+
+
+def all_listen(x):
+    rank, size = who()
+    box = torch.empty_like(x)
+    dist.recv(box, (rank - 1) % size)
+    dist.send(x, (rank + 1) % size)
+    return box
+
+
+def without_waiting(x):
+    rank, size = who()
+    box = torch.empty_like(x)
+    sending = dist.isend(x, (rank + 1) % size)
+    dist.recv(box, (rank - 1) % size)
+    sending.wait()
+    return box
+
+
+def returns_x(x):
+    even_first(x)
+    return x
+
+
+def to_the_left(x):
+    rank, size = who()
+    box = torch.empty_like(x)
+    if rank % 2 == 0:
+        dist.send(x, (rank - 1) % size)
+        dist.recv(box, (rank + 1) % size)
+    else:
+        dist.recv(box, (rank + 1) % size)
+        dist.send(x, (rank - 1) % size)
+    return box
+
+
+def gathers(x):
+    return with_the_library(x)[who()[0] - 1]
+
+
+def misspelt(x):
+    return dist.sent(x)
+
+
+RIGHT = {
+    "sent_round_the_ring": [6_400_000, 6.4e6],
+    "all_gather_in_a_ring": [
+        gathered_in_turn,
+        gathered_in_batches,
+    ],
+    "rotate_without_a_deadlock": [
+        one_listens,
+        from_anyone,
+    ],
+}
+WRONG = {
+    "sent_round_the_ring": [
+        (1_600_000, "4 bytes"),
+        (3_200_000, "the first of two rounds"),
+        (12_800_000, "only what it sends"),
+        (32_000_000, "all ranks send together"),
+        (8_000_000, "keeps one chunk in each round"),
+        (6_000_000, "this one has five"),
+        (800_000, "one step"),
+        (0, "one chunk"),
+        (6.4, "these are MB, of 10**6 bytes; give bytes"),
+        (4_000_000, "the tensor itself"),
+        (16_000_000, "whole tensors; the ring sends chunks"),
+        ("much", "give a number, not "),
+        (None, "give a number, not a NoneType"),
+        ("6400000", "give a number, not "),
+        (-6_400_000, "not negative"),
+        ([6_400_000], "give a number, not a list"),
+    ],
+    "all_gather_in_a_ring": [
+        (by_arrival, "item 1 of rank 0 is the x of rank 3"),
+        (always_its_own, "item 1 of rank 0 is the x of rank 3"),
+        (to_everyone, "rank 0 sends to [1, 2, 3]"),
+        (all_in_every_step, "only what has just come"),
+        (too_far, "80 bytes in 4 messages"),
+        (with_the_library, "calls the collective allgather"),
+        (sends_first, "it hangs: ranks 0, 1, 2, 3"),
+        (into_x, "own x has changed"),
+        (with_a_barrier, "calls the collective barrier"),
+        (without_handles, "did you wait for every handle?"),
+        (lambda x: [x], "returns a list of 1"),
+        (lambda x: x, "5 single numbers"),
+        (lambda x: 3, "not a list"),
+        (misspelt, "no attribute 'sent'"),
+    ],
+    "rotate_without_a_deadlock": [
+        (all_send, "dist.send"),
+        (all_listen, "dist.recv"),
+        (without_waiting, "only the order may change"),
+        (returns_x, "returns its own x"),
+        (to_the_left, "its right neighbour"),
+        (gathers, "allgather"),
+        (in_turn, "barrier"),
+        (misspelt, "no attribute 'sent'"),
+    ],
+}

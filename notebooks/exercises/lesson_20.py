@@ -1,0 +1,426 @@
+"""The exercises of lesson 20: costs of a pipeline, an order, and a shared weight.
+
+The last one runs the learner's answer in four real ranks, which end the ranks that were
+open before.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from exercises.counted import counted
+from exercises.exercise import (
+    NotYet,
+    Wrong,
+    call,
+    exercise,
+    must_be_callable,
+    run,
+    solution,
+)
+from exercises.in_ranks import device, in_ranks
+from exercises.results import near, sequence
+
+FOUR = 4  # ranks
+SECONDS = 20  # before ranks that hang are given up
+
+
+@exercise(
+    "20.1",
+    hints=(
+        "Both bubbles come from the formula under *The bubble, predicted and counted*, "
+        "with another v. For the bytes, ask what crosses the border between a rank and "
+        "the next one, and what crosses the border to the one before.",
+        "A rank in the middle sends the activations of all tokens to the next rank, "
+        "and their gradients to the rank before. Into how many micro-batches the "
+        "tokens are cut does not matter. An element of bfloat16 has 2 bytes.",
+    ),
+)
+def pipeline_costs(bubble, interleaved, nbytes) -> None:
+    """8 ranks, 32 micro-batches, 64 x 1024 tokens, width 4096, bfloat16."""
+    p, m, tokens, width = 8, 32, 64 * 1024, 4096
+    mistakes = {
+        (p - 1) / m: "that is idle time divided by busy time; divide by the total time",
+        p / (m + p): "a pipeline is idle for p - 1 tasks, not for p",
+        100 * (p - 1) / (m + p - 1): "give the share, not percent",
+        1 - (p - 1) / (m + p - 1): "that is the busy share",
+    }
+    why = "the formula has p - 1 idle tasks, and m + p - 1 in all"
+    counted(bubble, (p - 1) / (m + p - 1), mistakes, why, what="1F1B", near=2e-3)
+    right = (p - 1) / (2 * m + p - 1)
+    mistakes = {
+        (p - 1) / (2 * m): "divide by the total time, not by the busy time",
+        (p - 1) / (m + p - 1): "with two stages on each rank, a task is half as long",
+        (p - 1) / (2 * (m + p - 1)): "the total time becomes shorter, too",
+        (2 * p - 1) / (2 * m + 2 * p - 1): "p is the number of ranks, not of stages",
+        (2 * p - 1) / (m + 2 * p - 1): "p is the number of ranks, not of stages",
+        100 * right: "give the share, not percent",
+    }
+    why = "use v = 2 in the formula"
+    counted(interleaved, right, mistakes, why, what="interleaved", near=2e-3)
+    right = 2 * tokens * width * 2
+    mistakes = {
+        right // 2: "count both directions: activations, and their gradients",
+        2 * right: "an element of bfloat16 has 2 bytes; or these are two stages' bytes",
+        right // m: "that is one micro-batch; count a step",
+        m * right: "the tokens are those of the full batch, in all micro-batches",
+        right // 1024: "count 1,024 tokens for each sequence",
+    }
+    why = "two directions x tokens x width x bytes of an element"
+    counted(nbytes, right, mistakes, why, what="bytes", unit=1)
+
+
+@solution("20.1")
+def solution_1():
+    """Each rank is idle for p - 1 tasks in both passes together, with both schedules.
+
+    With two stages on each rank, a rank has twice as many tasks, each half as long. The
+    idle time is still p - 1 tasks, but of the short ones.
+
+    A rank in the middle has two neighbours. It sends the activations of all tokens to
+    one of them, and the gradients of all tokens to the other. The micro-batches have
+    all tokens of the batch together, however many they are.
+    """
+    p = 8
+    m = 32
+    bubble = (p - 1) / (m + p - 1)
+    interleaved = (p - 1) / (2 * m + p - 1)
+
+    tokens = 64 * 1024
+    width = 4096
+    nbytes = 2 * tokens * width * 2
+    return bubble, interleaved, nbytes
+
+
+# -- 20.2: an order --------------------------------------------------------------------
+
+
+@exercise(
+    "20.2",
+    hints=(
+        "Which tasks can rank 0 do before anything has come back from the last rank? "
+        "Let it do all of these first. In backward, which stage gets its gradient "
+        "first, the rank's first or its second one?",
+        "Write two loops, one inside the other. The outer one goes over the rank's "
+        "stages, the inner one over the micro-batches. In backward, the outer loop "
+        "goes the other way.",
+    ),
+)
+def loops(function) -> None:
+    """All forward, then all backward, two stages a rank; timed without messages."""
+    must_be_callable(function)
+    for ranks, parts in ((4, 8), (2, 2), (3, 7)):
+        orders = [_order(function, r, ranks, parts) for r in range(ranks)]
+        idle = _idle(orders, ranks)
+        right = (ranks - 1) / (2 * parts + ranks - 1)
+        if idle > right + 1e-6:
+            raise Wrong(
+                f"with {ranks} ranks and {parts} micro-batches, the bubble is "
+                f"{idle:.1%}, not {right:.1%}: some rank waits although it has "
+                "other tasks to do"
+            )
+
+
+def _order(function, rank: int, ranks: int, parts: int) -> list[tuple[str, int, int]]:
+    """The learner's order of a rank, if it has every task once, forward first."""
+    answer = call(function, rank, ranks, parts)
+    found = sequence(answer, "return a list of (kind, stage, micro-batch)")
+    stages = (rank, rank + ranks)
+    tasks = {(k, s, m) for k in "FB" for s in stages for m in range(parts)}
+    for task in found:
+        if not isinstance(task, (tuple, list)) or len(task) != 3:
+            raise Wrong(f'a task is like ("F", 0, 3), not {task!r}')
+        if tuple(task) not in tasks:
+            raise Wrong(f"rank {rank} of {ranks} has no task {tuple(task)!r}")
+    found = [tuple(task) for task in found]
+    if len(found) != len(set(found)):
+        raise Wrong(f"rank {rank} does a task twice")
+    if len(found) < len(tasks):
+        missing = min(tasks - {*found}, key=lambda task: (task[0] == "B", task[1:]))
+        raise Wrong(f"rank {rank} leaves out {missing!r}")
+    kinds = "".join(kind for kind, _, _ in found)
+    if kinds != "F" * (2 * parts) + "B" * (2 * parts):
+        raise Wrong(
+            f"rank {rank} begins backward before all its forward tasks are done"
+        )
+    return found
+
+
+def _idle(orders: list[list[tuple[str, int, int]]], ranks: int) -> float:
+    """The idle share, if a forward task takes 1, backward 2, and messages nothing."""
+    last, done = 2 * ranks - 1, {}
+    places, free = [0] * ranks, [0.0] * ranks
+    while any(place < len(order) for place, order in zip(places, orders, strict=True)):
+        before = len(done)
+        for rank, order in enumerate(orders):
+            while places[rank] < len(order):
+                kind, stage, m = task = order[places[rank]]
+                needs = [("F", stage, m)] if kind == "B" else []
+                if stage != (0 if kind == "F" else last):
+                    needs.append((kind, stage + (-1 if kind == "F" else 1), m))
+                if not all(need in done for need in needs):
+                    break
+                start = max([free[rank], *(done[need] for need in needs)])
+                free[rank] = done[task] = start + (1 if kind == "F" else 2)
+                places[rank] += 1
+        if len(done) == before:
+            raise Wrong(
+                "the ranks wait for each other for ever: rank 0 waits with "
+                f"{orders[0][min(places[0], len(orders[0]) - 1)]!r}"
+            )
+    busy = 3 * len(orders[0]) / 2
+    return 1 - busy / max(free)
+
+
+@solution("20.2")
+def solution_2():
+    """Every rank first takes all micro-batches through its first stage.
+
+    Rank 0 can do this without waiting. Meanwhile micro-batch 0 goes through all ranks
+    and comes back to rank 0, for its second stage. If there are at least as many
+    micro-batches as ranks, it is there when rank 0 has finished its first stage.
+
+    Backward begins at the last stage of the model, so every rank's second stage comes
+    first. Each task is half as long as without interleaving, and so is the idle time.
+    """
+
+    def loops(rank, ranks, parts):
+        stages = [rank, rank + ranks]
+        order = []
+        for stage in stages:
+            for m in range(parts):
+                order.append(("F", stage, m))
+        for stage in reversed(stages):
+            for m in range(parts):
+                order.append(("B", stage, m))
+        return order
+
+    return loops
+
+
+# -- 20.3: a weight that two ranks share -----------------------------------------------
+
+
+def _gradients() -> list[torch.Tensor]:
+    """Of the first and of the last use of the weight."""
+    generator = torch.Generator().manual_seed(20)
+    return [torch.randn(6, 4, generator=generator) for _ in range(2)]
+
+
+def _tied(function) -> tuple:
+    """This rank's gradient after the learner's function, and its messages."""
+    from helpers import Messages
+
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    weight = None
+    if rank in (0, last):
+        weight = nn.Parameter(torch.zeros(6, 4, device=device()))
+        weight.grad = _gradients()[rank == last].to(device())
+    with Messages() as messages:
+        run(function, weight)
+    gradient = None if weight is None or weight.grad is None else weight.grad.cpu()
+    return gradient, messages.by_name(), dist.distributed_c10d._world.group_count
+
+
+@exercise(
+    "20.3",
+    hints=(
+        "One process would add up the gradients of both uses of the weight. Which "
+        "collective adds a tensor of two ranks, and leaves the sum on both? The other "
+        "ranks must not take part in it.",
+        "`dist.new_group([0, last])` makes a process group of two ranks. All ranks of "
+        "the job must call `new_group`, also those that are not in the group. Only the "
+        "two ranks in it call the all-reduce, with `group=...`.",
+    ),
+)
+def tie(function) -> None:
+    """Gradients of a weight that the first and the last of four ranks share."""
+    must_be_callable(function)
+    first, second = _gradients()
+    wanted = first + second
+    results = in_ranks(FOUR, _tied, function, seconds=SECONDS)
+    (low, sent, _), *middle, (high, _, _) = results
+    if low is None or high is None:
+        raise Wrong("rank 0 or rank 3 has no gradient any more")
+    if torch.equal(low, first) and torch.equal(high, second):
+        if not sent:
+            raise NotYet("your function leaves both gradients as they were so far")
+        raise Wrong("both gradients are as they were: change weight.grad in place")
+    for rank, found in ((0, low), (FOUR - 1, high)):
+        if near(found, wanted / 2) or near(found, wanted / FOUR):
+            raise Wrong("one process adds up the gradients of both uses; no average")
+        if not near(found, wanted, atol=1e-6):
+            raise Wrong(
+                f"rank {rank} does not have the gradient of one process, which is the "
+                "sum of both"
+            )
+    if len({groups for _, _, groups in results}) > 1:
+        raise Wrong(
+            "the gradients are right, but not all ranks have called `new_group`: the "
+            "next process group of the job would hang"
+        )
+    for rank, (_, messages, _) in enumerate(middle, 1):
+        if messages:
+            raise Wrong(
+                f"the gradients are right, but rank {rank}, which has no copy of the "
+                f"weight, takes part in {', '.join(messages)}"
+            )
+
+
+@solution("20.3")
+def solution_3():
+    """One process uses the weight twice, and autograd adds up both gradients.
+
+    In the pipeline, each of two ranks has computed one of them. An all-reduce over a
+    group of these two ranks adds them and leaves the sum on both. As both optimizers
+    then make the same step, the two copies stay equal.
+
+    All ranks must call `new_group`, since it is itself a collective call. The two ranks
+    alone call the all-reduce. A real program makes the group once, before training.
+    """
+
+    def tie(weight):
+        last = dist.get_world_size() - 1
+        group = dist.new_group([0, last])
+        if weight is not None:
+            dist.all_reduce(weight.grad, group=group)
+
+    return tie
+
+
+# -- answers ---------------------------------------------------------------------------
+
+BUBBLE, INTERLEAVED, BYTES = 7 / 39, 7 / 71, 2**30
+
+
+def reversed_parts(rank, ranks, parts):
+    """Backward may begin with the last micro-batch, as autograd's own order does."""
+    forward = [("F", s, m) for s in (rank, rank + ranks) for m in range(parts)]
+    return forward + [("B", s, m) for _, s, m in reversed(forward)]
+
+
+def by_micro_batch(rank, ranks, parts):
+    stages = (rank, rank + ranks)
+    forward = [("F", s, m) for m in range(parts) for s in stages]
+    return forward + [("B", s, m) for m in range(parts) for s in reversed(stages)]
+
+
+def backward_in_the_order_of_forward(rank, ranks, parts):
+    stages = (rank, rank + ranks)
+    return [(kind, s, m) for kind in "FB" for s in stages for m in range(parts)]
+
+
+def neighbours(rank, ranks, parts):
+    stages = (2 * rank, 2 * rank + 1)
+    forward = [("F", s, m) for s in stages for m in range(parts)]
+    return forward + [("B", s, m) for s in reversed(stages) for m in range(parts)]
+
+
+def one_stage(rank, ranks, parts):
+    return [(kind, rank, m) for kind in "FB" for m in range(parts)]
+
+
+def one_f_one_b(rank, ranks, parts):
+    order = []
+    for stage in (rank, rank + ranks):
+        for m in range(parts):
+            order += [("F", stage, m), ("B", stage, m)]
+    return order
+
+
+def pairs(rank, ranks, parts):
+    return [(kind, m) for kind in "FB" for m in range(2 * parts)]
+
+
+def by_messages(weight):
+    if weight is None:
+        return
+    other = dist.get_world_size() - 1 - dist.get_rank()
+    box = torch.empty_like(weight.grad)
+    if dist.get_rank() == 0:
+        dist.send(weight.grad, other)
+        dist.recv(box, other)
+    else:
+        dist.recv(box, other)
+        dist.send(weight.grad, other)
+    weight.grad += box
+
+
+def group_of_two_alone(weight):
+    last = dist.get_world_size() - 1
+    if weight is not None:
+        dist.all_reduce(weight.grad, group=dist.new_group([0, last]))
+
+
+def over_all_ranks(weight):
+    gradient = torch.zeros(6, 4) if weight is None else weight.grad
+    dist.all_reduce(gradient)
+
+
+def alone(weight):
+    if weight is not None:
+        dist.all_reduce(weight.grad)
+
+
+def averaged(weight):
+    group = dist.new_group([0, dist.get_world_size() - 1])
+    if weight is not None:
+        dist.all_reduce(weight.grad, group=group)
+        weight.grad /= 2
+
+
+def one_way(weight):
+    group = dist.new_group([0, dist.get_world_size() - 1])
+    if weight is not None:
+        dist.reduce(weight.grad, 0, group=group)
+
+
+def to_a_copy(weight):
+    group = dist.new_group([0, dist.get_world_size() - 1])
+    if weight is not None:
+        dist.all_reduce(weight.grad.clone(), group=group)
+
+
+def of_rank_0(weight):
+    group = dist.new_group([0, dist.get_world_size() - 1])
+    if weight is not None:
+        dist.broadcast(weight.grad, 0, group=group)
+
+
+RIGHT = {
+    "pipeline_costs": [(BUBBLE, INTERLEAVED, BYTES), (0.1795, 0.0986, BYTES)],
+    "loops": [reversed_parts],
+    "tie": [by_messages],
+}
+WRONG = {
+    "pipeline_costs": [
+        ((7 / 32, INTERLEAVED, BYTES), "divide by the total time"),
+        ((8 / 40, INTERLEAVED, BYTES), "not for p"),
+        ((17.95, INTERLEAVED, BYTES), "not percent"),
+        ((BUBBLE, BUBBLE, BYTES), "half as long"),
+        ((BUBBLE, BUBBLE / 2, BYTES), "becomes shorter"),
+        ((BUBBLE, 15 / 47, BYTES), "not of stages"),
+        ((BUBBLE, INTERLEAVED, BYTES // 2), "both directions"),
+        ((BUBBLE, INTERLEAVED, 2 * BYTES), "has 2 bytes"),
+        ((BUBBLE, INTERLEAVED, BYTES // 32), "one micro-batch"),
+        ((BUBBLE, INTERLEAVED, 7), "two directions"),
+    ],
+    "loops": [
+        (by_micro_batch, "some rank waits"),
+        (backward_in_the_order_of_forward, "wait for each other for ever"),
+        (neighbours, "has no task"),
+        (one_stage, "leaves out"),
+        (one_f_one_b, "before all its forward tasks"),
+        (pairs, "a task is like"),
+        (lambda rank, ranks, parts: 3, "return a list"),
+    ],
+    "tie": [
+        (over_all_ranks, "takes part in all_reduce"),
+        (group_of_two_alone, "not all ranks have called"),
+        (averaged, "no average"),
+        (one_way, "the sum of both"),
+        (to_a_copy, "in place"),
+        (of_rank_0, "the sum of both"),
+        (alone, "in 4 ranks"),
+    ],
+}

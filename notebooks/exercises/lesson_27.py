@@ -1,0 +1,460 @@
+"""The exercises of lesson 27: a job that moves, unequal parts, and a steady dropout."""
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from exercises import ring
+from exercises.counted import (
+    counted,
+    number,
+)
+from exercises.exercise import (
+    Wrong,
+    call,
+    exercise,
+    solution,
+)
+from exercises.learning import gradients
+from exercises.results import equal, near, tensor
+
+
+@exercise(
+    "27.1",
+    hints=(
+        "The losses stay the same only if a step still takes the same 512 rows. How "
+        "many of them does each GPU have now, and how many go through the model at a "
+        "time?",
+        "DDP with accumulation sends only after the last part, because of `no_sync` in "
+        "`take_step`. Each of the two rounds of a ring leaves one chunk out: of 16 "
+        "chunks a rank sends how many?",
+    ),
+)
+def moved_to_16(accumulate, nbytes) -> None:
+    """512 rows, 16 GPUs, 8 rows in a part; a ring of 16 ranks."""
+    mistakes = {
+        64: "64 parts on each of 16 GPUs are 8192 rows a step: the 512 are split",
+        1: "32 rows for each GPU, and 8 fit",
+        32: "32 are the rows of each GPU in a step; 8 of them make a part",
+        8: "8 are the rows of a part; how many parts make a GPU's rows of a step?",
+        16: "16 are the GPUs; how many parts make one GPU's rows of a step?",
+    }
+    why = "512 rows, 16 GPUs, 8 rows a part"
+    counted(accumulate, 4, mistakes, why, what="accumulate")
+    right = ring.sent(16, 4 * 124_000_000)
+    mistakes = {
+        **ring.mistakes(16, 4 * 124_000_000),
+        4 * right: "DDP sends once in a step, after the last part, not after each",
+    }
+    why = "a ring of 16 ranks sends 2 · 15/16 of the gradient's bytes"
+    counted(nbytes, right, mistakes, why, what="nbytes", unit=1)
+
+
+@solution("27.1")
+def solution_1():
+    """A batch belongs to the step, so 16 GPUs share the 512 rows.
+
+    Each GPU has a sixteenth of the rows, and cuts them into parts of 8, because that is
+    what fits. The parts of all GPUs together are still 64.
+
+    DDP averages once in a step, in the `backward()` of the last part. The number of
+    parts does not change the bytes. In a ring of N ranks an all-reduce sends
+
+        2 · (N - 1) / N · bytes of the gradient
+
+    because each of its two rounds sends all chunks but one.
+    """
+    rows = 512
+    gpus = 16
+    rows_of_a_part = 8
+    rows_of_a_gpu = rows // gpus
+    accumulate = rows_of_a_gpu // rows_of_a_part
+
+    gradient = 4 * 124_000_000
+    nbytes = 2 * (gpus - 1) * gradient // gpus
+    return accumulate, nbytes
+
+
+# -- 27.2 ------------------------------------------------------------------------------
+
+LETTERS, PADDING = 7, -100
+
+
+class _Model(nn.Module):
+    """A layer for each letter; it notes how many rows it is given."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.letter, self.head = nn.Embedding(LETTERS, 8), nn.Linear(8, LETTERS)
+        self.seen: list[int] = []
+
+    def forward(self, x):
+        self.seen.append(len(x))
+        return self.head(self.letter(x).tanh())
+
+
+def _texts() -> tuple[torch.Tensor, torch.Tensor]:
+    """Seven rows of six letters; their lengths differ."""
+    generator = torch.Generator().manual_seed(18)
+    x = torch.randint(LETTERS, (7, 6), generator=generator)
+    y = torch.randint(LETTERS, (7, 6), generator=generator)
+    for row, length in enumerate((6, 5, 1, 2, 6, 3, 1)):
+        y[row, length:] = PADDING
+    return x, y
+
+
+def _gradients(how) -> torch.Tensor:
+    """What a way to the gradients, of 3 rows at most, makes of them."""
+    model, (x, y) = _Model(), _texts()
+    how(model, x, y, 3)
+    return gradients(model)
+
+
+@exercise(
+    "27.2",
+    hints=(
+        "Look at `take_step` in the lesson. By which number does it divide its sum, "
+        "and which number takes its place if some targets are -100?",
+        "The parts have different numbers of letters that count, and so do their "
+        "rows. The divisor belongs to the whole batch, so you need it before the "
+        "first part goes through the model.",
+    ),
+)
+def padded(backward) -> None:
+    """The gradient of a batch in parts, where rows have different lengths."""
+    model, (x, y) = _Model(), _texts()
+    loss = call(backward, model, x, y, 3)
+    if max(model.seen, default=0) > 3:
+        raise Wrong(f"with most=3 the model was given {max(model.seen)} rows at once")
+    if sum(model.seen) != len(x):
+        raise Wrong(
+            f"the model was given {sum(model.seen)} rows, the batch has {len(x)}"
+        )
+    found = gradients(model)
+    if not near(found, _gradients(at_once), rtol=0, atol=1e-6):
+        for way, why in _MISTAKES.items():
+            if near(found, _gradients(way), rtol=0, atol=1e-6):
+                raise Wrong(why)
+        raise Wrong("the gradients are not those of the whole batch")
+    right, told = at_once(_Model(), x, y, 3), number(loss, "the mean loss")
+    if not abs(told - right) <= 1e-5:
+        raise Wrong(
+            f"the gradients are right; the mean loss is {right:.4f}, and you return "
+            f"{told:.4f}"
+        )
+
+
+@solution("27.2")
+def solution_2():
+    """A sum can be cut into parts, a mean cannot.
+
+    The mean loss is the sum over all letters that count, divided by their number in the
+    whole batch. Each part contributes its sum, divided by this same number. Gradients
+    add up in `backward()`, so they become those of the mean.
+
+    `cross_entropy` with `reduction="sum"` adds zero for a target of -100. `y.numel()`
+    would count these places, and a mean of the parts' means would give a letter of a
+    short part more weight than a letter of a long one.
+    """
+
+    def backward(model, x, y, most):
+        letters = (y != -100).sum()
+        total = 0.0
+        for part_x, part_y in zip(x.split(most), y.split(most), strict=True):
+            scores = model(part_x).flatten(0, 1)
+            targets = part_y.flatten()
+            loss = cross_entropy(scores, targets, reduction="sum") / letters
+            loss.backward()
+            total += loss.item()
+        return total
+
+    return backward
+
+
+# -- 27.3 ------------------------------------------------------------------------------
+
+WIDTH = 64
+
+
+@exercise(
+    "27.3",
+    hints=(
+        "Compare with `rows_of_step`, which gives the same rows again after a "
+        "restart. What does it use as the seed, and on which numbers may the seed "
+        "depend here?",
+        "If one call draws the numbers for all `rows`, a row's mask depends on the "
+        "rows around it. Each pair of a step and a row needs a seed that no other "
+        "pair has. Try whether step 5 and row 6 differ from step 6 and row 5.",
+    ),
+)
+def steady_mask(mask) -> None:
+    """Zeros and ones that belong to a row and a step, and to nothing else."""
+
+    def ask(step: int, rows: torch.Tensor, width: int = WIDTH) -> torch.Tensor:
+        what = f"for {len(rows)} rows and width {width} the mask is"
+        return tensor(call(mask, step, rows, width), what, (len(rows), width)).float()
+
+    rows = torch.randperm(2990, generator=torch.Generator().manual_seed(3))[:32]
+    first = ask(5, rows)
+    if not torch.isin(first, torch.tensor([0.0, 1.0])).all():
+        raise Wrong("a mask has zeros and ones only")
+    torch.manual_seed(first.sum().int().item() + 1)  # as if other numbers were drawn
+    if not equal(ask(5, rows), first):
+        raise Wrong("asked again, as after a restart, the mask is another one")
+    for rank in range(4):
+        if not equal(ask(5, rows[rank::4]), first[rank::4]):
+            raise Wrong(
+                f"rank {rank} of 4 gets another mask for its rows than one process: "
+                "draw each row's by itself"
+            )
+    if equal(ask(6, rows), first):
+        raise Wrong("step 6 has the mask of step 5")
+    if torch.equal(first[0], first[1]):
+        raise Wrong("all rows have the same mask")
+    some = torch.arange(40)
+    many = torch.cat([ask(step, some, 256) for step in range(10)])
+    if len(many.unique(dim=0)) < len(many):
+        raise Wrong(
+            "some row of some step has the mask of another: each pair of a step and a "
+            "row needs a seed of its own"
+        )
+    zeros = 1 - first.mean().item()
+    if not 0.07 < zeros < 0.13:
+        raise Wrong(f"{zeros:.0%} are zeros, it should be about 10 %")
+
+
+@solution("27.3")
+def solution_3():
+    """Each row of each step has a random generator of its own, with a seed of its own.
+
+    The seed is made of the step and the row's number, and of nothing else. A rank that
+    has other rows, a restart, or other random numbers drawn in between change nothing.
+
+    The step is multiplied by a number that is larger than any row's number, so no two
+    pairs have the same seed. With `step + row` or `step * row` many pairs would share
+    one. (The generator of a CPU uses the lowest 32 bits of a seed. With 10,000 that is
+    enough for 429,000 steps.)
+
+    `torch.rand` draws evenly between 0 and 1, so about a tenth of the numbers are below
+    0.1 and become zeros.
+    """
+
+    def mask(step, rows, width):
+        more_than_rows = 10_000
+        masks = []
+        for row in rows.tolist():
+            seed = step * more_than_rows + row
+            generator = torch.Generator().manual_seed(seed)
+            numbers = torch.rand(width, generator=generator)
+            masks.append((numbers >= 0.1).float())
+        return torch.stack(masks)
+
+    return mask
+
+
+# -- answers ---------------------------------------------------------------------------
+
+
+def right(model, x, y, most):
+    letters, total = (y != -100).sum(), 0.0
+    for xs, ys in zip(x.split(most), y.split(most), strict=True):
+        loss = cross_entropy(model(xs).flatten(0, 1), ys.flatten(), reduction="sum")
+        (loss / letters).backward()
+        total += (loss / letters).item()
+    return total
+
+
+def weighted(model, x, y, most):
+    total = 0
+    for i in range(0, len(x), most):
+        part = y[i : i + most]
+        share = (part != -100).sum() / (y != -100).sum()
+        loss = cross_entropy(model(x[i : i + most]).mT, part) * share
+        loss.backward()
+        total = total + loss.detach()
+    return total
+
+
+def in_parts(divide):
+    def backward(model, x, y, most):
+        pairs, total = list(zip(x.split(most), y.split(most), strict=True)), 0.0
+        for xs, ys in pairs:
+            loss = divide(model(xs).mT, ys, y, len(pairs))
+            loss.backward()
+            total += loss.item()
+        return total
+
+    return backward
+
+
+mean_of_means = in_parts(lambda scores, y, _, parts: cross_entropy(scores, y) / parts)
+means = in_parts(lambda scores, y, *_: cross_entropy(scores, y))
+all_places = in_parts(
+    lambda scores, y, every, _: (
+        cross_entropy(scores, y, reduction="sum") / every.numel()
+    )
+)
+sums = in_parts(lambda scores, y, *_: cross_entropy(scores, y, reduction="sum"))
+by_rows = in_parts(
+    lambda scores, y, every, _: cross_entropy(scores, y) * len(y) / len(every)
+)
+tenfold = in_parts(lambda scores, y, *_: 10 * cross_entropy(scores, y))
+
+
+def row_by_row(model, x, y, most):
+    total = 0.0
+    for xs, ys in zip(x.split(1), y.split(1), strict=True):
+        loss = cross_entropy(model(xs).mT, ys) / len(x)
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+_MISTAKES = {
+    mean_of_means: "the parts have different numbers of letters, so a mean of their "
+    "means is not the mean: add up, and divide by all letters that count",
+    means: "each part's mean counts fully; divide sums by all letters that count",
+    all_places: "you divide by all places; those with -100 do not count",
+    sums: "that is the sum; divide by the letters that count, in the whole batch",
+    by_rows: "weigh a part by its letters that count, not by its rows",
+    row_by_row: "that is the mean of each row's mean; a long row counts more than a "
+    "short one",
+}
+
+
+def at_once(model, x, y, most):
+    loss = cross_entropy(model(x).mT, y)
+    loss.backward()
+    return loss.item()
+
+
+def drops_the_last(model, x, y, most):
+    whole = len(x) // most * most
+    return right(model, x[:whole], y[:whole], most)
+
+
+def only_forward(model, x, y, most):
+    for xs in x.split(most):
+        model(xs)
+    return 1.0
+
+
+def returns_the_last(model, x, y, most):
+    right(model, x, y, most)
+    return 0.5
+
+
+def returns_nan(model, x, y, most):
+    return right(model, x, y, most) * float("nan")
+
+
+def steady(step, rows, width):
+    found = []
+    for row in rows.tolist():
+        generator = torch.Generator().manual_seed(step * 1_000_003 + row)
+        found.append(torch.rand(width, generator=generator) > 0.1)
+    return torch.stack(found)
+
+
+def of_a_table(step, rows, width):
+    generator = torch.Generator().manual_seed(step)
+    table = torch.rand(3000, width, generator=generator)
+    return (table >= 0.1).float()[rows]
+
+
+def of_the_moment(step, rows, width):
+    return (torch.rand(len(rows), width) > 0.1).float()
+
+
+def of_the_step(step, rows, width):
+    generator = torch.Generator().manual_seed(step)
+    return (torch.rand(len(rows), width, generator=generator) > 0.1).float()
+
+
+def of_the_row(step, rows, width):
+    return steady(0, rows, width)
+
+
+def one_for_all(step, rows, width):
+    generator = torch.Generator().manual_seed(step)
+    return (torch.rand(width, generator=generator) > 0.1).repeat(len(rows), 1)
+
+
+def of_the_sum(step, rows, width):
+    return steady(0, rows + step, width)
+
+
+def of_the_product(step, rows, width):
+    return steady(0, step * rows, width)
+
+
+def as_a_list(step, rows, width):
+    return steady(step, rows, width).tolist()
+
+
+def a_half(step, rows, width):
+    return of_a_table(step, rows, width) * (steady(step + 1, rows, width))
+
+
+def with_scale(step, rows, width):
+    return steady(step, rows, width) / 0.9
+
+
+def of_one_row(step, rows, width):
+    return steady(step, rows, width)[0]
+
+
+RIGHT = {
+    "moved_to_16": [
+        (np.int64(4), np.float64(2 * 15 / 16 * 124e6 * 4)),
+    ],
+    "padded": [weighted],
+    "steady_mask": [of_a_table],
+}
+WRONG = {
+    "moved_to_16": [
+        ((64, 930_000_000), "8192 rows"),
+        ((1, 930_000_000), "8 fit"),
+        ((32, 930_000_000), "rows of each GPU"),
+        ((8, 930_000_000), "how many parts"),
+        ((5, 930_000_000), "512 rows, 16 GPUs"),
+        ((4, 496_000_000), "which a rank hands over once"),
+        ((4, 992_000_000), "15 of 16, not all"),
+        ((4, 465_000_000), "the first of two rounds"),
+        ((4, 3_720_000_000), "once in a step"),
+        ((4, 232_500_000), "4 bytes"),
+        ((4, 7), "ring of 16"),
+        ((4, float("nan")), "nbytes: give a number, not nan"),
+        ((4, 930), "these are MB, of 10**6 bytes; give bytes"),
+        ((16, 930_000_000), "16 are the GPUs"),
+        (("4", 930_000_000), "accumulate: give a number, not '4'"),
+    ],
+    "padded": [
+        (mean_of_means, "mean of their means"),
+        (means, "counts fully"),
+        (all_places, "those with -100"),
+        (sums, "that is the sum"),
+        (by_rows, "not by its rows"),
+        (tenfold, "not those of the whole batch"),
+        (at_once, "7 rows at once"),
+        (drops_the_last, "given 6 rows"),
+        (only_forward, "no gradient"),
+        (returns_the_last, "you return 0.5"),
+        (returns_nan, "give a number, not nan"),
+        (row_by_row, "each row's mean"),
+    ],
+    "steady_mask": [
+        (of_the_moment, "asked again"),
+        (of_the_step, "of 4 gets another mask"),
+        (of_the_row, "step 6 has the mask"),
+        (one_for_all, "all rows have the same"),
+        (of_the_sum, "a seed of its own"),
+        (of_the_product, "a seed of its own"),
+        (as_a_list, "the mask is a list, not a tensor"),
+        (a_half, "are zeros"),
+        (with_scale, "zeros and ones only"),
+        (of_one_row, "the mask is (64,), not (32, 64)"),
+    ],
+}

@@ -1,0 +1,138 @@
+"""Runs an unmodified CUDA program on simulated GPUs.
+
+    python -m simgpu --gpus 4 [--card T4] [--memory 512MB] script.py [args]
+    python -m simgpu --gpus 4 -m package.module [args]
+    python -m simgpu --gpus 4 torchrun --nproc-per-node=4 script.py [args]
+    python -m simgpu --gpus 4 accelerate launch --num_processes 4 script.py [args]
+    torchrun --nproc-per-node=4 -m simgpu script.py [args]
+    torchrun --nproc-per-node=8 -m simgpu --nodes 2 --network "100 Gbit/s" script.py
+
+The launcher may stand behind the command or before it. Behind it, `--gpus` counts the
+GPUs of a node, and the last word on the screen is the traceback of the rank that failed
+first. Before it, each rank has as many simulated GPUs as there are ranks on its node.
+The simulator answers where the program asks for NCCL (`distributed/`). With --nodes the
+ranks of this machine are numbered as if they were on several. --timeline writes what
+ran on the GPUs of all ranks to a file, for ui.perfetto.dev.
+
+--races: where two streams use the same memory in no order, `warn` (the default) names
+each two lines once on stderr, and the program goes on with the right values; `raise`
+ends it with PyTorch's report; `off` says nothing.
+--no-compile: `torch.compile` gives back what it is given, which runs uncompiled.
+--children: what the program starts as commands (`subprocess`, the launcher of
+Lightning) has the same GPUs, too; a launcher implies it.
+
+CUDA_VISIBLE_DEVICES hides GPUs, as it does from a new process on a real machine. With
+HELPERS_GPUS=real the program runs on the machine's own GPUs instead. Processes that it
+spawns (`torch.multiprocessing.spawn`) or forks have the same GPUs, and are left out of
+the timeline, unless they are ranks of a job.
+"""
+
+import os
+import runpy
+import signal
+import sys
+
+from simgpu import _child_commands as inherit
+from simgpu import _failures as failures
+from simgpu import _launchers as commands
+from simgpu._options import options
+from simgpu._switch import wanted
+
+# frames between the interpreter and the program: our own and runpy's
+_MACHINERY = {__file__, runpy.run_path.__code__.co_filename}
+
+
+def main() -> None:
+    """Start the GPUs, then become the program, or start it."""
+    inherit.disarm()
+    found = options()
+    try:
+        simulated = wanted() != "real"
+    except ValueError as error:
+        sys.exit(str(error))
+    if not simulated:
+        _check_real(found)
+    if found.command is not None:
+        sys.exit(commands.run(found, simulated))
+    if simulated:
+        _start(found)
+    sys.argv = [found.program, *found.arguments]
+    status = 0
+    try:
+        become(found)
+    except BaseException:
+        status = status_of(sys.exc_info())
+    sys.exit(status if not simulated else _end(found, status))
+
+
+def _check_real(found) -> None:
+    """Whether this machine's own GPUs will do."""
+    if found.nodes != 1 or found.timeline is not None:
+        sys.exit("--nodes and --timeline are for simulated GPUs")
+    import torch
+
+    real = torch.cuda.device_count()
+    if real < found.gpus:
+        sys.exit(
+            f"HELPERS_GPUS=real, but this machine has {real} of {found.gpus} GPUs; set "
+            "HELPERS_GPUS=simulated"
+        )
+
+
+def _start(found) -> None:
+    """Simulate the GPUs, for this process and those that it starts."""
+    import simgpu
+    from simgpu import _runtime as runtime
+
+    if found.children:
+        os.environ.update(commands.hand_down(found))
+    else:
+        commands.tell_of_children()
+    simgpu.start(**found.request)
+    now = runtime.current()
+    now.for_children, now.network = found.request, found.network
+    if found.timeline is not None:
+        signal.signal(signal.SIGTERM, inherit.end_by_signal)
+
+
+def _end(found, status: int) -> int:
+    """What the program leaves is written, and the ranks of its job know of its end."""
+    from simgpu import _runtime as runtime
+    from simgpu._distributed import gathering
+    from simgpu._distributed.children import leave
+
+    now = runtime.running
+    if now is not None and found.timeline is not None:
+        gathering.write(found.timeline, failed=status != 0)
+    if now is not None and now.gloo_groups:
+        leave(status)
+    return status
+
+
+def become(found) -> None:
+    """Run the program in this process, as `python` would."""
+    if found.module:
+        runpy.run_module(found.program, run_name="__main__", alter_sys=True)
+    else:  # python puts the script's folder first, where -m has put the current one
+        path = os.path.abspath(found.program)
+        sys.path[0] = os.path.dirname(path)
+        runpy.run_path(path, run_name="__main__")
+
+
+def status_of(raised: tuple) -> int:
+    """Say why the program ended, as `python` does, and with which exit status."""
+    kind, error, trace = raised
+    if not issubclass(kind, SystemExit):
+        while trace and trace.tb_frame.f_code.co_filename in _MACHINERY:
+            trace = trace.tb_next  # the program's own part is left
+        error = error.with_traceback(trace)
+        failures.report(kind, error, trace, sys.excepthook)
+        return 130 if issubclass(kind, KeyboardInterrupt) else 1
+    if error.code is None or isinstance(error.code, int):
+        return error.code or 0
+    print(error.code, file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""What autograd is asked while GPUs are simulated: `backward()`, Python Functions.
+
+Backward runs in the calling thread, on the current stream of each GPU.
+"""
+
+import contextlib
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.overrides import _get_current_function_mode_stack
+
+from simgpu import _runtime as runtime
+from simgpu._api import fake_tensors
+from simgpu._api.streams import join_streams
+from simgpu._dispatch.function_mode import FunctionMode
+from simgpu._dispatch.mode import modes_in_this_thread
+from simgpu._dispatch.placement import gpu_of, place, tensors_in
+
+_raw_apply_function = vars(torch.autograd.Function)["apply"].__func__
+_raw_apply_backward = BackwardCFunction.apply
+_raw_run_backward = torch.autograd._engine_run_backward
+
+
+def run_backward(outputs, gradients, *args, **kwargs):
+    """The engine checks the device of each gradient it is given."""
+    __tracebackhide__ = True
+    fake_tensors.refuse_backward(outputs)
+    join_streams()
+    for i, (output, gradient) in enumerate(zip(outputs, gradients, strict=False)):
+        if isinstance(output, torch.Tensor) and isinstance(gradient, torch.Tensor):
+            if torch._C._functorch.is_legacy_batchedtensor(gradient):
+                continue  # is_grads_batched=True: it hides where it is
+            if gpu_of(output) is not gpu_of(gradient) and gradient.dim() > 0:
+                raise RuntimeError(
+                    f"Function {output.grad_fn.name() if output.grad_fn else 'root'} "
+                    f"returned an invalid gradient at index {i} - expected device "
+                    f"{output.device} but got {gradient.device}"
+                )
+    thread = runtime.current().thread
+    chosen = thread.device, thread.device_chosen_in
+    try:
+        with _function_mode():
+            return _raw_run_backward(outputs, gradients, *args, **kwargs)
+    finally:
+        thread.device, thread.device_chosen_in = chosen
+
+
+def _function_mode():
+    """Our mode for the Python code that backward runs: `Tensor.backward` pops it."""
+    if any(type(m) is FunctionMode for m in _get_current_function_mode_stack()):
+        return contextlib.nullcontext()
+    return FunctionMode(runtime.current())
+
+
+def apply_function(cls, *args, **kwargs):
+    """`torch.autograd.Function.apply`: its node must know where its tensors live."""
+    out = _raw_apply_function(cls, *args, **kwargs)
+    outputs = out if isinstance(out, tuple) else (out,)
+    for tensor in tensors_in(outputs):
+        node = tensor.grad_fn
+        if isinstance(node, BackwardCFunction):
+            node._simgpu_outputs = [
+                gpu_of(t) if isinstance(t, torch.Tensor) else None for t in outputs
+            ]
+            node._simgpu_inputs = [
+                (t.requires_grad, gpu_of(t)) if isinstance(t, torch.Tensor) else None
+                for t in args
+            ]
+            break
+    return out
+
+
+def apply_backward(self, *gradients):
+    """The backward of a Python Function: the engine makes and checks its gradients."""
+    for gradient, gpu in zip(
+        gradients, getattr(self, "_simgpu_outputs", ()), strict=False
+    ):
+        if isinstance(gradient, torch.Tensor) and gpu_of(gradient) is None:
+            place(gradient, gpu)  # zeros that the engine made for an unused output
+    with modes_in_this_thread(runtime.current()):  # distributed autograd's have none
+        out = _raw_apply_backward(self, *gradients)
+    results = list(out) if isinstance(out, tuple) else [out]
+    inputs = getattr(self, "_simgpu_inputs", ())
+    position = -1
+    for i, (gradient, its) in enumerate(zip(results, inputs, strict=False)):
+        if its is None:
+            continue
+        position += 1
+        wanted, gpu = its
+        if not wanted or not isinstance(gradient, torch.Tensor):
+            continue
+        if gpu_of(gradient) is not gpu:
+            device = gpu.device if gpu else torch.device("cpu")
+            if gradient.dim():
+                raise RuntimeError(
+                    f"Function {self.name()} returned an invalid gradient at index "
+                    f"{position} - expected device {device} but got {gradient.device}"
+                )
+            results[i] = gradient.to(device)
+    return tuple(results) if isinstance(out, tuple) else results[0]

@@ -1,0 +1,35 @@
+"""The stack of function modes as a program sees it: without the simulator's own.
+
+PyTorch's `TestCase` counts the modes on the stack after each test, and takes off those
+that it does not know. `torch.overrides` itself goes on to see all.
+"""
+
+import torch
+from torch.overrides import _get_current_function_mode_stack
+
+from simgpu._dispatch.function_mode import FunctionMode
+
+_raw_pop = torch._C._pop_torch_function_stack
+_push = torch._C._push_on_torch_function_stack
+
+
+def length() -> int:
+    """How many modes the program has entered."""
+    stack = _get_current_function_mode_stack()
+    return sum(not isinstance(mode, FunctionMode) for mode in stack)
+
+
+def pop():
+    """Take off the last mode that the program has entered.
+
+    Raises:
+        RuntimeError: if it has entered none.
+    """
+    if not length():
+        raise RuntimeError("Attempted to pop from empty mode stack")
+    ours = []
+    while isinstance(mode := _raw_pop(), FunctionMode):
+        ours.append(mode)
+    for other in reversed(ours):
+        _push(other)
+    return mode

@@ -1,0 +1,166 @@
+"""`torch.cuda.memory`: PyTorch's own functions stay, C++'s below them are answered."""
+
+import sys
+
+from simgpu import _runtime as runtime
+from simgpu._api import allocator_settings
+from simgpu._api.devices import device_count
+from simgpu._api.refused import refuse
+from simgpu._api.streams import number_of_handle
+from simgpu._device.allocator import CachingAllocator
+from simgpu._device.history import CONTEXTS
+from simgpu._device.host_memory import HostMemory
+from simgpu._dispatch.devices import current_gpu, gpu_named
+from simgpu._errors import NotSimulated
+
+
+def _memory(index: int) -> CachingAllocator:
+    if not 0 <= index < device_count():
+        raise RuntimeError(f"Invalid device argument {index}: did you call init?")
+    return gpu_named(index).memory
+
+
+def _pinned() -> HostMemory:
+    return runtime.current().host_memory
+
+
+def _set_memory_fraction(fraction: float, index: int) -> None:
+    allocator_settings.set_fraction([_memory(index)], fraction)
+
+
+def _get_memory_fraction(index: int) -> float:
+    fraction = _memory(index).fraction
+    return 1.0 if fraction is None else fraction
+
+
+def _empty_cache(*args) -> None:
+    for gpu in runtime.current().gpus:
+        gpu.memory.empty_cache()
+
+
+def mem_get_info(device=None) -> tuple[int, int]:
+    """Bytes of the card that are free, and that there are."""
+    memory = gpu_named(device).memory
+    return memory.free_on_card, memory.total
+
+
+def _record_memory_history(enabled="all", context="all", stacks="all",
+                           max_entries=sys.maxsize, clear_history=False,
+                           compile_context=False, annotations=False,
+                           skip_actions=()) -> None:  # fmt: skip
+    if enabled not in (None, "state", "all"):
+        raise RuntimeError("expected state to be 'state', 'all', or None")
+    if context not in CONTEXTS:
+        raise RuntimeError("expected context to be 'state', 'alloc', 'all', or None")
+    if stacks not in ("python", "all"):
+        raise RuntimeError("expected stacks to be 'python', or 'all'")
+    runtime.current().initialize()
+    most = None if enabled is None else 1 if enabled == "state" else max_entries
+    for gpu in runtime.current().gpus:
+        if clear_history:
+            gpu.memory.history.record(None, None)
+        gpu.memory.history.record(most, context, skip_actions or ())
+
+
+def _record_memory_history_legacy(enabled, *args) -> None:
+    _record_memory_history("all" if enabled else None)
+
+
+def _memory_snapshot(pool=None) -> dict:
+    """What `torch.cuda.memory._snapshot` returns."""
+    if pool is not None and tuple(pool[:2]) != (0, 0):
+        raise NotSimulated("a snapshot of a memory pool")
+    memories = [gpu.memory for gpu in runtime.current().gpus]
+    traces = [list(memory.history.events or ()) for memory in memories]
+    return {
+        "segments": [part for memory in memories for part in memory.history.snapshot()],
+        "device_traces": traces,
+        "allocator_settings": runtime.current().settings.as_dict(),
+        "external_annotations": [],
+    }  # fmt: skip
+
+
+# -- memory that the program asks for by itself ----------------------------------------
+
+
+def _raw_alloc(nbytes: int, handle: int) -> int:
+    """The address of a new block of the current GPU, for a stream by its handle."""
+    gpu = current_gpu()
+    block = gpu.memory.malloc(nbytes, number_of_handle(gpu.index, handle))
+    if block is None:
+        return 0
+    runtime.current().raw_blocks[block.address] = (gpu, block)
+    return block.address
+
+
+def _raw_delete(address: int) -> None:
+    if not address:
+        return
+    if address not in runtime.current().raw_blocks:
+        raise RuntimeError(f"invalid device pointer: {address:#x}")
+    gpu, block = runtime.current().raw_blocks.pop(address)
+    gpu.memory.free(block)
+
+
+def _enable_caching(value: bool) -> None:
+    if not value:
+        raise NotSimulated("torch.cuda.caching_allocator_enable(False)")
+
+
+def _set_metadata(text: str) -> None:
+    for gpu in runtime.current().gpus:
+        gpu.memory.history.metadata = text
+
+
+def _attach_observer(observer) -> None:
+    """Call `observer(GPU, bytes, bytes of the card, bytes free)` before an error."""
+    for gpu in runtime.current().gpus:
+        gpu.memory.observers.append(observer)
+
+
+C_FUNCTIONS = {
+    "_cuda_memoryStats": lambda index: _memory(index).stats(),
+    "_cuda_resetPeakMemoryStats": lambda index: _memory(index).reset_peaks(),
+    "_cuda_resetAccumulatedMemoryStats": lambda index: _memory(index).reset_sums(),
+    "_cuda_emptyCache": _empty_cache,
+    "_cuda_setMemoryFraction": _set_memory_fraction,
+    "_cuda_getMemoryFraction": _get_memory_fraction,
+    "_cuda_memorySnapshot": _memory_snapshot,
+    "_cuda_record_memory_history": _record_memory_history,
+    "_cuda_record_memory_history_legacy": _record_memory_history_legacy,
+    "_cuda_getAllocatorBackend": lambda: "native",
+    "_cuda_isHistoryEnabled": lambda: current_gpu().memory.history.is_recording,
+    "_cuda_setMemoryMetadata": _set_metadata,
+    "_cuda_getMemoryMetadata": lambda: current_gpu().memory.history.metadata,
+    "_cuda_attach_out_of_memory_observer": _attach_observer,
+    "_cuda_cudaCachingAllocator_raw_alloc": _raw_alloc,
+    "_cuda_cudaCachingAllocator_raw_delete": _raw_delete,
+    "_cuda_cudaCachingAllocator_enable": _enable_caching,
+    "_cuda_cudaCachingAllocator_is_enabled": lambda: True,
+    "_cuda_hostMemoryStats": lambda: _pinned().stats(),
+    "_cuda_resetPeakHostMemoryStats": lambda: _pinned().reset_peaks(),
+    "_cuda_resetAccumulatedHostMemoryStats": lambda: _pinned().reset_sums(),
+    "_host_emptyCache": lambda: _pinned().empty_cache(),
+    "_accelerator_emptyHostCache": lambda: _pinned().empty_cache(),
+    "_cuda_cudaHostAllocator": refuse("torch.cuda.memory._host_allocator"),
+    "_accelerator_setAllocatorSettings": allocator_settings.apply,
+    "_accelerator_isAllocatorInitialized": lambda: True,
+    "_accelerator_getDeviceStats": lambda index: _memory(index).stats(),
+    "_accelerator_resetPeakStats": lambda index: _memory(index).reset_peaks(),
+    "_accelerator_resetAccumulatedStats": lambda index: _memory(index).reset_sums(),
+    "_accelerator_emptyCache": _empty_cache,
+    "_accelerator_getMemoryInfo": mem_get_info,
+}
+# what they are asked by, and so stays as it is
+KEPT = {
+    "empty_cache", "memory_stats", "memory_stats_as_nested_dict", "memory_allocated",
+    "max_memory_allocated", "memory_reserved", "max_memory_reserved",
+    "memory_cached", "max_memory_cached", "memory_snapshot", "memory_summary",
+    "reset_accumulated_memory_stats", "reset_peak_memory_stats",
+    "reset_max_memory_allocated", "reset_max_memory_cached",
+    "set_per_process_memory_fraction", "get_per_process_memory_fraction",
+    "get_allocator_backend", "host_memory_stats", "host_memory_stats_as_nested_dict",
+    "reset_accumulated_host_memory_stats", "reset_peak_host_memory_stats",
+    "empty_host_cache", "caching_allocator_alloc", "caching_allocator_delete",
+    "caching_allocator_enable", "caching_allocator_disabled",
+}  # fmt: skip

@@ -1,0 +1,218 @@
+"""The package `pynvml` (nvidia-ml-py), and `torch.cuda.utilization()` and its kin.
+
+A module of this name stands in `sys.modules` while GPUs are simulated, also where the
+package is not installed. Models: the GPUs of the machine, whatever CUDA_VISIBLE_DEVICES
+hides; the memory that this process has in use, with the context and the cache of the
+allocator; and the share of the last second of simulated time in which kernels ran.
+Leaves out: other processes, each of which has a machine of its own; temperature and
+power, which are refused by name; clocks that change: a card always has its highest.
+"""
+
+import importlib.machinery
+import os
+import sys
+from types import ModuleType, SimpleNamespace
+
+from simgpu import _runtime as runtime
+from simgpu._api.devices import CUDA_VERSION, known_gpu
+from simgpu._api.properties import DeviceProperties
+from simgpu._api.refused import refuse
+
+_PERIOD = 1.0  # seconds of simulated time that utilization is about
+_DRIVER_VERSION = "580.00 (simulated)"  # the first that CUDA 13.0 runs on is an R580
+# Source: NVML's reference, nvmlReturn_t
+_ERRORS = {
+    1: ("Uninitialized", "Uninitialized"),
+    2: ("InvalidArgument", "Invalid Argument"),
+    3: ("NotSupported", "Not Supported"),
+    4: ("NoPermission", "Insufficient Permissions"),
+    5: ("AlreadyInitialized", "Already Initialized"),
+    6: ("NotFound", "Not Found"),
+    9: ("DriverNotLoaded", "Driver Not Loaded"),
+    12: ("LibraryNotFound", "NVML Shared Library Not Found"),
+    13: ("FunctionNotFound", "Function Not Found"),
+    999: ("Unknown", "Unknown Error"),
+}
+_CONSTANTS = {
+    "NVML_SUCCESS": 0, "NVML_TEMPERATURE_GPU": 0, "NVML_CLOCK_GRAPHICS": 0,
+    "NVML_CLOCK_SM": 1, "NVML_CLOCK_MEM": 2, "NVML_CLOCK_VIDEO": 3,
+}  # fmt: skip
+_MEMORY_CLOCK = 2  # NVML_CLOCK_MEM; the others are the multiprocessors'
+
+
+class NVMLError(Exception):
+    """An error of NVML: `NVMLError(2)` is an `NVMLError_InvalidArgument`."""
+
+    kinds: dict[int, type] = {}
+
+    def __new__(cls, value: int):
+        kind = NVMLError.kinds.get(value, cls) if cls is NVMLError else cls
+        made = Exception.__new__(kind)
+        made.value = value
+        return made
+
+    def __str__(self) -> str:
+        return _ERRORS.get(self.value, ("", f"NVML Error with code {self.value}"))[1]
+
+
+def _error_class(value: int, name: str) -> type:
+    def make(cls):
+        return NVMLError.__new__(cls, value)
+
+    kind = type(f"NVMLError_{name}", (NVMLError,), {"__new__": make})
+    NVMLError.kinds[value] = kind
+    return kind
+
+
+class Nvml:
+    """What the functions of the module answer from."""
+
+    def __init__(self):
+        self.started = 0  # calls of nvmlInit without their nvmlShutdown
+
+    def init(self, flags: int = 0) -> None:
+        self.started += 1
+
+    def shutdown(self) -> None:
+        self._check()
+        self.started -= 1
+
+    def _check(self) -> None:
+        if not self.started:
+            raise NVMLError(1)
+
+    def count(self) -> int:
+        self._check()
+        return len(runtime.current().machine)
+
+    def by_index(self, index: int):
+        """A GPU of the machine; the handle of NVML is the `Gpu` itself."""
+        self._check()
+        machine = runtime.current().machine
+        if not 0 <= int(index) < len(machine):
+            raise NVMLError(2)
+        return machine[int(index)]
+
+    def by_uuid(self, uuid):
+        self._check()
+        text = uuid.decode() if isinstance(uuid, bytes) else uuid
+        for gpu in runtime.current().machine:
+            if uuid_of(gpu) == text:
+                return gpu
+        raise NVMLError(6)
+
+    def memory(self, gpu, version=None) -> SimpleNamespace:
+        """Bytes of the card."""
+        self._check()
+        total, free = gpu.memory.total, gpu.memory.free_on_card
+        found = SimpleNamespace(total=total, free=free, used=total - free)
+        if version is not None:
+            found.version, found.reserved = version, 0
+        return found
+
+    def utilization(self, gpu) -> SimpleNamespace:
+        """Percent of the last second in which kernels ran, and used memory."""
+        self._check()
+        clock = runtime.current().clock
+        first = max(clock.host - _PERIOD, 0.0)
+        ran, used = [], []
+        for event in clock.events:
+            if event.device == gpu.name and event.end > first:
+                if event.kind != "copy":
+                    ran.append((event.start, event.end))
+                if event.nbytes:
+                    used.append((event.start, event.end))
+        span = (first, clock.host)
+        return SimpleNamespace(gpu=_percent(ran, *span), memory=_percent(used, *span))
+
+    def processes(self, gpu) -> list[SimpleNamespace]:
+        """This process, if it has used CUDA."""
+        self._check()
+        now = runtime.current()
+        if not now.initialized or gpu not in now.gpus:
+            return []
+        used = gpu.memory.total - gpu.memory.free_on_card
+        return [SimpleNamespace(pid=os.getpid(), usedGpuMemory=used)]
+
+    def no_processes(self, gpu) -> list:
+        self._check()
+        return []
+
+    def clock(self, gpu, kind: int) -> int:
+        """MHz."""
+        self._check()
+        card = gpu.card
+        return (card.memory_clock if kind == _MEMORY_CLOCK else card.clock) // 1000
+
+
+def uuid_of(gpu) -> str:
+    return f"GPU-{DeviceProperties(gpu).uuid}"
+
+
+def _percent(spans: list[tuple[float, float]], first: float, last: float) -> int:
+    """Of the time from `first` to `last`, the percentage that the spans cover."""
+    if last <= first:
+        return 0
+    covered, until = 0.0, first
+    for start, end in sorted(spans):
+        start, end = max(start, until), min(end, last)
+        if end > start:
+            covered += end - start
+            until = end
+    return round(100 * covered / (last - first))
+
+
+def nvml_index(device=None) -> int:
+    """`torch.cuda._get_nvml_device_index`: the machine's number of a GPU."""
+    return known_gpu(device).ordinal
+
+
+def module() -> ModuleType:
+    """The module `pynvml`, for the runtime that is about to start."""
+    made = ModuleType("pynvml", __doc__)
+    made.__spec__ = importlib.machinery.ModuleSpec("pynvml", None)
+    made.__version__ = "13.0.0"
+    nvml = Nvml()
+    functions = {
+        "nvmlInit": nvml.init,
+        "nvmlInitWithFlags": nvml.init,
+        "nvmlShutdown": nvml.shutdown,
+        "nvmlDeviceGetCount": nvml.count,
+        "nvmlDeviceGetHandleByIndex": nvml.by_index,
+        "nvmlDeviceGetHandleByUUID": nvml.by_uuid,
+        "nvmlDeviceGetName": lambda gpu: DeviceProperties(gpu).name,
+        "nvmlDeviceGetUUID": uuid_of,
+        "nvmlDeviceGetIndex": lambda gpu: gpu.ordinal,
+        "nvmlDeviceGetMinorNumber": lambda gpu: gpu.ordinal,
+        "nvmlDeviceGetCudaComputeCapability": lambda gpu: gpu.card.capability,
+        "nvmlDeviceGetMemoryInfo": nvml.memory,
+        "nvmlDeviceGetUtilizationRates": nvml.utilization,
+        "nvmlDeviceGetClockInfo": nvml.clock,
+        "nvmlDeviceGetMaxClockInfo": nvml.clock,
+        "nvmlSystemGetDriverVersion": lambda: _DRIVER_VERSION,
+        "nvmlSystemGetNVMLVersion": lambda: _DRIVER_VERSION,
+        "nvmlSystemGetCudaDriverVersion": _cuda_version,
+        "nvmlSystemGetProcessName": lambda pid: sys.executable,
+    }
+    for version in ("", "_v2", "_v3"):
+        functions[f"nvmlDeviceGetComputeRunningProcesses{version}"] = nvml.processes
+        functions[f"nvmlDeviceGetGraphicsRunningProcesses{version}"] = nvml.no_processes
+    for name in ("nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex"):
+        functions[f"{name}_v2"] = functions[name]
+    vars(made).update(functions, NVMLError=NVMLError, **_CONSTANTS)
+    for value, (name, _) in _ERRORS.items():
+        kind = _error_class(value, name)
+        setattr(made, kind.__name__, kind)
+
+    def refused(name: str):
+        if name.startswith("nvml"):
+            return refuse(f"pynvml.{name}")
+        raise AttributeError(f"module 'pynvml' has no attribute {name!r}")
+
+    made.__getattr__ = refused
+    return made
+
+
+def _cuda_version() -> int:
+    major, minor = map(int, CUDA_VERSION.split("."))
+    return 1000 * major + 10 * minor

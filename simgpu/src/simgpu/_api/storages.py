@@ -1,0 +1,80 @@
+"""What storages say and do: device, address, size, copies."""
+
+import torch
+from torch.storage import UntypedStorage, _StorageBase
+
+from simgpu._api.naming import as_device
+from simgpu._dispatch.devices import find_gpu, kept_on
+from simgpu._dispatch.placement import gpu_of_storage, memory_of_storage, place_storage
+from simgpu._dispatch.shared_memory import check_size
+
+_raw_device = UntypedStorage.device
+_raw_data_ptr = UntypedStorage.data_ptr
+_raw_resize = UntypedStorage.resize_
+_raw_clone = _StorageBase.clone
+_raw_to = _StorageBase.to
+_raw_new = torch._C.StorageBase.__new__
+
+
+def new(cls, *args, device=None, **kwargs):
+    """`torch.UntypedStorage(4, device="cuda")`, and the typed ones that are made so."""
+    device = as_device(device)
+    if device is None or device.type != "cuda":
+        return _raw_new(cls, *args, device=device, **kwargs)
+    gpu = find_gpu(device)
+    made = _raw_new(cls, *args, device=kept_on(), **kwargs)
+    place_storage(made, gpu)
+    return made
+
+
+def device(self):
+    gpu = gpu_of_storage(self)
+    return _raw_device.__get__(self) if gpu is None else gpu.device
+
+
+def data_ptr(self):
+    memory = memory_of_storage(self)
+    if memory is None or memory.block is None:
+        return _raw_data_ptr(self)
+    return memory.block.address
+
+
+def resize_(self, size: int):
+    """Also counts what the storage takes then."""
+    memory = memory_of_storage(self)
+    if memory is not None and memory.arriving is not None:
+        memory.arriving.settle()  # it would write to what is gone
+    check_size(memory, size)
+    _raw_resize(self, size)
+    if memory is not None and memory.nbytes != self.nbytes():
+        memory.resize(self.nbytes())
+    return self
+
+
+def _as_bytes(storage) -> torch.Tensor:
+    """The bytes of a storage as a tensor on the same device."""
+    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return empty.set_(storage)
+
+
+def clone(self):
+    if gpu_of_storage(self) is None:
+        return _raw_clone(self)
+    return _as_bytes(self).clone().untyped_storage()
+
+
+def cpu(self):
+    return to(self, device=torch.device("cpu"))
+
+
+def cuda(self, device=None, non_blocking=False):
+    return to(self, device="cuda" if device is None else device)
+
+
+def to(self, *, device, non_blocking=False):
+    device = as_device(device)
+    if device.type not in ("cuda", "cpu"):
+        return _raw_to(self, device=device, non_blocking=non_blocking)
+    if find_gpu(device) is gpu_of_storage(self):
+        return self
+    return _as_bytes(self).to(device).untyped_storage()

@@ -1,0 +1,409 @@
+"""A model of PyTorch's caching allocator for one simulated GPU.
+
+Models: sizes rounded to 512 bytes, a small and a large pool for each stream, segments
+of 2 MiB, 20 MiB or more, best fit, splitting and merging, blocks that wait for
+another stream (`record_stream`), the retry after freeing the cache, fractions, and
+PyTorch's statistics and out-of-memory message. Leaves out: expandable segments, the
+private pools of CUDA graphs, and freeing by age (`garbage_collection_threshold`). What
+libraries take is asked for elsewhere: `workspaces.py`, `overhead.py`,
+`dispatch/working_memory.py`.
+
+Source of the rules and names: c10/cuda/CUDACachingAllocator.cpp of PyTorch.
+
+Taught in 04-count-memory.
+"""
+
+import math
+from collections import deque
+
+import torch
+
+from simgpu._device.blocks import (
+    NO_FRAMES,
+    ROUND,
+    SMALL_SIZE,
+    Block,
+    Pool,
+    segment_size,
+)
+from simgpu._device.history import History
+from simgpu._device.no_time import NoTime
+from simgpu._device.out_of_memory import words
+from simgpu._device.settings import Settings, oversize_to_release
+from simgpu._device.statistics import NAMES, Stat, Stats
+
+FIRST_ADDRESS = 0x7F00_0000_0000
+ADDRESSES = 2**38  # bytes between the first addresses of two GPUs
+_EXABYTE = 2**60
+_COUNTS = (
+    "num_alloc_retries", "num_ooms", "num_oom_rejections", "num_sync_all_streams",
+    "num_device_alloc", "num_device_free",
+)  # fmt: skip
+
+
+class CachingAllocator:
+    """The memory of one GPU, handed out in blocks.
+
+    Args:
+        index: of the GPU, as messages name it.
+        total: bytes of the card.
+        clock: knows when a stream has done its work.
+        settings: those of the process, if it has any.
+    """
+
+    def __init__(self, index: int, total: int, clock=None, settings=None):
+        self.index = index
+        self.total = total
+        self.clock = clock or NoTime()
+        self.outside: dict[str, int] = {}  # bytes that others of this process take
+        self.fraction: float | None = None  # of the card that the process may take
+        self.settings = settings or Settings()
+        self.small, self.large = (Pool(small, self.settings) for small in (True, False))
+        self.oversize_allocations, self.oversize_segments = Stat(), Stat()
+        self.both = Stats()
+        self.segments: dict[int, Block] = {}  # address -> first block
+        self.segment_sizes: dict[int, int] = {}  # address -> bytes
+        self.counts = dict.fromkeys(_COUNTS, 0)
+        self.history = History(self)
+        self.before_new_segment = None  # called where no free block is large enough
+        self.observers: list = []  # called before memory is refused
+        self._waiting: list[tuple[Block, list]] = []  # for events of other streams
+        self._freed: deque[Block] = deque()  # by the program, not taken back yet
+
+    # -- what PyTorch asks for ---------------------------------------------------------
+
+    @property
+    def allocated(self) -> int:
+        """Bytes in blocks that are in use."""
+        self._take_back_freed()
+        return self.both.allocated_bytes.current
+
+    @property
+    def reserved(self) -> int:
+        """Bytes in segments."""
+        self._take_back_freed()
+        return self.both.reserved_bytes.current
+
+    @property
+    def limit(self) -> int:
+        """Bytes that PyTorch may take of the card."""
+        most = self.total - sum(self.outside.values())
+        if self.fraction is None:
+            return most
+        return min(most, int(self.total * self.fraction))
+
+    @property
+    def free_on_card(self) -> int:
+        """Bytes of the card that nobody has taken."""
+        taken = self.both.reserved_bytes.current + sum(self.outside.values())
+        return self.total - taken
+
+    def malloc(self, nbytes: int, stream: int = 0) -> Block | None:
+        """A block for `nbytes`, used first on `stream`; None for no bytes at all.
+
+        Raises:
+            torch.OutOfMemoryError: if it does not fit, in PyTorch's words.
+        """
+        __tracebackhide__ = True
+        if nbytes == 0:
+            return None
+        with self.clock.lock:
+            if self._freed:
+                self._take_back_freed()
+            return self._malloc(nbytes, stream)
+
+    def check_room(self, nbytes: int, stream: int = 0) -> None:
+        """Refuse at once what cannot fit; then the cache is freed, as `malloc` would.
+
+        Raises:
+            torch.OutOfMemoryError: as `malloc` would.
+        """
+        __tracebackhide__ = True
+        size = self.settings.round(nbytes)
+        if size >= _EXABYTE:
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate more than 1EB memory."
+            )
+        # a lower fraction may have come after segments were made: they stay usable
+        if size > max(self.limit, self.reserved) - self.allocated:
+            with self.clock.lock:
+                self._release_cached_blocks()
+                self.counts["num_alloc_retries"] += 1
+                raise self._out_of_memory(size, segment_size(size), stream)
+
+    def free(self, block: Block) -> None:
+        """Give a block back; it may be used again at once on its own stream.
+
+        May be called at any moment, in any thread, also by Python's collector while it
+        runs within this very class: then the next call takes the block back.
+        """
+        self._freed.append(block)
+        lock = self.clock.lock
+        if not lock._is_owned():
+            with lock:
+                while self._freed:
+                    self._take_back(self._freed.popleft())
+
+    def record_stream(self, block: Block, index: int, stream: int) -> None:
+        """When it is freed, the block waits for all that a stream was given before.
+
+        Args:
+            block: of this GPU.
+            index: of the stream's GPU, which may be another one.
+            stream: its number there.
+        """
+        if (index, stream) != (self.index, block.stream):
+            block.stream_uses = {*(block.stream_uses or ()), (index, stream)}
+
+    def empty_cache(self) -> None:
+        """Give the segments back to CUDA in which nothing lives."""
+        with self.clock.lock:
+            self._take_back_freed()
+            self._release_cached_blocks()
+
+    def stats(self) -> dict:
+        """What `torch._C._cuda_memoryStats` returns."""
+        with self.clock.lock:
+            self._take_back_freed()
+            return {
+                **self.counts,
+                "max_split_size": self.settings.as_dict()["max_split_size"],
+                **{
+                    name: {
+                        pool: getattr(stats, name).as_dict()
+                        for pool, stats in self._stats_by_pool().items()
+                    }
+                    for name in NAMES
+                },
+                "oversize_allocations": self.oversize_allocations.as_dict(),
+                "oversize_segments": self.oversize_segments.as_dict(),
+            }
+
+    def reset_peaks(self) -> None:
+        """Every peak is the current value again."""
+        with self.clock.lock:
+            self._take_back_freed()
+            for stats in self._stats_by_pool().values():
+                for stat in stats.each():
+                    stat.reset_peak()
+
+    def reset_sums(self) -> None:
+        """Count what comes, goes and fails from zero again."""
+        with self.clock.lock:
+            self._take_back_freed()
+            for stats in self._stats_by_pool().values():
+                for stat in stats.each():
+                    stat.reset_sums()
+            self.counts.update(dict.fromkeys(_COUNTS, 0))
+
+    def _stats_by_pool(self) -> dict[str, Stats]:
+        return {
+            "all": self.both,
+            "small_pool": self.small.stats,
+            "large_pool": self.large.stats,
+        }
+
+    # -- how it finds room -------------------------------------------------------------
+
+    def _malloc(self, nbytes: int, stream: int) -> Block:
+        __tracebackhide__ = True
+        if self._waiting:
+            self._process_events()
+        size = self.settings.round(nbytes)
+        pool = self.small if size <= SMALL_SIZE else self.large
+        block = pool.best_fit(size, stream)
+        if block is None and self.before_new_segment is not None:
+            self.before_new_segment()
+            self._take_back_freed()
+            block = pool.best_fit(size, stream)
+        if block is None:
+            block = self._alloc_segment(size, stream, pool)
+        was_split = block.prev is not None or block.next is not None
+        rest = block.size - size
+        max_split = self.settings.max_split
+        if rest >= ROUND if pool.small else rest > SMALL_SIZE and size < max_split:
+            block = self._split(block, size, was_split)
+        elif was_split:
+            self._count_inactive(pool, -1, -block.size)
+        block.allocated = True
+        block.requested = nbytes
+        block.before = block.written_since = None
+        for stats in (self.both, pool.stats):
+            stats.block_allocated(block.size, nbytes)
+        if block.size >= max_split:
+            self.oversize_allocations.add(1)
+        if self.history.is_recording:
+            block.frames = self.history.frames()
+            self.history.note("alloc", block.address, nbytes, stream, block.frames)
+        return block
+
+    def _split(self, rest: Block, size: int, was_split: bool) -> Block:
+        """Cut a block of `size` off the front of `rest`, which stays free."""
+        block = Block(rest.address, size, rest.stream, rest.pool)
+        block.segment_frames = rest.segment_frames
+        block.prev, block.next = rest.prev, rest
+        if block.prev is None:
+            self.segments[block.address] = block
+        else:
+            block.prev.next = block
+        rest.prev = block
+        rest.address += size
+        rest.size -= size
+        rest.pool.insert(rest)
+        if was_split:
+            self._count_inactive(rest.pool, 0, -size)
+        else:
+            self._count_inactive(rest.pool, 1, rest.size)
+        return block
+
+    def _count_inactive(self, pool: Pool, count: int, nbytes: int) -> None:
+        for stats in (self.both, pool.stats):
+            stats.inactive_changed(count, nbytes)
+
+    def _alloc_segment(self, size: int, stream: int, pool: Pool) -> Block:
+        """Ask CUDA for a segment; if there is no room, free the cache and ask again."""
+        __tracebackhide__ = True
+        nbytes = segment_size(size)
+        if self.settings.max_split < math.inf and not self._fits(nbytes):
+            for block in oversize_to_release(self.settings, pool, size, stream):
+                pool.remove(block)
+                self._release_segment(block)
+        if not self._fits(nbytes):
+            self._release_cached_blocks()
+            self.counts["num_alloc_retries"] += 1
+            if not self._fits(nbytes):
+                raise self._out_of_memory(size, nbytes, stream)
+        address = self._room_for(nbytes)
+        block = Block(address, nbytes, stream, pool)
+        self.segments[address] = block
+        self.segment_sizes[address] = nbytes
+        self.counts["num_device_alloc"] += 1
+        self.both.segment_allocated(nbytes)
+        pool.stats.segment_allocated(nbytes)
+        if nbytes >= self.settings.max_split:
+            self.oversize_segments.add(1)
+        if self.history.is_recording:
+            block.segment_frames = frames = self.history.frames()
+            self.history.note("segment_alloc", address, nbytes, stream, frames)
+        return block
+
+    def _fits(self, nbytes: int) -> bool:
+        return self.both.reserved_bytes.current + nbytes <= self.limit
+
+    def _room_for(self, nbytes: int) -> int:
+        """The lowest address with room for a segment."""
+        address = FIRST_ADDRESS + self.index * ADDRESSES
+        for start in sorted(self.segment_sizes):
+            if start - address >= nbytes:
+                break
+            address = start + self.segment_sizes[start]
+        return address
+
+    # -- how it takes blocks back ------------------------------------------------------
+
+    def _take_back_freed(self) -> None:
+        """Take back what was freed; a storage may die at any moment, in any thread."""
+        if self._freed:
+            with self.clock.lock:
+                while self._freed:
+                    self._take_back(self._freed.popleft())
+
+    def _take_back(self, block: Block) -> None:
+        block.allocated = False
+        if block.size >= self.settings.max_split:
+            self.oversize_allocations.current -= 1
+        for stats in (self.both, block.pool.stats):
+            stats.block_released(block.size)
+        if self.history.is_recording:
+            self.history.note_free("free_requested", block)
+        if block.stream_uses is None:
+            self._free_block(block)
+            return
+        events = [self.clock.record(*stream) for stream in sorted(block.stream_uses)]
+        block.waiting = True
+        self._waiting.append((block, events))
+
+    def _process_events(self) -> None:
+        """Blocks for which other streams have done their work become free."""
+        waiting, self._waiting = self._waiting, []
+        for block, events in waiting:
+            if all(map(self.clock.reached, events)):
+                self._end_waiting(block, events)
+            else:
+                self._waiting.append((block, events))
+
+    def _end_waiting(self, block: Block, events: list) -> None:
+        for event in events:
+            self.clock.forget(event)
+        block.waiting = False
+        self._free_block(block)
+
+    def _free_block(self, block: Block) -> None:
+        """Merge the block with its free neighbours and put it into its pool."""
+        pool, size, requested = block.pool, block.size, block.requested
+        if self.history.is_recording:
+            self.history.note_free("free_completed", block)
+        block.stream_uses = None
+        block.requested = 0
+        block.frames = NO_FRAMES
+        count, nbytes = 0, 0
+        for other in (block.prev, block.next):
+            if other is not None and not (other.allocated or other.waiting):
+                pool.remove(other)
+                count, nbytes = count - 1, nbytes - other.size
+                self._merge(block, other)
+        if block.prev is not None or block.next is not None:
+            count, nbytes = count + 1, nbytes + block.size
+        pool.insert(block)
+        for stats in (self.both, pool.stats):
+            if count or nbytes:
+                stats.inactive_changed(count, nbytes)
+            stats.block_inactive(size, requested)
+
+    def _merge(self, block: Block, other: Block) -> None:
+        """`block` takes in its free neighbour `other`."""
+        if other is block.prev:
+            block.address = other.address
+            block.prev = other.prev
+            if block.prev is None:
+                self.segments[block.address] = block
+            else:
+                block.prev.next = block
+        else:
+            block.next = other.next
+            if block.next is not None:
+                block.next.prev = block
+        block.size += other.size
+
+    def _release_cached_blocks(self) -> None:
+        """Give every segment without a living block back to CUDA."""
+        self.counts["num_sync_all_streams"] += 1
+        if self._waiting:
+            self.clock.wait_for_device(self.index)
+            waiting, self._waiting = self._waiting, []
+            for block, events in waiting:
+                self._end_waiting(block, events)
+        for pool in (self.large, self.small):
+            for block in pool.take_whole_segments():
+                self._release_segment(block)
+
+    def _release_segment(self, block: Block) -> None:
+        self.clock.wait_for_device(self.index)
+        del self.segments[block.address], self.segment_sizes[block.address]
+        self.counts["num_device_free"] += 1
+        self.both.segment_released(block.size)
+        block.pool.stats.segment_released(block.size)
+        if block.size >= self.settings.max_split:
+            self.oversize_segments.current -= 1
+        if self.history.is_recording:
+            self.history.note_segment_free(block)
+
+    def _out_of_memory(self, size: int, nbytes: int, stream: int) -> Exception:
+        """The error, after `size` bytes in a segment of `nbytes` found no room."""
+        self.counts["num_ooms"] += 1
+        free = self.free_on_card
+        if self.history.is_recording:
+            self.history.note("oom", free, size, stream, self.history.frames())
+        for observer in self.observers:
+            observer(self.index, size, self.total, free)
+        return torch.OutOfMemoryError(words(self, nbytes, free))

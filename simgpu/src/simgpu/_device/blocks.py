@@ -1,0 +1,106 @@
+"""Blocks of GPU memory, and the pools in which the free ones wait.
+
+Sizes and names are those of c10/cuda/CUDACachingAllocator.cpp.
+"""
+
+from bisect import bisect_left, insort
+
+from simgpu._device.statistics import Stats
+
+ROUND = 512  # kMinBlockSize: blocks are multiples of this many bytes
+SMALL_SIZE = 2**20  # kSmallSize: requests up to this go to the small pool
+SMALL_SEGMENT = 2 * 2**20  # kSmallBuffer: a segment of the small pool
+LARGE_SEGMENT = 20 * 2**20  # kLargeBuffer: for requests of less than ...
+LARGE_REQUEST = 10 * 2**20  # kMinLargeAlloc; larger ones get a segment of their own
+ROUND_SEGMENT = 2 * 2**20  # kRoundLarge: ... rounded to this
+FIRST_HANDLE = 0x5000_0000_0000  # of streams
+NO_FRAMES: list[dict] = []
+
+
+def round_up(nbytes: int) -> int:
+    """Bytes that a block for `nbytes` takes."""
+    return max(-(-nbytes // ROUND), 1) * ROUND
+
+
+def segment_size(size: int) -> int:
+    """Bytes that the allocator asks CUDA for, to hold a block of `size`."""
+    if size <= SMALL_SIZE:
+        return SMALL_SEGMENT
+    if size < LARGE_REQUEST:
+        return LARGE_SEGMENT
+    return -(-size // ROUND_SEGMENT) * ROUND_SEGMENT
+
+
+def stream_handle(index: int, stream: int) -> int:
+    """The handle by which CUDA would know a stream of a GPU; 0 for the default one."""
+    return FIRST_HANDLE + (index << 16) + (stream << 4) if stream else 0
+
+
+class Block:
+    """A piece of a segment, in use or free. Neighbours in a segment are linked."""
+
+    __slots__ = (
+        "address", "size", "requested", "stream", "pool", "allocated", "prev", "next",
+        "waiting", "stream_uses", "frames", "segment_frames", "writer", "before",
+        "written_since",
+    )  # fmt: skip
+
+    def __init__(self, address: int, size: int, stream: int, pool: "Pool"):
+        self.address, self.size, self.stream, self.pool = address, size, stream, pool
+        self.requested = 0
+        self.allocated = False
+        self.waiting = False  # for other streams, before it is free
+        self.prev: Block | None = None
+        self.next: Block | None = None
+        # (GPU, stream) of other streams that use it, by `record_stream`
+        self.stream_uses: set[tuple[int, int]] | None = None
+        self.frames = self.segment_frames = NO_FRAMES
+        # What the stream sanitizer keeps: the kernel that wrote the block last, ...
+        self.writer = None
+        self.before = None  # ... a copy of what it held before, where races are shown,
+        self.written_since = None  # ... and which uninterrupted work has written it.
+
+    @property
+    def is_split(self) -> bool:
+        """Whether it is only a part of its segment."""
+        return self.prev is not None or self.next is not None
+
+
+class Pool:
+    """The small or the large blocks that are free, by stream."""
+
+    def __init__(self, small: bool, settings):
+        self.small = small
+        self.settings = settings  # of the allocator, `settings.py`
+        self.stats = Stats()
+        # stream -> [(size, address, block)], sorted: the first that fits is the best
+        self.free: dict[int, list[tuple[int, int, Block]]] = {}
+
+    def insert(self, block: Block) -> None:
+        blocks = self.free.setdefault(block.stream, [])
+        insort(blocks, (block.size, block.address, block))
+
+    def remove(self, block: Block) -> None:
+        blocks = self.free[block.stream]
+        del blocks[bisect_left(blocks, (block.size, block.address))]
+
+    def best_fit(self, size: int, stream: int) -> Block | None:
+        """Take out the smallest free block of `stream` that holds `size` bytes."""
+        blocks = self.free.get(stream)
+        if not blocks:
+            return None
+        position = bisect_left(blocks, (size,))
+        if position == len(blocks):
+            return None
+        found = blocks[position][0]
+        if found >= self.settings.max_split and not self.settings.may_use(size, found):
+            return None
+        return blocks.pop(position)[2]
+
+    def take_whole_segments(self) -> list[Block]:
+        """Take out the free blocks that are a segment each."""
+        whole = []
+        for stream, blocks in self.free.items():
+            whole += [entry[2] for entry in blocks if not entry[2].is_split]
+            self.free[stream] = [entry for entry in blocks if entry[2].is_split]
+        return whole

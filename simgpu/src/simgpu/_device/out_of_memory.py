@@ -1,0 +1,35 @@
+"""What PyTorch says when a GPU has no room."""
+
+from simgpu._device.cards import show_bytes
+
+_DOCS = (
+    "https://docs.pytorch.org/docs/stable/notes/cuda.html"
+    "#optimizing-memory-usage-with-pytorch-cuda-alloc-conf"
+)
+
+
+def words(memory, nbytes: int, free: int) -> str:
+    """The message, in the words of c10/cuda/CUDACachingAllocator.cpp.
+
+    Args:
+        memory: the allocator.
+        nbytes: of the segment that it asked for.
+        free: bytes of the card.
+    """
+    reserved = memory.both.reserved_bytes.current
+    allocated = memory.both.allocated_bytes.current
+    allowed = ""
+    if memory.fraction is not None:
+        most = int(memory.total * memory.fraction)
+        allowed = f"{show_bytes(most)} allowed; "
+    return (
+        f"CUDA out of memory. Tried to allocate {show_bytes(nbytes)}. GPU "
+        f"{memory.index} has a total capacity of {show_bytes(memory.total)} of which "
+        f"{show_bytes(free)} is free. Including non-PyTorch memory, this process has "
+        f"{show_bytes(memory.total - free)} memory in use. {allowed}Of the allocated "
+        f"memory {show_bytes(allocated)} is allocated by PyTorch, and "
+        f"{show_bytes(reserved - allocated)} is reserved by PyTorch but unallocated. "
+        "If reserved but unallocated memory is large try setting "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  "
+        f"See documentation for Memory Management  ({_DOCS})"
+    )

@@ -1,0 +1,16 @@
+"""Memory of a card that PyTorch does not count: CUDA's context and NCCL's buffers.
+
+PyTorch counts cuBLAS's: `workspaces.py`. All of it is taken where a whole card is
+simulated, and not from a card that was given less memory than it has. The constants are
+assumed unless a source is given.
+"""
+
+from simgpu._device.cards import KIB, MIB
+
+# Of a process on a GPU, once it uses CUDA: kernels, stacks, queues. nvidia-smi shows
+# 400 to 600 MiB on A100 and H100 for a process that has allocated nothing.
+CONTEXT = 450 * MIB
+# Of a communicator: a buffer for each protocol (LL, LL128, Simple) in each channel, for
+# the neighbour that sends. Sizes: NCCL's defaults (src/init.cc, computeBuffSizes).
+NCCL_CHANNELS = 16
+NCCL_BUFFERS = NCCL_CHANNELS * (512 * KIB + 120 * 640 * 8 * 8 + 4 * MIB)

@@ -1,0 +1,113 @@
+"""Fused attention under the names that CUDA has for it, computed on the CPU.
+
+Models: flash attention and memory-efficient attention, forward and backward, each as
+one kernel that reads queries, keys and values and writes no matrix of weights. Their
+results have the shapes and types that CUDA returns, with tensors for a random state
+that nothing has drawn from. Leaves out: dropout; the gradient of a mask; and that the
+logsumexp of memory-efficient attention is padded to a multiple of 32 queries. Which of
+the two a program gets, `api/attention.py` decides.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from simgpu._dispatch.call import Call
+from simgpu._dispatch.operation import handles
+from simgpu._errors import NotSimulated
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def _attend(query, key, value, dropout_p, is_causal, mask, scale):
+    """(B, H, S, D) output and (B, H, S) logsumexp of attention on the CPU."""
+    if dropout_p:
+        raise NotSimulated("dropout inside of fused attention")
+    key, value = _for_each_head(key, query), _for_each_head(value, query)
+    out, logsumexp = _forward(
+        query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale
+    )
+    return out, logsumexp.contiguous()
+
+
+def _gradients(grad, query, key, value, out, logsumexp, is_causal, mask, scale):
+    """The gradients of query, key and value."""
+    keys, values = _for_each_head(key, query), _for_each_head(value, query)
+    dq, dk, dv = _backward(
+        grad, query, keys, values, out, logsumexp, 0.0, is_causal,
+        attn_mask=mask, scale=scale,
+    )  # fmt: skip
+    return dq, _for_each_group(dk, key), _for_each_group(dv, value)
+
+
+def _for_each_head(tensor, query):
+    """(B, groups, S, D) keys or values, repeated for the heads that share them."""
+    heads, groups = query.shape[1], tensor.shape[1]
+    return tensor if heads == groups else tensor.repeat_interleave(heads // groups, 1)
+
+
+def _for_each_group(gradient, tensor):
+    """The gradients of the heads that share keys or values, summed."""
+    if gradient.shape[1] == tensor.shape[1]:
+        return gradient
+    return gradient.unflatten(1, (tensor.shape[1], -1)).sum(2)
+
+
+def _flash(
+    query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *,
+    scale=None,
+):  # fmt: skip
+    if return_debug_mask:
+        raise NotSimulated("the weights of flash attention")
+    out = _attend(query, key, value, dropout_p, is_causal, None, scale)
+    random_state = [query.new_zeros(n, dtype=torch.uint64) for n in ((2,), ())]
+    lengths = query.shape[2], key.shape[2]
+    return *out, None, None, *lengths, *random_state, query.new_empty(0)
+
+
+def _flash_backward(
+    grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k,
+    dropout_p, is_causal, philox_seed, philox_offset, *, scale=None,
+):  # fmt: skip
+    results = out, logsumexp, is_causal, None, scale
+    return _gradients(grad_out, query, key, value, *results)
+
+
+def _efficient(
+    query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False,
+    *, scale=None,
+):  # fmt: skip
+    out, logsumexp = _attend(query, key, value, dropout_p, is_causal, attn_bias, scale)
+    if not compute_log_sumexp:
+        logsumexp = logsumexp.new_empty((*logsumexp.shape[:2], 0))
+    random_state = [query.new_zeros((), dtype=torch.int64) for _ in range(2)]
+    return out, logsumexp, *random_state
+
+
+def _efficient_backward(
+    grad_out, query, key, value, attn_bias, out, logsumexp, philox_seed, philox_offset,
+    dropout_p, grad_input_mask, is_causal=False, *, scale=None,
+):  # fmt: skip
+    if grad_input_mask[3]:
+        raise NotSimulated("the gradient of a mask in fused attention")
+    results = out, logsumexp, is_causal, attn_bias, scale
+    return *_gradients(grad_out, query, key, value, *results), None
+
+
+def _computes(name: str, formula: Callable) -> None:
+    """Let `formula` compute an operation that PyTorch has on CUDA only."""
+
+    @handles(name)
+    def run(call: Call):
+        __tracebackhide__ = True
+        gpu = call.common_gpu()
+        if gpu is not None:
+            call.func = formula
+        return call.run_on(gpu)
+
+
+_computes("_scaled_dot_product_flash_attention", _flash)
+_computes("_scaled_dot_product_flash_attention_backward", _flash_backward)
+_computes("_scaled_dot_product_efficient_attention", _efficient)
+_computes("_scaled_dot_product_efficient_attention_backward", _efficient_backward)

@@ -1,0 +1,174 @@
+"""One operation on its way through the simulator: `a + b` read from top to bottom.
+
+`Call.run_on(gpu)` is the usual way: the CPU computes the values, the results are marked
+as living on the GPU, the clock notes the work, and the stream sanitizer hears of it.
+"""
+
+import contextlib
+
+import torch
+
+from simgpu._device.gpu import Gpu
+from simgpu._dispatch import cpp_tensors, random_numbers, sanitizing
+from simgpu._dispatch.errors import mismatch
+from simgpu._dispatch.operation import Operation, handles
+from simgpu._dispatch.placement import gpus_of, place, place_all, tensors_in
+from simgpu._dispatch.scalars import joins_scalars, send_gradient_back
+from simgpu._dispatch.work import work_of
+
+_NOTHING = contextlib.nullcontext()
+_Tensor = torch.Tensor
+
+
+class Call:
+    """An operation with its arguments.
+
+    Attributes:
+        runtime: of the simulator.
+        operation: what is known of it.
+        func: what computes it on the CPU.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        tensors: those among the arguments, also inside lists.
+    """
+
+    __slots__ = ("runtime", "operation", "func", "args", "kwargs", "tensors")
+
+    def __init__(self, runtime, operation: Operation, func, args, kwargs):
+        self.runtime = runtime
+        self.operation = operation
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
+        self.tensors = tensors_in(args)
+        if kwargs:
+            self.tensors += tensors_in(kwargs.values())
+
+    def with_tensors(self, tensors: list[torch.Tensor]) -> "Call":
+        """A copy of this call whose devices are those of other tensors."""
+        other = type(self)(self.runtime, self.operation, self.func, (), {})
+        other.args, other.kwargs, other.tensors = self.args, self.kwargs, tensors
+        return other
+
+    def common_gpu(self) -> Gpu | None:
+        """The GPU of all its tensors; None if they are on the host.
+
+        Raises:
+            RuntimeError: if they are on several devices, in PyTorch's words.
+        """
+        __tracebackhide__ = True
+        gpus = gpus_of(self.tensors)
+        if not gpus:
+            return None
+        first = gpus[0]
+        for gpu in gpus:
+            if gpu is not first:
+                return self._join_devices(gpus)
+        return first
+
+    def _join_devices(self, gpus: list[Gpu | None]) -> Gpu:
+        """Tensors on several devices: let those join that may, or refuse."""
+        __tracebackhide__ = True
+        gpu = next(gpu for gpu in gpus if gpu is not None)
+        for tensor, other in zip(self.tensors, gpus, strict=True):
+            if other is gpu or (other is None and tensor.device.type == "meta"):
+                continue
+            if other is None and cpp_tensors.is_of_this_call(self.runtime, tensor):
+                place(tensor, gpu)
+            elif other is None and tensor.dim() == 0 and joins_scalars(self.func):
+                send_gradient_back(self.runtime, tensor)
+            else:
+                raise RuntimeError(mismatch(self, gpus))
+        return gpu
+
+    def run_on(self, gpu: Gpu | None):
+        """Compute it on the CPU as if on `gpu`; returns its result."""
+        __tracebackhide__ = True
+        if gpu is None:
+            return self._run_on_host()
+        logged = self.is_logged()
+        if logged and self.runtime.sanitizer.watching:
+            sanitizing.before_kernel(self, gpu)
+        if self.operation.random:
+            out = self._draw(gpu)
+        else:
+            out = self.func(*self.args, **self.kwargs)
+        outputs = [out] if isinstance(out, _Tensor) else tensors_in(_as_list(out))
+        blocks = place_all(outputs, gpu)
+        if self.operation.take_memory is not None and gpu.workspaces is not None:
+            self.operation.take_memory(self, gpu, outputs)
+        if logged:
+            self.log(gpu, out, outputs, blocks)
+        return out
+
+    def _run_on_host(self):
+        if self.operation.random:
+            random_numbers.check_generator(self.runtime, self.generator, None)
+        with self.runtime.random_lock if self.operation.random else _NOTHING:
+            out = self.func(*self.args, **self.kwargs)
+        if self.runtime.thread.cpp_call is not None:
+            cpp_tensors.pass_on(self.runtime, self.tensors, out)
+        return out
+
+    def _draw(self, gpu: Gpu):
+        """Compute it with the random numbers of `gpu`, or of the given generator."""
+        random_numbers.check_generator(self.runtime, self.generator, gpu)
+        given = self.generator
+        if given is not None:  # C++ hands on its own, not Python's
+            given = self.runtime.gpu_generators.get(given._cdata)
+        return random_numbers.draw(self, given or gpu.generator)
+
+    def read_values(self) -> None:
+        """The host is about to read values of a GPU; a kind of call may refuse."""
+
+    @property
+    def generator(self) -> torch.Generator | None:
+        """What the program asked its random numbers of."""
+        return self.kwargs.get("generator")
+
+    def is_logged(self) -> bool:
+        """Whether it counts as work: views do not, nor what printing does."""
+        return not self.operation.silent and not self.runtime.thread.unlogged
+
+    def log(self, gpu: Gpu, out, outputs: list, blocks: list) -> None:
+        """Tell the sanitizer and the clock that `gpu` has done it.
+
+        Args:
+            gpu: where it ran.
+            out: its result.
+            outputs: the tensors in it.
+            blocks: of these.
+        """
+        __tracebackhide__ = True
+        stream = self.runtime.stream_of(gpu)
+        sanitizing.after_kernel(self, (gpu.index, stream), outputs, blocks)
+        clock = self.runtime.clock
+        clock.kernel(gpu, stream, self.operation.name, work_of(self, out, outputs))
+        if self.operation.size_is_read_back:
+            clock.copy(gpu, None, 8, [stream])
+
+    # -- arguments by name -------------------------------------------------------------
+
+    def argument(self, position: int, name: str):
+        """An argument, wherever it was given; None if it was left out."""
+        if len(self.args) > position:
+            return self.args[position]
+        return self.kwargs.get(name)
+
+    def named_arguments(self) -> list[tuple]:
+        """(argument of the schema, value), in the order of the schema."""
+        arguments = self.operation.arguments
+        named = list(zip(arguments.values(), self.args, strict=False))
+        return named + [(arguments[name], v) for name, v in self.kwargs.items()]
+
+
+def _as_list(out) -> tuple | list:
+    """The results of an operation: several, one, or none."""
+    return out if isinstance(out, (tuple, list)) else (out,)
+
+
+@handles("usual")
+def run_on_common_gpu(call: Call):
+    """The usual way: where its tensors are."""
+    __tracebackhide__ = True
+    return call.run_on(call.common_gpu())

@@ -1,0 +1,65 @@
+"""From what a program calls a device to the simulated GPU that it means."""
+
+import torch
+from torch.cuda._utils import _get_device_index
+
+from simgpu import _runtime as runtime
+from simgpu._device.gpu import Gpu
+from simgpu._dispatch.backward import gpu_of_backward
+from simgpu._errors import NotSimulated
+
+_INVALID_ORDINAL = (
+    "CUDA error: invalid device ordinal\n"
+    "GPU device may be out of range, do you have enough GPUs?\n"
+    "CUDA kernel errors might be asynchronously reported at some other API call, so "
+    "the stacktrace below might be incorrect.\n"
+    "For debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
+)
+HOST = torch.device("cpu")
+META = torch.device("meta")  # tensors without values
+
+
+def find_gpu(device: torch.device | int) -> Gpu | None:
+    """The GPU that `device` names (None for the host); "cuda" is the current one.
+
+    Raises:
+        torch.AcceleratorError: for an index that does not exist.
+        RuntimeError: in a forked child.
+        NotSimulated: for any other kind of device.
+    """
+    now = runtime.current()
+    if isinstance(device, int):
+        device = torch.device("cuda", device)
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda":
+        raise NotSimulated(f"the device {str(device)!r}")
+    if not now.initialized or now.forked:
+        now.initialize()
+    index = device.index
+    if index is None:  # in backward, each node makes its own GPU the current one
+        gpu = gpu_of_backward(now.thread.device_chosen_in)
+        index = now.thread.device if gpu is None else gpu.index
+    if index >= len(now.gpus):
+        raise torch.AcceleratorError(_INVALID_ORDINAL)
+    return now.gpus[index]
+
+
+def kept_on() -> torch.device:
+    """Where PyTorch keeps what is on a GPU here: on the host, or nowhere at all."""
+    return META if runtime.current().without_values else HOST
+
+
+def gpu_named(device=None) -> Gpu:
+    """The GPU that a call of `torch.cuda` names; None and -1 are the current one.
+
+    Raises:
+        ValueError: if it is not a CUDA device.
+    """
+    index = _get_device_index(device, optional=True)
+    return find_gpu(torch.device("cuda") if index < 0 else index)
+
+
+def current_gpu() -> Gpu:
+    """This thread's current GPU."""
+    return find_gpu(torch.device("cuda"))

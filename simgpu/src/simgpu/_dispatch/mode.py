@@ -1,0 +1,115 @@
+"""The dispatch mode: sees every operation below autograd and makes a `Call` of it."""
+
+import contextlib
+
+import torch
+from torch._ops import HigherOrderOperator
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from simgpu import _runtime as state
+from simgpu._dispatch.call import Call
+from simgpu._dispatch.factories import name_devices
+from simgpu._dispatch.function_mode import FunctionMode
+from simgpu._dispatch.operation import known_operations, operation_of
+from simgpu._dispatch.without_values import CallWithoutValues
+from simgpu._errors import NotSimulated
+
+_active_mode = torch._C._get_dispatch_mode
+_modes_below = torch._C._len_torch_dispatch_stack
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
+_PLAIN = torch.Tensor.__torch_dispatch__
+_NO_KWARGS: dict = {}  # never changed: who has other arguments makes a new one
+
+
+class DispatchMode(TorchDispatchMode):
+    """Runs each operation on the simulated GPU of its tensors. One for each thread."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, runtime: state.Runtime):
+        super().__init__()
+        self.runtime = runtime
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: the wrapper would import torch._dynamo and slow every operation."""
+        return False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        __tracebackhide__ = True  # notebooks then show the learner's lines only
+        if self.runtime is not state.running:  # this thread has outlived its runtime
+            if state.running is None:
+                return func(*args, **(kwargs or {}))
+            self.runtime = state.running
+        below = _modes_below()
+        if below and _active_mode(_FAKE) is not None:  # nothing is computed
+            return func(*args, **(kwargs or {}))
+        for kind in types:
+            if kind.__torch_dispatch__ is not _PLAIN:
+                return NotImplemented  # tensor subclasses unwrap themselves first
+        operation = known_operations.get(func)
+        if operation is None:
+            if isinstance(func, HigherOrderOperator):
+                return _run_higher_order(self.runtime, func, args, kwargs or {})
+            operation = operation_of(func)
+        if self.runtime.clock.pending and not operation.silent:
+            settle_streams(self.runtime, func.namespace)
+        kind = CallWithoutValues if self.runtime.without_values else Call
+        call = kind(self.runtime, operation, func, args, kwargs or _NO_KWARGS)
+        if below and _active_mode(_PROXY) is not None:
+            return trace(call, types)
+        return operation.run(call)
+
+
+def trace(call: Call, types):
+    """`make_fx` records an operation with its devices, and then we run it.
+
+    Its mode is below ours, wherever it was entered; so it is called as if above.
+    """
+    name_devices(call)
+    thread = call.runtime.thread
+    device = call.kwargs.get("device")
+    tracer = torch._C._unset_dispatch_mode(_PROXY)
+    thread.asked_for_copy = device is not None
+    before, thread.asked_for_cpu = thread.asked_for_cpu, str(device) == "cpu"
+    try:
+        with DispatchMode(call.runtime):
+            return tracer.__torch_dispatch__(call.func, types, call.args, call.kwargs)
+    finally:
+        thread.asked_for_copy, thread.asked_for_cpu = False, before
+        torch._C._set_dispatch_mode(tracer)
+
+
+def _run_higher_order(runtime: state.Runtime, func, args, kwargs):
+    """An operator that takes functions: its own code for CUDA, or for any device.
+
+    Raises:
+        NotSimulated: for one that has code for compilers only.
+    """
+    keys = (torch._C.DispatchKey.CUDA, torch._C.DispatchKey.CompositeExplicitAutograd)
+    code = next((func.py_kernels[k] for k in keys if k in func.py_kernels), None)
+    if code is None:
+        raise NotSimulated(func.name())
+    with modes_in_this_thread(runtime):
+        return code(*args, **kwargs)
+
+
+def settle_streams(runtime: state.Runtime, namespace: str = "aten") -> None:
+    """The values of collectives that the current streams wait for are needed now."""
+    __tracebackhide__ = True
+    if namespace not in ("c10d", "_c10d_functional"):
+        clock, streams = runtime.clock, runtime.thread.streams
+        clock.settle([k for k in clock.pending if k[1] == streams.get(k[0], 0)])
+
+
+@contextlib.contextmanager
+def modes_in_this_thread(runtime: state.Runtime):
+    """Modes are per thread: enter them, unless this thread has."""
+    stack = _python_dispatch._get_current_dispatch_mode_stack()
+    if any(isinstance(mode, DispatchMode) for mode in stack):
+        yield
+    else:
+        with FunctionMode(runtime), DispatchMode(runtime):
+            yield

@@ -1,0 +1,132 @@
+"""What is known of an operation of PyTorch: what it reads, writes, makes and costs.
+
+An `Operation` is made once for each overload, mostly from its schema. Operations that
+are not run in the usual way have a function of their own, registered with `@handles`.
+"""
+
+import sys
+from collections.abc import Callable, Collection
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from simgpu._dispatch import working_memory
+from simgpu._timing.kernel_cost import TRAFFIC
+
+_has_kernel = torch._C._dispatch_has_computed_kernel_for_dispatch_key
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+# what launches nothing on a GPU: views, and memory that nobody fills
+_SILENT = {
+    "detach", "alias", "empty", "empty_like", "empty_strided", "new_empty",
+    "new_empty_strided", "set_", "resize_", "_unsafe_view", "lift_fresh", "lift",
+    "_sparse_coo_tensor_with_dims_and_tensors", "_coalesced_", "_reshape_alias",
+}  # fmt: skip
+# they read of their first tensor only what they return
+_GATHERS = {"embedding", "index", "index_select", "gather", "take", "_unsafe_index"}
+
+_handlers: dict[str, Callable] = {}  # operation, or "namespace::" -> what runs it
+known_operations: dict[object, "Operation"] = {}
+
+
+def handles(*names: str) -> Callable:
+    """The decorated function `run(call)` runs these operations.
+
+    Args:
+        names: of operations of aten ("copy_"), or of a whole namespace ("c10d::").
+    """
+
+    def register(run: Callable) -> Callable:
+        _handlers.update(dict.fromkeys(names, run))
+        return run
+
+    return register
+
+
+class Operation:
+    """One overload of an operation, such as `aten::add.Tensor`."""
+
+    __slots__ = (
+        "func", "name", "arguments", "writes", "makes", "has_device", "random",
+        "silent", "is_factory", "gathers", "size_is_read_back", "take_memory",
+        "flop_formula", "traffic", "run",
+    )  # fmt: skip
+
+    def __init__(self, func):
+        schema = func._schema
+        self.func = func
+        self.name = schema.name.removeprefix("aten::")
+        self.arguments = {a.name: a for a in schema.arguments}
+        self.writes = [a.name for a in schema.arguments if is_written(a)]
+        # its results are new tensors, and not its arguments
+        self.makes = bool(schema.returns) and not any(
+            result.alias_info for result in schema.returns
+        )
+        self.has_device = "device" in self.arguments
+        self.random = torch.Tag.nondeterministic_seeded in func.tags
+        self.silent = func.is_view or self.name in _SILENT
+        # it reads nothing of its tensors but their shapes and the like
+        self.is_factory = self.name.startswith("new_") or self.name.endswith("_like")
+        self.gathers = self.name in _GATHERS
+        # what it takes of a GPU's memory beside its results
+        self.take_memory = working_memory.TAKES.get(self.name)
+        # the host must read how large the result is before it can go on; "index" only
+        # if a mask is among its indices
+        dynamic = torch.Tag.dynamic_output_shape in func.tags
+        self.size_is_read_back = dynamic and self.name != "index"
+        self.flop_formula = flop_registry.get(func.overloadpacket)
+        self.traffic = TRAFFIC.get(self.name, 1.0)
+        self.run = self._find_handler(func)
+
+    def _find_handler(self, func) -> Callable:
+        namespace = _handlers.get(f"{func.namespace}::")
+        if namespace is not None:
+            return namespace
+        if _has_python_kernel(func):
+            return _handlers["python kernel"]
+        if self.name in _handlers:
+            return _handlers[self.name]
+        if func.namespace == "aten" and not _has_kernel(func.name(), "CPU"):
+            return _handlers["kernel of CUDA only"]
+        if self.name.startswith(("_foreach_", "_fused_")):
+            return _handlers["foreach"]
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE):
+            return _handlers["composite"]
+        return _handlers["factory" if self.has_device else "usual"]
+
+
+def operation_of(func) -> Operation:
+    """What is known of an operation, looked up once."""
+    operation = known_operations.get(func)
+    if operation is None:
+        operation = known_operations[func] = Operation(func)
+    return operation
+
+
+def is_written(argument) -> bool:
+    """Whether an operation changes this argument of its schema."""
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _has_python_kernel(func) -> bool:
+    """Whether `torch.library` registered Python code as this operation's kernel."""
+    name = func._schema.name
+    space, _, rest = name.partition("::")
+    keys = ("CPU", "CUDA", "CompositeExplicitAutograd")
+    registered = getattr(torch.library, "_impls", set())
+    overload = f".{func._schema.overload_name}" if func._schema.overload_name else ""
+    return name in torch._library.custom_ops.OPDEFS or any(
+        f"{space}/{rest}{overload}/{key}" in registered
+        and (f"{rest}{overload}", key) not in _kernels_of_pytorch()
+        for key in keys
+    )
+
+
+def _kernels_of_pytorch() -> Collection[tuple[str, str]]:
+    """Operations of aten, and the key, for which PyTorch itself has Python code.
+
+    PyTorch 2.13 built for CUDA registers code that picks a Triton kernel of its own for
+    `bmm`, where one suits. It calls CUDA's kernel else, which only a real GPU has.
+    """
+    native = sys.modules.get("torch._native.registry")
+    return getattr(native, "_graphs", ())

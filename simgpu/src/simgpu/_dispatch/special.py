@@ -1,0 +1,180 @@
+"""Operations that are not run in the usual way: indexing, packed sequences, lists.
+
+Factories and copies have files of their own.
+"""
+
+import torch
+
+from simgpu._dispatch import in_place
+from simgpu._dispatch.call import Call
+from simgpu._dispatch.copies import log_copy
+from simgpu._dispatch.cpp_tensors import is_of_this_call
+from simgpu._dispatch.errors import scalar_type_name
+from simgpu._dispatch.mode import DispatchMode
+from simgpu._dispatch.operation import handles
+from simgpu._dispatch.placement import gpu_of, gpus_of, place_all, tensors_in
+from simgpu._errors import NotSimulated
+
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_CONJUGATE = torch._C.DispatchKey.Conjugate
+_NEGATIVE = torch._C.DispatchKey.Negative
+_CPU_KERNEL = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+_CUDA_KERNEL = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+_ON_HOST_OR_SAME = (
+    "indices should be either on cpu or on the same device as the indexed tensor ({})"
+)
+
+
+@handles("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index")
+def index(call: Call):
+    """`x[i, j]`: indices may be on the host; the rest must agree."""
+    __tracebackhide__ = True
+    gpu = gpu_of(call.tensors[0])
+    indices = [tensor for tensor in call.args[1] if tensor is not None]
+    for tensor in indices:
+        its = gpu_of(tensor)
+        if its is not None and its is not gpu:
+            device = gpu.device if gpu else "cpu"
+            raise RuntimeError(_ON_HOST_OR_SAME.format(device))
+    if gpu is not None:
+        for tensor in indices:
+            if gpu_of(tensor) is None and not is_of_this_call(call.runtime, tensor):
+                log_copy(None, gpu, tensor.numel() * tensor.element_size())
+    call.with_tensors(_without(indices, call.tensors)).common_gpu()
+    is_mask = [tensor.dtype in (torch.bool, torch.uint8) for tensor in indices]
+    if gpu is not None and any(is_mask):  # the host must know how many it selects
+        call.read_values()
+        log_copy(gpu, None, 8)
+    if call.operation.name == "index_put":
+        return in_place.run(call, gpu)
+    return call.run_on(gpu)
+
+
+def _without(some: list, tensors: list) -> list:
+    return [t for t in tensors if not any(t is tensor for tensor in some)]
+
+
+@handles("foreach")
+def foreach(call: Call):
+    """`torch._foreach_*` takes lists; each position may be on its own device."""
+    __tracebackhide__ = True
+    gpus = {gpu_of(tensor) for tensor in call.tensors}
+    if len(gpus) == 1:
+        return call.run_on(gpus.pop())
+    if call.operation.name == "_foreach_copy_":  # the one that may cross devices
+        for target, source in zip(call.args[0], call.args[1], strict=True):
+            target.copy_(source)
+        return None
+    lists = [value for value in call.args if _is_list_of_tensors(value)]
+    length, results = len(lists[0]), []
+    for i in range(length):
+        args = [[v[i]] if _has_length(v, length) else v for v in call.args]
+        one = call.with_tensors(tensors_in(args))
+        one.args = args
+        out = one.run_on(one.common_gpu())
+        results += out if isinstance(out, (list, tuple)) else []
+    return results or None
+
+
+def _is_list_of_tensors(value) -> bool:
+    return isinstance(value, (list, tuple)) and bool(tensors_in((value,)))
+
+
+def _has_length(value, length: int) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) == length
+
+
+@handles("_pack_padded_sequence")
+def pack_padded_sequence(call: Call):
+    """Lengths and batch sizes stay on the host, as on CUDA."""
+    data, lengths = call.tensors
+    gpu = gpu_of(data)
+    if gpu_of(lengths) is not None:
+        raise RuntimeError(
+            "'lengths' argument should be a 1D CPU int64 tensor, but got "
+            f"{lengths.dim()}D {gpu_of(lengths).device} {scalar_type_name(lengths)} "
+            "tensor"
+        )
+    packed, batch_sizes = call.func(*call.args, **call.kwargs)
+    if gpu is not None:
+        blocks = place_all([packed], gpu)
+        if call.is_logged():
+            call.tensors = [data]
+            call.log(gpu, packed, [packed], blocks)
+    return packed, batch_sizes
+
+
+@handles("_linalg_check_errors")
+def check_errors(call: Call):
+    """The host reads whether a decomposition went well, and so waits."""
+    gpu = gpu_of(call.tensors[0])
+    if gpu is not None:
+        log_copy(gpu, None, 4 * call.tensors[0].numel())
+    return call.func(*call.args, **call.kwargs)
+
+
+@handles("kernel of CUDA only")
+def run_without_kernel(call: Call):
+    """The CPU has no code for it, unless its tensors are sparse."""
+    __tracebackhide__ = True
+    gpu = call.common_gpu()
+    try:
+        return call.run_on(gpu)
+    except NotImplementedError as error:
+        if gpu is None or isinstance(error, NotSimulated):
+            raise
+    raise NotSimulated(call.operation.func.name())
+
+
+@handles("cudnn_convolution")
+def cudnn_convolution(call: Call):
+    x, weight, padding, stride, dilation, groups = call.args[:6]
+    call.func = torch.ops.aten.convolution.default
+    more = (None, stride, padding, dilation, False, [0], groups)
+    call.args, call.kwargs = (x, weight, *more), {}
+    return call.run_on(call.common_gpu())
+
+
+@handles("cudnn_convolution_transpose")
+def cudnn_convolution_transpose(call: Call):
+    x, weight, padding, output_padding, stride, dilation, groups = call.args[:7]
+    call.func = torch.ops.aten.convolution.default
+    more = (None, stride, padding, dilation, True, output_padding, groups)
+    call.args, call.kwargs = (x, weight, *more), {}
+    return call.run_on(call.common_gpu())
+
+
+@handles("record_stream")
+def record_stream(call: Call):
+    raise NotSimulated("record_stream called from C++")
+
+
+@handles("copy")
+def copy(call: Call):
+    """`copy_` as functionalization has it: its result is a new tensor."""
+    target, source = call.tensors
+    with DispatchMode(call.runtime):
+        return target.clone().copy_(source)
+
+
+@handles("composite")
+def decompose(call: Call):
+    """Inference mode sends composite operations whole: see their parts."""
+    if any(tensor.is_nested for tensor in call.tensors):  # these have other parts
+        return call.run_on(call.common_gpu())
+    with DispatchMode(call.runtime), _including(_CONJUGATE), _including(_NEGATIVE):
+        return call.func._op_dk(_COMPOSITE, *call.args, **call.kwargs)
+
+
+@handles("python kernel")
+def run_python_kernel(call: Call):
+    """A custom operation: the simulator must see what its Python code does."""
+    on_gpu = any(gpus_of(call.tensors))
+    keys = _CUDA_KERNEL if on_gpu else _CPU_KERNEL
+    with DispatchMode(call.runtime), _including(_CONJUGATE), _including(_NEGATIVE):
+        return call.func.redispatch(keys, *call.args, **call.kwargs)
+
+
+def _including(key):
+    """A mode may run with this key off, and then a lazy `conj()` would be lost."""
+    return torch._C._SetExcludeDispatchKeyGuard(key, False)

@@ -1,0 +1,136 @@
+"""How much work a kernel is: its bytes, its FLOPs, its shape, and its type.
+
+Models: each tensor that it reads or writes counts once, with the bytes that it has;
+FLOPs come from PyTorch's own formulas (`torch.utils.flop_counter`). Operations without
+a formula (element-wise ones, reductions) count as bytes alone. A convolution is the
+product of its input's windows and its weight, and so is each gradient of it.
+"""
+
+import math
+
+import torch
+
+from simgpu._timing.kernel_cost import Product, Work
+
+_MOST_KNOWN = 100_000
+_STRIDED = torch.strided
+_known: dict[tuple, tuple[int, Product | None]] = {}
+
+
+def work_of(call, out, outputs: list[torch.Tensor]) -> Work:
+    """The work of a call with the result `out`, in which `outputs` are the tensors."""
+    operation = call.operation
+    nbytes, elements = 0, 1
+    for tensor in (*_read(call, outputs), *outputs):
+        try:
+            if tensor.layout is _STRIDED and 0 not in tensor.stride():
+                nbytes += tensor.nbytes
+            else:
+                nbytes += bytes_in(tensor)
+        except RuntimeError:  # a nested tensor, which has no strides
+            nbytes += tensor.untyped_storage().nbytes()
+    for tensor in outputs:
+        elements = max(elements, tensor.numel())
+    if operation.flop_formula is None:
+        return Work(nbytes, 0, elements, "", None, operation.traffic)
+    dtype = _computes_in(operation.name, outputs or call.tensors)
+    flops, product = arithmetic_of(call, out)
+    attention = "attention" in operation.name
+    return Work(nbytes, flops, elements, dtype, product, 1.0, attention)
+
+
+def _read(call, outputs):
+    """The tensors that a kernel reads."""
+    if call.operation.is_factory:
+        return ()
+    if call.operation.gathers:  # of its first tensor only as much as it returns
+        return (*call.tensors[1:], *outputs)
+    return call.tensors
+
+
+def bytes_in(tensor: torch.Tensor) -> int:
+    """Bytes that an operation moves of a tensor: each that it has, once."""
+    if tensor.layout is not torch.strided:
+        return tensor._nnz() * tensor.element_size()
+    nbytes = tensor.nbytes
+    if nbytes and 0 in tensor.stride():  # expanded: the same bytes again and again
+        return min(nbytes, tensor.untyped_storage().nbytes())
+    return nbytes
+
+
+def arithmetic_of(call, out) -> tuple[int, Product | None]:
+    """FLOPs of a call with the result `out`, and the shape of its matrix product."""
+    func = call.operation.func
+    values = (*call.args, *call.kwargs.values())
+    key = (func, *(_shape(value) for value in values))
+    if key not in _known:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        args = call.args
+        if "attention" in call.operation.name:
+            args = _with_all_heads(args)
+        count = call.operation.flop_formula(*args, **call.kwargs, out_val=out)
+        _known[key] = int(count), _product_of(call, out)
+    return _known[key]
+
+
+def _with_all_heads(args) -> list:
+    """Arguments of attention, with keys and values for each head of the queries.
+
+    Where heads share keys, a kernel computes with them for each head. PyTorch 2.11
+    cannot count the FLOPs of shared heads. A shape will do in place of a tensor.
+    """
+
+    def is_in_heads(value) -> bool:  # (batch, heads, tokens, width)
+        return isinstance(value, torch.Tensor) and value.dim() == 4
+
+    heads = max((value.shape[1] for value in args if is_in_heads(value)), default=0)
+    return [
+        (value.shape[0], heads, *value.shape[2:]) if is_in_heads(value) else value
+        for value in args
+    ]
+
+
+def _product_of(call, out) -> Product | None:
+    """The shape of the matrix product of a call, if it is one."""
+    name, tensors = call.operation.name, call.tensors
+    if name in ("mm", "bmm", "_scaled_mm"):
+        left, right = tensors[:2]
+    elif name in ("addmm", "baddbmm"):
+        left, right = tensors[1:3]
+    elif name in ("convolution", "cudnn_convolution"):
+        transposed, groups = call.argument(6, "transposed"), call.argument(8, "groups")
+        return _windows(tensors[0] if transposed else out, tensors[1], groups)
+    elif name == "convolution_backward":
+        gradient, x, weight = tensors
+        transposed, groups = call.argument(7, "transposed"), call.argument(9, "groups")
+        return _windows(x if transposed else gradient, weight, groups)
+    else:
+        return None
+    batch = left.shape[0] if left.dim() == 3 else 1
+    return Product(batch, left.shape[-2], right.shape[-1], left.shape[-1])
+
+
+def _windows(outer, weight, groups: int) -> Product:
+    """The product of a convolution: of (N, C, ...) `outer` each place is a row."""
+    places = outer.shape[0] * math.prod(outer.shape[2:])
+    columns = weight.shape[0] // groups
+    inner = math.prod(weight.shape[1:])
+    return Product(groups, places, columns, inner, convolution=True)
+
+
+def _shape(value):
+    """What the formulas read of an argument, as something to look up by."""
+    if isinstance(value, torch.Tensor):
+        return value.shape
+    return tuple(map(_shape, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _computes_in(name: str, tensors: list[torch.Tensor]) -> str:
+    """In which type a kernel computes; float32 may be rounded to TF32."""
+    dtype = str(tensors[0].dtype).removeprefix("torch.")
+    if dtype != "float32":
+        return dtype
+    if name.startswith(("convolution", "cudnn")):
+        return "tf32" if torch.backends.cudnn.allow_tf32 else dtype
+    return dtype if torch.get_float32_matmul_precision() == "highest" else "tf32"

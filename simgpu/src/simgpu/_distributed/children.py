@@ -1,0 +1,58 @@
+"""Processes that the program spawns have the same GPUs; and how such a process ends."""
+
+import atexit
+import json
+import multiprocessing.spawn
+import os
+import sys
+import threading
+from multiprocessing.process import BaseProcess
+
+from simgpu import _runtime as runtime
+from simgpu._dispatch import shared_memory
+
+TO_CHILDREN = "SIMGPU_CHILD"  # the variable that tells them what they are
+
+_raw_preparation = multiprocessing.spawn.get_preparation_data
+_raw_bootstrap = BaseProcess._bootstrap
+
+
+def preparation_data(name: str) -> dict:
+    """What multiprocessing tells a new process: its main module is `spawned`."""
+    data = _raw_preparation(name)
+    for kind in ("path", "name"):
+        main = data.get(f"init_main_from_{kind}")
+        if main is not None and runtime.current().for_children is not None:
+            del data[f"init_main_from_{kind}"]
+            # where objects of its classes, pickled in a child, are looked for
+            sys.modules["__mp_main__"] = sys.modules["__main__"]
+            word = {kind: main, "gpus": runtime.current().for_children}
+            os.environ[TO_CHILDREN] = json.dumps(word)
+            data["init_main_from_name"] = "simgpu._spawn_main"
+            break
+    return data
+
+
+def bootstrap(process, *args, **kwargs) -> int:
+    """The life of a child of multiprocessing, which must not abort at its end."""
+    status = _raw_bootstrap(process, *args, **kwargs)
+    shared_memory.end_of_process()  # a child need not end as Python does
+    if runtime.running is not None:
+        if runtime.running.cluster is not None:
+            runtime.running.cluster.end()  # a forked process runs no atexit functions
+        if runtime.running.gloo_groups:
+            leave(status)
+    return status
+
+
+def leave(status: int) -> None:
+    """End a process in which gloo has run.
+
+    Its threads may want Python's lock while Python takes itself down, which aborts the
+    process: so end it before that, with all that a program may expect done.
+    """
+    threading._shutdown()  # waits for threads that are not daemons
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,0 +1,284 @@
+"""The operations of c10d on simulated GPUs: checked as NCCL does, then launched.
+
+`torch.distributed` is PyTorch's own, with DDP's reducer in C++; it calls operations of
+`c10d`, which the dispatch mode sees.
+"""
+
+import os
+import sys
+
+import torch
+from torch._C._distributed_c10d import Work
+from torch.utils._pytree import tree_leaves
+
+from simgpu._dispatch.call import Call
+from simgpu._dispatch.operation import handles
+from simgpu._dispatch.placement import blocks_of, gpu_of, memory_of, place
+from simgpu._distributed import (
+    checks,
+    exchange,
+    messages,
+    operations,
+    profiling,
+    subjects,
+    work,
+)
+from simgpu._distributed.collective import Channel, Collective
+from simgpu._distributed.communicator import Communicator
+from simgpu._distributed.groups import communicator_of
+from simgpu._frames import called_from
+from simgpu._timing import collective_cost
+
+_raw_start_coalescing = torch.distributed.ProcessGroup._start_coalescing
+_raw_end_coalescing = torch.distributed.ProcessGroup._end_coalescing
+_DISTRIBUTED = os.path.dirname(torch.distributed.__file__) + os.sep
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+
+
+@handles("c10d::")
+def run_collective(call: Call):
+    """An operation of c10d."""
+    __tracebackhide__ = True
+    func, args = call.func, call.args
+    name = func._schema.name.partition("::")[2]
+    group = messages.group_in(args)
+    tensors = [
+        x for x in tree_leaves((args, call.kwargs)) if isinstance(x, torch.Tensor)
+    ]
+    communicator = communicator_of(group)
+    if name == "barrier" and communicator is not None:
+        return _run_barrier(call, communicator)
+    checks.check(name, args, group, communicator, tensors)
+    if communicator is None or gpu_of(tensors[0]) is None:
+        return _run_elsewhere(call, tensors)
+    gpu = gpu_of(tensors[0])
+    for tensor in tensors:
+        place(tensor, gpu)
+    if name in ("send", "recv_"):
+        return _run_message(call, communicator, gpu)
+    thread = call.runtime.thread
+    factor, thread.premultiplier = thread.premultiplier, None
+    with exchange.plain():
+        found = operations.exchanges(call, group.size(), group.rank(), factor)
+    if profiling.is_on():
+        profiling.note(name, messages.given_by(name, args))
+    is_async = _argument(call, "async_op", True)
+    launched = [
+        launch(call.runtime, communicator, gpu, one, is_async=is_async) for one in found
+    ]
+    if communicator.batch is not None:
+        communicator.batch += launched
+    outputs = args[0]
+    written = [x for x in tree_leaves(outputs) if isinstance(x, torch.Tensor)]
+    stacked = name == "allgather_" and len({tensor.shape for tensor in written}) == 1
+    done = work.new(launched, written, stacked=stacked)
+    _wait_where_nobody_will(call.runtime, done, is_async)
+    return _results(call, outputs, done)
+
+
+def _argument(call: Call, name: str, default):
+    for argument, value in call.named_arguments():
+        if argument.name == name:
+            return value
+    return default
+
+
+def _results(call: Call, outputs, done: Work):
+    """What the operation returns: its outputs and a `Work`, or a `Work`."""
+    boxed = Work.boxed(done)
+    return boxed if len(call.func._schema.returns) == 1 else (outputs, boxed)
+
+
+def _run_elsewhere(call: Call, tensors):
+    """Another backend, such as gloo, has these tensors."""
+    out = call.func(*call.args, **call.kwargs)
+    gpu = gpu_of(tensors[0]) if tensors else None
+    for tensor in tree_leaves(out):
+        if isinstance(tensor, torch.Tensor):
+            place(tensor, gpu)
+    return out
+
+
+def _run_barrier(call: Call, communicator: Communicator):
+    """NCCL's is a collective of almost nothing, for which the host waits."""
+    now = call.runtime
+    now.initialize()
+    devices = _argument(call, "device_ids", ())
+    gpu = communicator.gpu_of_barrier(devices, now.gpus)
+    if not devices:
+        what = f"barrier ({called_from()})"
+        communicator.connect(gpu, now.clock, what, guess=True)
+    is_async = _argument(call, "async_op", True)
+    profiling.note("barrier", [])
+    one = exchange.barrier(len(communicator.ranks))
+    launched = launch(now, communicator, gpu, one, is_async=is_async)
+    done = work.new([launched], [], host_waits=True)
+    if not is_async:
+        work.wait(done)
+    return Work.boxed(done)
+
+
+# -- messages --------------------------------------------------------------------------
+
+
+def _run_message(call: Call, communicator: Communicator, gpu):
+    """`send` or `recv`: a message between two ranks."""
+    (tensor,), peer = call.args[0], call.args[2]
+    sends = call.func._schema.name == "c10d::send"
+    me = communicator.member
+    ends = (me, peer) if sends else (peer, me)
+    with exchange.plain():
+        one = exchange.send(tensor) if sends else exchange.receive(tensor)
+    channel = communicator.pair(*ends, sends)
+    arrow = f"send {me}->{peer}" if sends else f"recv {me}<-{peer}"
+    profiling.note(arrow, [tensor])
+    if communicator.batch is not None:
+        launched = _launch_in_batch(call.runtime, communicator, gpu, one, channel)
+    else:
+        stream = communicator.stream(communicator.ranks[peer])
+        launched = launch(call.runtime, communicator, gpu, one, channel, stream)
+    return Work.boxed(work.new([launched], [tensor]))
+
+
+def _launch_in_batch(now, communicator, gpu, one, channel) -> Collective:
+    """Messages of one batch go at the same time, on the stream of the group."""
+    stream = communicator.stream()
+    beside = communicator.batch[-1].meeting if communicator.batch else None
+    launched = launch(now, communicator, gpu, one, channel, stream, beside=beside)
+    communicator.batch.append(launched)
+    return launched
+
+
+def start_coalescing(group, device) -> None:
+    """`batch_isend_irecv` begins, or several collectives that go together."""
+    communicator = communicator_of(group)
+    if communicator is None or torch.device(device).type != "cuda":
+        _raw_start_coalescing(group, device)
+    else:
+        communicator.batch = []
+
+
+def end_coalescing(group, device) -> Work:
+    """A `Work` for all that was told since."""
+    communicator = communicator_of(group)
+    if communicator is None or communicator.batch is None:
+        return _raw_end_coalescing(group, device)
+    batch, communicator.batch = communicator.batch, None
+    return work.new(batch, [])
+
+
+# -- launching -------------------------------------------------------------------------
+
+
+def launch(now, communicator: Communicator, gpu, one: exchange.Exchange,
+           channel: Channel | None = None, stream: int | None = None, *,
+           is_async: bool = True, beside=None) -> Collective:  # fmt: skip
+    """Launch a collective on a GPU of this rank.
+
+    Args:
+        now: the runtime.
+        communicator: of its group.
+        gpu: of its tensors.
+        one: what this rank gives and takes.
+        channel: of a message between two ranks; None: the group's.
+        stream: the number of NCCL's stream; None: the group's.
+        is_async: on a stream of NCCL's; else on the current one, as PyTorch does it
+            since 2.8.
+        beside: the place in the schedule of a message that goes at the same time.
+    """
+    __tracebackhide__ = True
+    where = called_from()
+    if channel is None or stream is None or communicator.batch is not None:
+        guess = one.name == "barrier" and communicator.guessed
+        communicator.connect(gpu, now.clock, f"{one.name} ({where})", guess)
+    channel = channel or communicator.channel
+    current = now.stream_of(gpu)
+    stream = current if not is_async else (stream or communicator.stream())
+    key, clock = (gpu.index, stream), now.clock
+    written = list({id(t): t for taken in one.takes for t in taken}.values())
+    for tensor in (*one.gives, *written):  # does it come from a collective itself?
+        memory = memory_of(tensor)
+        if memory is not None and memory.arriving is not None:
+            memory.arriving.settle()
+    if stream != current:
+        now.sanitizer.watch_accesses()
+        if beside is None:
+            position = clock.record(gpu.index, current)
+            clock.stream_waits(gpu.index, stream, position)
+            clock.forget(position)
+    _tell_sanitizer(now, key, one, written)
+    seconds = collective_cost.collective_seconds(
+        one.name,
+        one.nbytes,
+        list(dict.fromkeys(channel.ranks)),
+        communicator.cluster.topology,
+    )
+    title = _title(communicator, one, channel)
+    meeting = clock.meet(gpu, stream, current, title, one.nbytes, seconds, beside)
+    launched = Collective(channel, one, meeting, clock, where)
+    launched.position = clock.record(*key)
+    if stream != current:
+        launched.given = list(one.gives)
+    for tensor in written:
+        memory = memory_of(tensor)
+        if memory is not None:
+            memory.arriving = launched
+    return launched
+
+
+def _tell_sanitizer(now, key, one: exchange.Exchange, written: list) -> None:
+    """A stream reads what this rank gives and writes what it takes."""
+    __tracebackhide__ = True
+    if not now.sanitizer.watching:
+        return
+    reads = [("input", *place) for t in one.gives for place in blocks_of(t)]
+    writes = [("output", *place) for t in written for place in blocks_of(t)]
+    name = "recv" if one.name == "send" and not one.gives else one.name
+    now.sanitizer.access(f"c10d::{name}", key, reads, writes)
+
+
+def _title(communicator, one: exchange.Exchange, channel: Channel) -> str:
+    """How the timeline names it: "all_reduce", "all_gather blocks.0", "send to 1"."""
+    if one.name == "all_reduce" and _called_by_engine():
+        backward = torch._C._current_graph_task_id()
+        return f"all_reduce {communicator.buckets.next(backward)}"
+    if one.name in ("all_gather", "reduce_scatter", "all_reduce"):
+        return f"{one.name} {subjects.sharded_module()}".rstrip()
+    if one.name != "send":
+        return one.name
+    if channel.member == 0 and one.gives:
+        return f"send to {channel.ranks[1]}"
+    return f"recv from {channel.ranks[0]}"
+
+
+def _wait_where_nobody_will(now, done: Work, is_async: bool) -> None:
+    """DDP in C++ waits for what it has launched, which is not seen from here."""
+    if not is_async:
+        return
+    if now.thread.cpp_waits and not _in_backward():
+        work.wait(done)  # in DDP's constructor, or before a forward pass
+    elif not _called_by_engine():
+        return
+    elif torch._C._current_autograd_node() is None:
+        work.wait(done)  # backward is over: the reducer of a static graph does all now
+    else:
+        work.before_backward_ends(work.launched(done).wait)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _called_by_engine() -> bool:
+    """Whether C++ calls, in backward, with no Python between: DDP's reducer."""
+    if not _in_backward():
+        return False
+    frame = sys._getframe(2)
+    while frame is not None and not _is_caller(frame.f_code):
+        frame = frame.f_back
+    return frame is not None and frame.f_code is _ENGINE
+
+
+def _is_caller(code) -> bool:
+    """Whether a frame is the engine's, or of a module of torch.distributed."""
+    return code is _ENGINE or code.co_filename.startswith(_DISTRIBUTED)

@@ -1,0 +1,165 @@
+"""Functional collectives: `_c10d_functional`, which DTensor and its like call.
+
+They return new tensors, and `wait_tensor` makes the current stream wait for one.
+"""
+
+import torch
+from torch.distributed import distributed_c10d
+
+from simgpu._dispatch.call import Call
+from simgpu._dispatch.mode import modes_in_this_thread
+from simgpu._dispatch.operation import handles
+from simgpu._dispatch.placement import gpu_of, memory_of
+from simgpu._distributed import checks, collectives, exchange, operations, work
+from simgpu._distributed.groups import communicator_of
+from simgpu._errors import NotSimulated
+
+_OPS = {"sum": "SUM", "avg": "AVG", "product": "PRODUCT", "min": "MIN", "max": "MAX",
+        "band": "BAND", "bor": "BOR", "bxor": "BXOR"}  # fmt: skip
+
+
+@handles("_c10d_functional::")
+def run_functional(call: Call):
+    """An operation of `_c10d_functional`."""
+    __tracebackhide__ = True
+    name = call.func._schema.name.partition("::")[2]
+    if name == "wait_tensor":
+        return _wait_tensor(call)
+    gpu = next(filter(None, map(gpu_of, call.tensors)), None)
+    named = {argument.name: value for argument, value in call.named_arguments()}
+    communicator = _communicator(named)
+    if gpu is None or communicator is None:  # also what only wraps a tensor
+        return call.func(*call.args, **call.kwargs)
+    run = _RUN.get(name.replace("_coalesced", ""))
+    if run is None:
+        raise NotSimulated(call.func._schema.name)
+    several = "inputs" in named
+    inputs = named["inputs"] if several else [named["input"]]
+    kind = "allreduce_" if name.startswith("all_reduce") else name
+    checks.check_dtype(kind, inputs, gpu)
+    outputs = [
+        run(_Functional(call, communicator, gpu, named), tensor) for tensor in inputs
+    ]
+    return outputs if several else outputs[0]
+
+
+def _communicator(named: dict):
+    """Of the group among the arguments, which is given itself or by its name."""
+    group = named.get("group_name")
+    if isinstance(group, str):
+        group = distributed_c10d._resolve_process_group(group)
+    return None if group is None else communicator_of(group)
+
+
+class _Functional:
+    """One functional collective on its way."""
+
+    def __init__(self, call: Call, communicator, gpu, named: dict):
+        self.call, self.communicator, self.gpu = call, communicator, gpu
+        self.named = named
+        self.size, self.rank = len(communicator.ranks), communicator.member
+
+    def reduction(self, tensor) -> exchange.Reduction:
+        name = self.named["reduce_op"].lower()
+        if name not in _OPS:
+            raise ValueError(f"Unknown reduce_op {name}")
+        return exchange.reduction_named(_OPS[name], tensor.dtype)
+
+    def launch(self, one: exchange.Exchange, output: torch.Tensor) -> torch.Tensor:
+        launched = collectives.launch(
+            self.call.runtime, self.communicator, self.gpu, one
+        )
+        memory_of(output).awaited = work.Launched([launched], [output], False)
+        return output
+
+    def on_gpu(self, make) -> torch.Tensor:
+        """A tensor that an operation on the GPU makes."""
+        with modes_in_this_thread(self.call.runtime), torch.no_grad():
+            return make()
+
+    def rows(self, tensor, count: int) -> torch.Tensor:
+        """An empty tensor like this one, with so many rows."""
+        shape = (count, *tensor.shape[1:])
+        return self.on_gpu(lambda: tensor.new_empty(shape))
+
+    def contiguous(self, tensor) -> torch.Tensor:
+        if tensor.is_contiguous():
+            return tensor
+        return self.on_gpu(tensor.contiguous)
+
+
+def _all_reduce(f: _Functional, tensor):
+    out = f.on_gpu(lambda: tensor.clone(memory_format=torch.contiguous_format))
+    return _all_reduce_in_place(f, out)
+
+
+def _all_reduce_in_place(f: _Functional, tensor):
+    with exchange.plain():
+        one = exchange.all_reduce(f.size, f.rank, [tensor], f.reduction(tensor))
+    return f.launch(one, tensor)
+
+
+def _broadcast(f: _Functional, tensor):
+    out = f.on_gpu(lambda: tensor.clone(memory_format=torch.contiguous_format))
+    return _broadcast_in_place(f, out)
+
+
+def _broadcast_in_place(f: _Functional, tensor):
+    with exchange.plain():
+        one = exchange.broadcast(f.size, f.rank, [tensor], f.named["src"])
+    return f.launch(one, tensor)
+
+
+def _all_gather(f: _Functional, tensor):
+    given = f.contiguous(tensor)
+    out = f.named.get("out")
+    if out is None:
+        rows = given.shape[0] if given.dim() else 1
+        out = f.rows(given, f.size * rows)
+    with exchange.plain():
+        one = operations.all_gather_into(f.size, f.rank, out, given)
+    return f.launch(one, out)
+
+
+def _reduce_scatter(f: _Functional, tensor):
+    given = f.contiguous(tensor)
+    out = f.named.get("out")
+    if out is None:
+        out = f.rows(given, given.shape[0] // f.size)
+    with exchange.plain():
+        reduction = f.reduction(given)
+        one = operations.reduce_scatter_from(f.size, f.rank, out, given, reduction)
+    return f.launch(one, out)
+
+
+def _all_to_all(f: _Functional, tensor):
+    given = f.contiguous(tensor)
+    splits = f.named["output_split_sizes"], f.named["input_split_sizes"]
+    out = f.rows(given, sum(splits[0]))
+    with exchange.plain():
+        one = operations.all_to_all_single(f.size, f.rank, out, given, *splits)
+    return f.launch(one, out)
+
+
+_RUN = {
+    "all_reduce": _all_reduce,
+    "all_reduce_": _all_reduce_in_place,
+    "broadcast": _broadcast,
+    "broadcast_": _broadcast_in_place,
+    "all_gather_into_tensor": _all_gather,
+    "all_gather_into_tensor_out": _all_gather,
+    "reduce_scatter_tensor": _reduce_scatter,
+    "reduce_scatter_tensor_out": _reduce_scatter,
+    "all_to_all_single": _all_to_all,
+}
+
+
+def _wait_tensor(call: Call):
+    tensor = call.args[0]
+    memory = memory_of(tensor)
+    if memory is None:
+        return call.func(*call.args, **call.kwargs)
+    if memory.awaited is not None:
+        awaited, memory.awaited = memory.awaited, None
+        awaited.wait()
+    return tensor

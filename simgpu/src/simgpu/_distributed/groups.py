@@ -1,0 +1,294 @@
+"""Process groups: where one would use NCCL, the simulator carries the values."""
+
+import copy
+import functools
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup
+from torch.distributed import distributed_c10d
+
+from simgpu import _runtime as runtime
+from simgpu._distributed.cluster import Cluster
+from simgpu._distributed.communicator import Communicator
+from simgpu._errors import NotSimulated
+from simgpu._frames import called_from
+from simgpu._loopback import LOOPBACK
+from simgpu._timing.topology import Topology
+
+NCCL_VERSION = (2, 28, 9)  # what PyTorch 2.11 for CUDA 13.0 comes with
+_LOOPBACK_ADDRESSES = ("localhost", "127.0.0.1", "::1")
+# PyTorch's own backend that does nothing: it stands where NCCL's would
+_STAND_IN = "fake"
+
+_raw_new_group = distributed_c10d._new_process_group_helper
+_raw_object_device = distributed_c10d._get_object_coll_device
+_raw_get_backend = dist.ProcessGroup._get_backend
+_raw_shutdown = dist.ProcessGroup.shutdown
+_raw_barrier = dist.ProcessGroup.barrier
+_raw_rendezvous = distributed_c10d.rendezvous
+
+
+def nccl_version() -> tuple[int, int, int]:
+    """`torch.cuda.nccl.version`"""
+    return NCCL_VERSION
+
+
+def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
+    """A process group: where it would use NCCL, the simulator does the work."""
+    now = runtime.current()
+    asked = str(backend)
+    if "nccl" not in _backends(asked).values():
+        return _raw_new_group(size, rank, ranks, backend, store, name, *args, **kwargs)
+    options = kwargs.pop("backend_options", None)
+    if options is None:
+        options = dist.ProcessGroupNCCL.Options()
+    elif not isinstance(options, dist.ProcessGroupNCCL.Options):
+        raise AssertionError(
+            "Expected backend_options argument to be of type ProcessGroupNCCL.Options"
+        )
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers it
+
+    if "gloo" in _backends(asked).values():
+        _bind_to_loopback()
+    stand_in = ",".join(
+        f"{device}:{_STAND_IN if its == 'nccl' else its}"
+        for device, its in _backends(asked).items()
+    )
+    group, its_store = _raw_new_group(
+        size, rank, ranks, distributed_c10d.Backend(stand_in), store, name, *args,
+        **kwargs,
+    )  # fmt: skip
+    if not isinstance(group, dist.ProcessGroup):
+        return group, its_store
+    _call_it_nccl(group)
+    world = distributed_c10d._world
+    world.pg_map[group] = (asked, its_store)  # for get_backend()
+    config = ",".join(f"{kind}:{its}" for kind, its in _backends(asked).items())
+    world.pg_backend_config[group] = config
+    if not ranks:
+        _begin_job(now, store, rank, size)
+    bound = kwargs.get("device_id")
+    members = list(ranks) or list(range(size))
+    options._timeout, options.group_name = kwargs["timeout"], name
+    options.global_ranks_in_group = list(ranks)
+    communicator = _communicate(now, group, name, members, rank, bound, options)
+    if "gloo" in _backends(asked).values():
+        now.gloo_groups.append(group)
+    if bound is not None:
+        now.initialize()
+        what = f"a process group with device_id ({called_from()})"
+        communicator.connect(now.gpus[bound.index], now.clock, what)
+    return group, its_store
+
+
+def _call_it_nccl(group: dist.ProcessGroup) -> None:
+    """C++, such as DDP's logger, knows a group's backend by this."""
+    kind, device = dist.ProcessGroup.BackendType.NCCL, torch.device("cuda")
+    group._register_backend(device, kind, _raw_get_backend(group, device))
+    group._set_default_backend(kind)
+
+
+def _communicate(now, group, name: str, members, rank: int, bound, options):
+    """The communicator of a new group."""
+    life = now.lives.get(name, 0)
+    now.lives[name] = life + 1
+    # ranks that make groups of their own at the same time give them one name
+    which = f"{hash(tuple(members)) & 0xFFFFFFFF:x}"
+    own_name = now.thread.name_of_group or f"{name}.{life}.{which}"
+    communicator = Communicator(now.cluster, own_name, members, rank, bound, options)
+    now.communicators[group.group_name] = communicator
+    return communicator
+
+
+def alone(store, rank: int, size: int, options) -> dist.ProcessGroup:
+    """A group that `torch.distributed` does not know: `ProcessGroupNCCL(store, ...)`.
+
+    Raises:
+        NotSimulated: if its ranks are not those of the job.
+    """
+    now = runtime.current()
+    if now.cluster is None:
+        _begin_job(now, store, rank, size)
+    if (now.cluster.rank, now.cluster.size) != (rank, size):
+        raise NotSimulated("a ProcessGroupNCCL of some ranks", "Call dist.new_group().")
+    name = "ProcessGroupNCCL"
+    life = now.lives.get(name, 0)
+    group = dist.ProcessGroup(store, rank, size)
+    stand_in = FakeProcessGroup._create_internal(rank, size)
+    kind = dist.ProcessGroup.BackendType.NCCL
+    group._register_backend(torch.device("cuda"), kind, stand_in)
+    group._set_default_backend(kind)
+    group._set_group_name(f"{name} {life}")
+    _communicate(now, group, name, list(range(size)), rank, None, options)
+    return group
+
+
+def rendezvous(*args, **kwargs):
+    """The ranks of a job meet: what earlier ones left in the store is not theirs."""
+    now = runtime.current()
+    _end_job(now)
+    for store, rank, size in _raw_rendezvous(*args, **kwargs):
+        now.meetings += 1
+        if now.meetings > 1:
+            store = dist.PrefixStore(f"meeting {now.meetings}", store)
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        if restarts != "0" and os.environ.get("GROUP_WORLD_SIZE") == "1":
+            # torchrun keeps its store; several agents count restarts differently
+            store = dist.PrefixStore(f"restart {restarts}", store)
+        yield store, rank, size
+
+
+def _end_job(now) -> None:
+    """Whoever keeps the store of the job before waits until the others have left it."""
+    if now.cluster is not None:
+        now.cluster.end()
+        now.cluster.arena.close()
+        now.cluster = None
+
+
+def _begin_job(now, store, rank: int, size: int) -> None:
+    """The first process group: from now on this process is a rank of a job."""
+    _end_job(now)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    nodes = size // here if size % here == 0 else 1
+    topology = Topology(now.request.card, size // nodes, nodes, now.network)
+    prefix = f"simgpu {now.jobs}"
+    now.jobs += 1
+    now.lives.clear()  # names count from 0 again, and not on all ranks alike before
+    now.cluster = Cluster(dist.PrefixStore(prefix, store), rank, size, topology)
+    now.sanitizer.is_first = now.cluster.board.is_first
+    if rank == 0 and now.jobs == 1:
+        ranks = "1 rank" if size == 1 else f"{size} ranks"
+        print(
+            f"{ranks} on simulated GPUs: no NCCL, one simulated time for all",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _bind_to_loopback() -> None:
+    """Where all ranks are on one machine, no other need reach gloo's sockets."""
+    found = os.environ
+    local = found.get("LOCAL_WORLD_SIZE", "many") == found.get("WORLD_SIZE")
+    if LOOPBACK and (local or found.get("MASTER_ADDR") in _LOOPBACK_ADDRESSES):
+        found.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+
+
+@functools.cache
+def _backends(asked: str) -> dict[str, str]:
+    """Kind of device -> backend, for what a script has asked for."""
+    if asked == "undefined":  # nothing: PyTorch takes what the machine has
+        return {"cpu": "gloo", "cuda": "nccl"}
+    config = distributed_c10d.BackendConfig(distributed_c10d.Backend(asked))
+    return config.get_device_backend_map()
+
+
+def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
+    asked, _ = distributed_c10d._world.pg_map.get(group, ("gloo", None))
+    return _backends(str(asked))
+
+
+def communicator_of(group: dist.ProcessGroup) -> Communicator | None:
+    """What NCCL would have for a group; None if it does not use NCCL."""
+    return runtime.current().communicators.get(group.group_name)
+
+
+def is_nccl(group: dist.ProcessGroup) -> bool:
+    """Whether the group has NCCL alone, which knows only GPUs."""
+    return set(backends_of(group).values()) == {"nccl"}
+
+
+def object_device(group: dist.ProcessGroup | None = None) -> str:
+    """On which kind of device pickled objects travel."""
+    if is_nccl(group or dist.group.WORLD):
+        return "cuda"
+    return _raw_object_device(group)
+
+
+def shutdown(group: dist.ProcessGroup) -> None:
+    """`destroy_process_group`: what was launched is done before."""
+    now = runtime.current()
+    communicator = now.communicators.pop(group.group_name, None)
+    if communicator is not None:
+        now.clock.settle()
+        communicator.close(now.gpus)
+        if dist.group.WORLD is group:
+            now.cluster.board.say_ended(", with its process group")
+    _raw_shutdown(group)
+
+
+def split_group(parent_pg=None, split_ranks=None, timeout=None, pg_options=None,
+                group_desc=None, **kwargs):  # fmt: skip
+    """`split_group`: this rank's part of a group, as a group of its own."""
+    parent = parent_pg or dist.group.WORLD
+    communicator = communicator_of(parent)
+    if communicator is None or communicator.bound is None:
+        raise RuntimeError(
+            "No device associated with the default pg, not safe to split any process "
+            "groups"
+        )
+    if not split_ranks:
+        raise ValueError("split_ranks cannot be None or empty")
+    backend = kwargs.get("backend")
+    if backend is not None:
+        _check_part_of(str(backend), backends_of(parent))
+    parts = [sorted(part) for part in split_ranks]
+    members = [rank for part in parts for rank in part]
+    if len(members) != len(set(members)) or not all(parts):
+        raise ValueError("the split groups must not be empty nor share a rank")
+    mine = [part for part in parts if communicator.member in part]
+    if group_desc is None:
+        group_desc = f"{parent.group_desc}:split:{communicator.splits}"
+    communicator.splits += 1  # what new_group() calls it is not the same on all ranks
+    if not mine:
+        return None
+    thread = runtime.current().thread
+    thread.name_of_group = f"{communicator.name}/split {communicator.splits}/{mine}"
+    try:
+        return dist.new_group(
+            [communicator.ranks[member] for member in mine[0]], timeout, backend,
+            use_local_synchronization=True, group_desc=group_desc,
+            device_id=communicator.bound, pg_options=copy.deepcopy(pg_options),
+        )  # fmt: skip
+    finally:
+        thread.name_of_group = None
+
+
+def _check_part_of(backend: str, of_parent: dict[str, str]) -> None:
+    """Raise unless a group has all the backends that its part asks for."""
+    for device, name in _backends(backend).items():
+        if device not in of_parent:
+            raise ValueError(
+                f"Requested backend for device '{device}' is not present in the parent "
+                f"process group (parent backends: {of_parent})"
+            )
+        if name != of_parent[device]:
+            raise ValueError(
+                f"Backend mismatch for device '{device}': parent has "
+                f"'{of_parent[device]}', requested '{name}'. Backend names must match "
+                "exactly when filtering split_group backends."
+            )
+
+
+def split_of(group: dist.ProcessGroup, ranks: list[int], timeout=None, opts=None,
+             group_name=None, group_desc=None, device_types=None):  # fmt: skip
+    """`ProcessGroup.split_group`: one part of it; None on all other ranks."""
+    if communicator_of(group) is None:
+        raise RuntimeError("No backend of this process group supports splitting")
+    return split_group(group, [list(ranks)], timeout, opts, group_desc)
+
+
+def supports_coalescing(backend) -> bool:
+    """`Backend.supports_coalescing`: NCCL does."""
+    return runtime.running is not None
+
+
+def barrier(group: dist.ProcessGroup, *args, **kwargs):
+    """C++ would make a tensor on the GPU, to find the backend by it."""
+    options = kwargs.get("opts", args[0] if args else None)
+    if isinstance(options, dist.BarrierOptions):
+        options.device = torch.device("cpu")
+    return _raw_barrier(group, *args, **kwargs)

@@ -1,0 +1,245 @@
+"""`ProcessGroupNCCL`: what a program may ask of NCCL itself, and its options.
+
+Models: the class as `torch.distributed` shows it, for a group whose collectives the
+simulator carries; its options are kept and given back. Leaves out: what the options
+change on a real machine, which is speed only; memory pools; the estimate of time.
+"""
+
+import copy
+import os
+import zlib
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup
+
+from simgpu import _runtime as runtime
+from simgpu._distributed import groups
+from simgpu._distributed.communicator import Communicator
+from simgpu._errors import NotSimulated
+
+_NOT_SET = -(2**31)  # what NCCL calls NCCL_CONFIG_UNDEF_INT
+_raw_get_backend = dist.ProcessGroup._get_backend
+_raw_abort = dist.ProcessGroup.abort
+_raw_sequence_number = dist.ProcessGroup._get_sequence_number_for_group
+_raw_begin_sequence = dist.ProcessGroup._set_sequence_number_for_group
+_raw_backend_name = dist.ProcessGroup._get_backend_name
+_raw_enable_timing = dist.ProcessGroup._enable_collectives_timing
+_raw_name = dist.ProcessGroup.name
+
+
+class NCCLConfig:
+    """The fields of `ncclConfig_t`, which a program may set."""
+
+    def __init__(self):
+        self.blocking = self.cga_cluster_size = self.split_share = _NOT_SET
+        self.min_ctas = self.max_ctas = self.cta_policy = self.traffic_class = _NOT_SET
+        self.collnet_enable = self.nvls_ctas = self.shrink_share = _NOT_SET
+        self.n_channels_per_net_peer = self.nvlink_centric_sched = _NOT_SET
+        self.net_name = self.comm_name = ""
+
+
+class Options:
+    """`ProcessGroupNCCL.Options`"""
+
+    def __init__(self, is_high_priority_stream: bool = False):
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config = NCCLConfig()
+        self.backend = "nccl"
+        self._timeout = timedelta(minutes=10)
+        self.global_ranks_in_group: list[int] = []
+        self.group_name = ""
+        self.split_from = None
+        self.split_color = 0
+
+    def __deepcopy__(self, memo) -> "Options":
+        other = copy.copy(self)  # the group that it was split from is not copied
+        other.config = copy.copy(self.config)
+        return other
+
+
+class ProcessGroupNCCL:
+    """The backend of a group for GPUs; collectives go to the group itself.
+
+    Args:
+        store: where its members meet.
+        rank: of this process in it.
+        size: of the group.
+        options: of NCCL, or how long a collective may take.
+    """
+
+    Options, NCCLConfig = Options, NCCLConfig
+    NCCL_CTA_POLICY_DEFAULT, NCCL_CTA_POLICY_EFFICIENCY = 0, 1
+    NCCL_CTA_POLICY_ZERO = 2
+    NCCL_SPLIT_NOCOLOR = -1
+    supports_splitting = supports_coalescing = True
+    supports_time_estimate = supports_shrinking = False
+
+    def __init__(self, store, rank: int, size: int, options=None):
+        options = copy.deepcopy(options) if isinstance(options, Options) else options
+        if not isinstance(options, Options):
+            limit, options = options, Options()
+            options._timeout = limit or options._timeout
+        self._show(groups.alone(store, rank, size, options), options)
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, options: Options) -> "ProcessGroupNCCL":
+        """The backend of a group that there is."""
+        backend = cls.__new__(cls)
+        backend._show(group, options)
+        return backend
+
+    def _show(self, group: dist.ProcessGroup, options: Options) -> None:
+        self._group, self.options = group, options
+
+    def __getattr__(self, name: str):
+        if name.startswith("__") or name == "_group":
+            raise AttributeError(name)
+        return getattr(self._group, name)  # allreduce, broadcast, rank, size, ...
+
+    @property
+    def _communicator(self) -> Communicator:
+        found = groups.communicator_of(self._group)
+        if found is None:
+            raise RuntimeError("NCCL communicator was aborted")
+        return found
+
+    def name(self) -> str:
+        return "nccl"
+
+    @property
+    def uid(self) -> int:
+        """Which of the process groups of this process it is."""
+        return list(runtime.current().communicators).index(self._group.group_name)
+
+    def comm_split_count(self) -> int:
+        return self._communicator.splits
+
+    def get_error(self):
+        return torch._C._distributed_c10d.ErrorType.SUCCESS
+
+    @staticmethod
+    def get_build_nccl_version() -> tuple[int, int, int]:
+        return groups.NCCL_VERSION
+
+    get_runtime_nccl_version = get_build_nccl_version
+
+    def eager_connect_single_device(self, device) -> None:
+        """Connect now and not at the first collective."""
+        now = runtime.current()
+        now.initialize()
+        gpu = now.gpus[torch.device(device).index]
+        self._communicator.connect(gpu, now.clock, "eager_connect_single_device")
+
+    def perform_nocolor_split(self, device) -> None:
+        """This rank has no part in the split: nothing is to be done."""
+
+    def _group_start(self) -> None:
+        """ncclGroupStart: what is aborted until the end goes together."""
+
+    def _group_end(self) -> None:
+        """ncclGroupEnd"""
+
+    def _is_initialized(self) -> bool:
+        return self._communicator.ordinal is not None
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self.options._timeout = timeout
+        self._communicator.set_limit(timeout.total_seconds())
+
+    set_timeout = _set_default_timeout
+
+    def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
+        """A collective waits for others only; it needs no more time than it has."""
+
+    def supports_tensor_alloc(self, device) -> bool:
+        return False
+
+    def allocate_tensor(self, *args, **kwargs):
+        raise NotSimulated("ProcessGroupNCCL.allocate_tensor")
+
+    def register_mem_pool(self, *args, **kwargs):
+        raise NotSimulated("ProcessGroupNCCL.register_mem_pool")
+
+    def deregister_mem_pool(self, *args, **kwargs):
+        raise NotSimulated("ProcessGroupNCCL.deregister_mem_pool")
+
+    def _start_time_estimate(self):
+        raise NotSimulated("the estimate of time by NCCL")
+
+    def _end_time_estimate(self):
+        raise NotSimulated("the estimate of time by NCCL")
+
+
+def get_backend(group: dist.ProcessGroup, device):
+    """`ProcessGroup._get_backend`: for GPUs, NCCL's."""
+    communicator = groups.communicator_of(group)
+    if communicator is None or torch.device(device).type != "cuda":
+        return _raw_get_backend(group, device)
+    if communicator.backend is None:
+        communicator.backend = ProcessGroupNCCL.of(group, communicator.options)
+    return communicator.backend
+
+
+def name(group: dist.ProcessGroup) -> str:
+    """`ProcessGroup.name`"""
+    return _raw_name(group) if groups.communicator_of(group) is None else "nccl"
+
+
+def backend_name(group: dist.ProcessGroup) -> str:
+    """`ProcessGroup._get_backend_name`"""
+    communicator = groups.communicator_of(group)
+    return _raw_backend_name(group) if communicator is None else "nccl"
+
+
+def enable_timing(group: dist.ProcessGroup) -> None:
+    """`_enable_collectives_timing`: the timeline has the times anyway."""
+    if groups.communicator_of(group) is None:
+        _raw_enable_timing(group)
+
+
+def sequence_number(group: dist.ProcessGroup) -> int:
+    """`ProcessGroup._get_sequence_number_for_group`: collectives so far."""
+    communicator = groups.communicator_of(group)
+    if communicator is None:
+        return _raw_sequence_number(group)
+    return communicator.channel.launched
+
+
+def begin_sequence(group: dist.ProcessGroup) -> None:
+    """`ProcessGroup._set_sequence_number_for_group`: NCCL counts anyway."""
+    if groups.communicator_of(group) is None:
+        _raw_begin_sequence(group)
+
+
+def unique_id() -> bytes:
+    """`torch.cuda.nccl.unique_id`: as long as NCCL's, and as random."""
+    return os.urandom(128)
+
+
+def abort(group: dist.ProcessGroup) -> None:
+    """`ProcessGroup.abort`: what is under way is given up, and nobody waits for it."""
+    now = runtime.current()
+    communicator = now.communicators.pop(group.group_name, None)
+    if communicator is None:
+        _raw_abort(group)
+        return
+    communicator.give_up()
+    communicator.close(now.gpus)
+
+
+def unwrapped(raw):
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL: the simulator compares collectives anyway."""
+
+    def create_process_group_wrapper(wrapped_pg, *args, **kwargs):
+        if isinstance(wrapped_pg, FakeProcessGroup):
+            return wrapped_pg
+        return raw(wrapped_pg, *args, **kwargs)
+
+    return create_process_group_wrapper
+
+
+def hash_tensors(tensors: list[torch.Tensor]) -> int:
+    """`_hash_tensors`, which NCCL's builds have: a number that PyTorch only logs."""
+    return zlib.crc32(b"".join(tensor.cpu().numpy().tobytes() for tensor in tensors))

@@ -1,0 +1,144 @@
+"""What is replaced of torch.distributed, rpc and multiprocessing: a part of the table.
+
+`simgpu/patches.py` has the whole.
+"""
+
+import multiprocessing.spawn
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
+from multiprocessing.queues import Queue
+
+import torch
+import torch.cuda.nccl
+from torch._C._distributed_c10d import FakeProcessGroup
+from torch.autograd import profiler_util
+from torch.distributed import constants, device_mesh, distributed_c10d
+from torch.distributed.rpc import api, internal
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _DDPJoinHook
+
+from simgpu._api import refused, sharing
+from simgpu._api.patch import Patch, patches
+from simgpu._distributed import (
+    children,
+    collectives,
+    ddp,
+    functional,  # noqa: F401 - registers what runs operations
+    futures,
+    groups,
+    nccl,
+    profiling,
+    reductions,
+    rpc,
+    work,
+)
+
+
+def table() -> list[Patch]:
+    """torch.distributed and multiprocessing."""
+    # PyTorch's own time limit, where it is built with NCCL
+    limit = {"default_pg_nccl_timeout": timedelta(minutes=10)}
+    return [
+        *patches(
+            distributed_c10d, "the simulator stands for NCCL",
+            split_group=groups.split_group,
+            _new_process_group_helper=groups.new_group, rendezvous=groups.rendezvous,
+            _get_object_coll_device=groups.object_device,
+            _create_process_group_wrapper=nccl.unwrapped(
+                distributed_c10d._create_process_group_wrapper
+            ),
+            is_nccl_available=lambda: True, ProcessGroupNCCL=nccl.ProcessGroupNCCL,
+            **limit,
+        ),
+        *patches(device_mesh, "the simulator stands for NCCL",
+                 split_group=groups.split_group),
+        *patches(constants, "the simulator stands for NCCL", **limit),
+        *patches(torch.distributed, "the simulator stands for NCCL",
+                 is_nccl_available=lambda: True, split_group=groups.split_group,
+                 ProcessGroupNCCL=nccl.ProcessGroupNCCL,
+                 _make_nccl_premul_sum=reductions.make_premul_sum),
+        *patches(
+            torch.distributed.ProcessGroup, "the simulator stands for NCCL",
+            barrier=groups.barrier, shutdown=groups.shutdown, abort=nccl.abort,
+            name=nccl.name, _get_backend=nccl.get_backend,
+            _get_backend_name=nccl.backend_name, split_group=groups.split_of,
+            _enable_collectives_timing=nccl.enable_timing,
+            _get_sequence_number_for_group=nccl.sequence_number,
+            _set_sequence_number_for_group=nccl.begin_sequence,
+            _start_coalescing=collectives.start_coalescing,
+            _end_coalescing=collectives.end_coalescing,
+        ),
+        *patches(profiler_util.FunctionEvent, "a collective ends later",
+                 __init__=profiling.new_event),
+        *patches(torch._C._distributed_c10d, "only builds with NCCL have it",
+                 _hash_tensors=nccl.hash_tensors,
+                 **{name: refused.refuse(f"torch._C._distributed_c10d.{name}")
+                    for name in ("_dump_nccl_trace", "_dump_nccl_trace_json")}),
+        *patches(FakeProcessGroup, "the simulator stands for NCCL",
+                 supports_coalescing=property(groups.supports_coalescing)),
+        *[
+            patch
+            for options in reductions.OPTIONS
+            for patch in patches(options, "C++ does not give the factor back",
+                                 reduceOp=reductions.noting_factor(options))
+        ],
+        *patches(torch._C.Future, "hooks run in our modes, on a stream of their own",
+                 then=work.then),
+        *patches(torch._C.Future, "streams wait, and not the program",
+                 wait=work.future_wait, value=work.future_value),
+        *patches(
+            torch._C._distributed_c10d.Work, "streams wait, and not the program",
+            wait=work.wait, synchronize=work.synchronize, get_future=work.get_future,
+            is_completed=work.is_completed, result=work.result,
+        ),
+        *patches(
+            DistributedDataParallel, "its reducer makes tensors in C++",
+            **{name: ddp.on_replica(name)
+               for name in ("__init__", "__setstate__", "_pre_forward",
+                            "_post_forward")},
+        ),
+        *patches(
+            DistributedDataParallel, "its stream does not wait for the optimizer",
+            _root_copy_hook=ddp.cast_in_order(DistributedDataParallel._root_copy_hook),
+        ),
+        *patches(
+            _DDPJoinHook, "its reducer makes tensors in C++",
+            main_hook=ddp.in_join("main_hook"), post_hook=ddp.in_join("post_hook"),
+        ),
+        *patches(
+            torch.distributed, "C++ waits for its collectives",
+            **{name: ddp.waiting(getattr(torch.distributed, name))
+               for name in ("_broadcast_coalesced", "_verify_params_across_processes")},
+        ),
+        *patches(torch.futures.Future, "values on GPUs are in the order of streams",
+                 __init__=futures.new, set_result=futures.set_result,
+                 then=futures.then),
+        *patches(torch.cuda.nccl, "copies stand for NCCL in one process",
+                 is_available=lambda tensors: False, version=groups.nccl_version,
+                 unique_id=nccl.unique_id),
+        *_rpc(),
+        *patches(Queue, "a thread of the queue sends, which must not move memory",
+                 put=sharing.put),
+        *patches(multiprocessing.spawn, "children have the same GPUs",
+                 get_preparation_data=children.preparation_data),
+        *patches(BaseProcess, "a child with gloo must not abort at its end",
+                 _bootstrap=children.bootstrap),
+    ]  # fmt: skip
+
+
+def _rpc() -> list[Patch]:
+    """torch.distributed.rpc, whose C++ knows CPU tensors."""
+    why = "C++ takes a GPU tensor for one of the CPU"
+    return [
+        *patches(internal._InternalRPCPickler, why,
+                 serialize=rpc.serialize, deserialize=rpc.deserialize),
+        *patches(api, why, **rpc.INVOKE),
+        *patches(torch.distributed.rpc.PyRRef, why, to_here=rpc.to_here),
+        *patches(torch.distributed.rpc, why, TensorPipeAgent=rpc.new_agent),
+        *patches(torch._C._distributed_rpc.TensorPipeAgent, why,
+                 _get_device_map=rpc.get_device_map),
+        *patches(torch.distributed.autograd, why,
+                 backward=rpc.backward, get_gradients=rpc.get_gradients),
+        *patches(internal, "threads of C++ have no modes",
+                 _run_function=rpc.run_function),
+    ]  # fmt: skip

@@ -1,0 +1,97 @@
+"""Programs that a program starts as commands, launchers of ranks above all.
+
+`--children`, which a known launcher implies, hands the GPUs down in the environment:
+every Python below finds them there when it starts (`inherit.py`). Without it one line
+says that such a program has none. Nothing here needs PyTorch.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from simgpu import _failures as failures
+from simgpu._child_commands import VARIABLE
+
+LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch",
+             "accelerate", "accelerate.commands.launch",
+             "accelerate.commands.accelerate_cli", "deepspeed")  # fmt: skip
+_SITE = str(Path(__file__).parent / "_site")
+_PYTHON = re.compile(r"(^|[\s/\\])(python[\d.]*|torchrun|accelerate)(\.exe)?(\s|$)")
+_SAYS = (
+    "simgpu: a program that this one starts as a command has no simulated GPUs; "
+    "python -m simgpu --children hands them down"
+)
+
+
+def find_command(name: str) -> list[str] | None:
+    """A program beside this Python, or on PATH."""
+    beside = os.path.dirname(sys.executable)
+    found = shutil.which(name, path=beside) or shutil.which(name)
+    return None if found is None else [found]
+
+
+def hand_down(found, failed: str | None = None) -> dict[str, str]:
+    """What the environment of children must have.
+
+    Args:
+        found: the options.
+        failed: a folder where a rank that fails says so.
+    """
+    words = {
+        "gpus": found.request, "network": found.network, "nodes": found.nodes,
+        "timeline": found.timeline and str(found.timeline), "failures": failed,
+    }  # fmt: skip
+    before = os.environ.get("PYTHONPATH")
+    path = _SITE if not before else os.pathsep.join((_SITE, before))
+    return {VARIABLE: json.dumps(words), "PYTHONPATH": path}
+
+
+def run(found, simulated: bool) -> int:
+    """Run a command whose Pythons have the GPUs; returns its exit status."""
+    with tempfile.TemporaryDirectory(prefix="simgpu") as folder:
+        environ = dict(os.environ)
+        if simulated:
+            environ |= hand_down(found, folder)
+        process = subprocess.Popen([*found.command, *found.arguments], env=environ)
+
+        def pass_on(number: int, frame) -> None:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(number)
+
+        signal.signal(signal.SIGTERM, pass_on)
+        # Ctrl-C at a terminal reaches all of its processes
+        interrupted = signal.SIG_IGN if sys.stdin and sys.stdin.isatty() else pass_on
+        signal.signal(signal.SIGINT, interrupted)
+        status = process.wait()
+        if status:
+            failures.show_first(Path(folder))
+    return 128 - status if status < 0 else status
+
+
+def tell_of_children() -> None:
+    """Say, once, that a Python started as a command has no simulated GPUs.
+
+    Not an audit hook, which Python would call at each look at a stack, too.
+    """
+    start = subprocess.Popen.__init__
+    told = False
+
+    @functools.wraps(start)
+    def told_start(process, args, *more, **options):
+        nonlocal told
+        words = args if isinstance(args, (list, tuple)) else [args]
+        text = " ".join(map(str, words))
+        if not told and _PYTHON.search(text) and "-m simgpu" not in text:
+            told = True
+            print(_SAYS, file=sys.stderr, flush=True)
+        start(process, args, *more, **options)
+
+    subprocess.Popen.__init__ = told_start

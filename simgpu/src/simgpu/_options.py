@@ -1,0 +1,143 @@
+"""The command line of `python -m simgpu`. Nothing here needs PyTorch."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from simgpu._device.cards import CARDS
+from simgpu._launchers import LAUNCHERS, find_command
+from simgpu._loopback import LOOPBACK
+from simgpu._request import RACES, check_request
+from simgpu._timing.topology import Topology
+
+_WITH_VALUE = (
+    "--gpus", "--card", "--memory", "--nodes", "--network", "--timeline", "--races",
+)  # fmt: skip
+_NO_SUCH = (
+    "there is no script {0}; {0} is a command: say --children to run it, and what it "
+    "starts, on simulated GPUs"
+)
+
+
+def options(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line; everything after the program belongs to the program.
+
+    Beside the options: `arguments` of the program, its `command` where it is not to run
+    in this process, `request` as `simgpu.start` takes it.
+    """
+    parser = _parser()
+    arguments = sys.argv[1:] if arguments is None else arguments
+    ours, theirs = split(arguments)
+    found = parser.parse_args(ours)
+    found.arguments = theirs
+    found.command = _command(found, parser)
+    if found.timeline is not None:
+        found.timeline = found.timeline.absolute()  # the script may go elsewhere
+        if not found.timeline.parent.is_dir():
+            parser.error(f"there is no folder {found.timeline.parent}")
+    if found.nodes != 1 and found.command is None:
+        try:
+            lay_out(found.nodes)
+        except ValueError as error:
+            parser.error(str(error))
+    if found.gpus is None:
+        found.gpus = int(os.environ["LOCAL_WORLD_SIZE"])
+    found.request = {
+        "number": found.gpus, "card": found.card, "memory": found.memory,
+        "honour_visible": True, "races": found.races,
+        "compile": "eager" if found.no_compile else "refuse",
+    }  # fmt: skip
+    try:
+        asked = check_request(
+            found.gpus, found.card, found.memory, compile=found.request["compile"]
+        )
+        Topology(asked.card, found.gpus, network=found.network)
+    except ValueError as error:
+        sys.exit(str(error))
+    return found
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m simgpu",
+        description="Run a CUDA program on simulated GPUs.",
+        allow_abbrev=False,
+        usage="%(prog)s --gpus N [--card CARD] [--memory SIZE] [--nodes N] "
+        "[--network BANDWIDTH] [--timeline FILE] [--races raise|show|warn|off] "
+        "[--no-compile] [--children] (SCRIPT | -m MODULE | LAUNCHER) [ARGUMENT ...]",
+    )
+    add = parser.add_argument
+    add("--gpus", type=int, required="LOCAL_WORLD_SIZE" not in os.environ, metavar="N",
+        help="under torchrun, as many as there are ranks on this node")  # fmt: skip
+    add("--card", default="A100", help=", ".join(CARDS))
+    add("--memory", metavar="SIZE", help='of each card: "512MB"')
+    add("--nodes", type=int, default=1, metavar="N",
+        help="number this machine's ranks as those of N nodes")  # fmt: skip
+    add("--network", metavar="BANDWIDTH", help='between nodes: "100 Gbit/s"')
+    add("--timeline", metavar="FILE", type=Path, help="a trace of all ranks")
+    add("--races", default="warn", choices=RACES,
+        help="where streams use memory in no order: warn (default), raise, off, or "
+        "show: a read gives what the memory held before",
+        metavar="WHAT")  # fmt: skip
+    add(
+        "--no-compile",
+        action="store_true",
+        help="torch.compile gives back what it is given, which runs as it is",
+    )
+    add("--children", action="store_true",
+        help="what the program starts as commands has the GPUs, too")  # fmt: skip
+    add("-m", dest="module", action="store_true", help="as in python")
+    add("program", help="a script, a module with -m, or a launcher: torchrun")
+    return parser
+
+
+def _command(found, parser: argparse.ArgumentParser) -> list[str] | None:
+    """The words that start the program; None if it is to run in this process."""
+    name = os.path.basename(found.program)
+    is_launcher = name in LAUNCHERS
+    if found.module:
+        return [sys.executable, "-m", name] if is_launcher else None
+    if not is_launcher and os.path.exists(found.program):
+        return None
+    command = find_command(found.program)
+    if command is None:
+        parser.error(f"there is no script {found.program}")
+    if not is_launcher and not found.children:
+        parser.error(_NO_SUCH.format(found.program))
+    return command
+
+
+def split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Our part of the command line, up to the program, and the program's own."""
+    position = 0
+    while position < len(arguments):
+        word = arguments[position]
+        if not word.startswith("-"):
+            break
+        position += 2 if word in _WITH_VALUE else 1
+    return arguments[: position + 1], arguments[position + 1 :]
+
+
+def lay_out(nodes: int) -> None:
+    """Let the environment say that the ranks of this machine are on several nodes.
+
+    Raises:
+        ValueError: if the ranks cannot be shared equally, if there are none, or if they
+            are on several machines already.
+    """
+    environ = os.environ
+    if "LOCAL_WORLD_SIZE" not in environ:
+        raise ValueError("--nodes is for ranks; start them with torchrun")
+    size = int(environ["WORLD_SIZE"])
+    if size != int(environ["LOCAL_WORLD_SIZE"]):
+        raise ValueError("--nodes: these ranks are on several machines already")
+    if nodes < 1 or size % nodes:
+        raise ValueError(f"{size} ranks cannot be shared equally by {nodes} nodes")
+    node, local_rank = divmod(int(environ["RANK"]), size // nodes)
+    environ.update(
+        LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(size // nodes),
+        GROUP_RANK=str(node), GROUP_WORLD_SIZE=str(nodes),
+    )  # fmt: skip
+    if LOOPBACK:  # it is one machine all the same
+        environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)

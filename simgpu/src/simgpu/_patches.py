@@ -1,0 +1,374 @@
+"""All of PyTorch and Python that is replaced while GPUs are simulated, in one table.
+
+`table(runtime)` lists it, and takes in the part for ranks (`distributed/patches.py`);
+`startup.start()` applies it and `stop()` undoes it. Nothing is replaced anywhere else,
+but for the kernels of `torch.autocast` (`api/autocast.py`).
+Operations of PyTorch are not replaced: the dispatch mode sees them (`dispatch/`).
+"""
+
+import sys
+import threading
+from concurrent.futures import Future
+from concurrent.futures.thread import _WorkItem
+
+import torch
+import torch.accelerator.memory
+import torch.compiler
+import torch.cuda._pin_memory_utils
+import torch.cuda.nvtx
+import torch.nn.parallel._functions
+import torch.utils._device
+import torch.utils.dlpack
+from torch.autograd.function import BackwardCFunction
+from torch.storage import UntypedStorage, _StorageBase
+
+from simgpu._api import (
+    asking,
+    attention,
+    autocast,
+    autograd,
+    backends,
+    compiling,
+    cudart,
+    data_parallel,
+    devices,
+    dropout,
+    events,
+    extensions,
+    fake_tensors,
+    function_modes,
+    functions,
+    making,
+    memory,
+    moving,
+    naming,
+    native,
+    nvml,
+    nvtx,
+    profiler,
+    random_generators,
+    refused,
+    sharing,
+    storages,
+    streams,
+    tensor_memory,
+    tensor_types,
+    threads,
+    torchscript,
+)
+from simgpu._api.asking import Property
+from simgpu._api.patch import Patch, patches
+from simgpu._distributed import patches as ranks
+from simgpu._request import MOST_GPUS
+
+# it keeps what it finds at its first call: PyTorch's own functions, and not ours
+torch.utils._device._device_constructors()
+
+
+def table(runtime) -> list[Patch]:
+    """Every replacement, for the runtime that is about to start."""
+    answered = [*_tensors(), *_torch(), *_cuda(runtime), *_threads(), *ranks.table()]
+    return [*answered, *_refused(answered)]
+
+
+def _tensors() -> list[Patch]:
+    """Methods of tensors and storages."""
+    return [
+        *patches(
+            torch.Tensor, "moves between simulated devices",
+            to=moving.to, cuda=moving.cuda, cpu=moving.cpu, copy_=moving.copy_,
+            type_as=moving.type_as, __setitem__=moving.setitem,
+        ),
+        *patches(
+            torch.ops.aten.to, "C++ sees no change of device", "call",
+            device=moving.to_overload, dtype_layout=moving.to_overload,
+        ),
+        *patches(
+            torch.Tensor, "C++ knows a CPU tensor; the device is on its storage",
+            device=Property(asking.device_of), is_cuda=Property(asking.is_cuda),
+            is_cpu=Property(asking.is_cpu), is_meta=Property(asking.is_meta),
+            get_device=asking.get_device,
+            type=asking.type_of, __repr__=asking.represent,
+        ),
+        *patches(
+            torch.Tensor, "C++ sees two CPU tensors and compares no devices",
+            grad=Property(asking.get_grad, asking.set_grad, asking.delete_grad),
+        ),
+        *patches(
+            torch.Tensor, "a GPU tensor must be copied before it leaves PyTorch",
+            numpy=tensor_memory.numpy, tolist=tensor_memory.tolist,
+            __dlpack__=tensor_memory.dlpack,
+            __dlpack_device__=tensor_memory.dlpack_device,
+            __cuda_array_interface__=Property(tensor_memory.cuda_array_interface),
+        ),
+        *patches(
+            torch.utils.dlpack, "a simulated GPU has no memory to share",
+            to_dlpack=tensor_memory.to_dlpack,
+        ),
+        *patches(
+            torch.Tensor, "memory is simulated: addresses, pinning, streams, sharing",
+            pin_memory=tensor_memory.pin_memory, is_pinned=tensor_memory.is_pinned,
+            record_stream=tensor_memory.record_stream,
+            data_ptr=tensor_memory.data_ptr,
+            share_memory_=tensor_memory.share_memory_,
+            is_shared=tensor_memory.is_shared,
+        ),
+        *patches(
+            torch.cuda._pin_memory_utils, "memory is simulated",
+            pin_memory=tensor_memory.pin_memory_at,
+            unpin_memory=tensor_memory.unpin_memory_at,
+        ),
+        *patches(torch.Tensor, "builds its result in C++", new=making.new),
+        *patches(
+            torch.Tensor, "C++ would ask for CUDA",
+            _make_wrapper_subclass=staticmethod(making.make_wrapper_subclass),
+        ),
+        *patches(
+            torch.Tensor, "a subclass is made of what no mode has seen",
+            __new__=staticmethod(making.new_tensor_object),
+        ),
+        *patches(
+            torch.Tensor, "builds its result in C++", "both",
+            new_tensor=making.new_tensor,
+        ),
+        *patches(
+            torch.Tensor, "CUDA wants the indices on the host", "call",
+            tensor_split=functions.tensor_split,
+        ),
+        *patches(
+            UntypedStorage, "the device and the memory are simulated",
+            device=Property(storages.device), data_ptr=storages.data_ptr,
+            resize_=storages.resize_, __new__=staticmethod(storages.new),
+        ),
+        *patches(
+            UntypedStorage, "other processes may map the memory",
+            _share_cuda_=sharing.share_cuda,
+            _new_shared_cuda=staticmethod(sharing.new_shared_cuda),
+            _release_ipc_counter_cuda=staticmethod(sharing.release_ipc_counter),
+        ),
+        *patches(
+            _StorageBase, "copies of GPU memory",
+            clone=storages.clone, cpu=storages.cpu, cuda=storages.cuda, to=storages.to,
+        ),
+    ]  # fmt: skip
+
+
+def _torch() -> list[Patch]:
+    """Functions of torch, of autograd and of what they call in C++."""
+    return [
+        *patches(
+            torch, "builds its result in C++", "both",
+            tensor=making.tensor, as_tensor=making.as_tensor, asarray=making.asarray,
+            **making.sparse_factories,
+        ),
+        *patches(torch, "asks no mode what its device means", range=making.range),
+        *patches(
+            torch, "asks C++ for the device", "both", get_device=asking.get_device
+        ),
+        *patches(
+            torch, "torch.device(1) asks C++ for an accelerator", "call",
+            device=naming.new_device,
+        ),
+        *patches(
+            torch, "CUDA wants the indices on the host", "call",
+            tensor_split=functions.tensor_split,
+        ),
+        *patches(
+            torch.nn.functional, "the CPU's checks its values", "call",
+            one_hot=functions.one_hot,
+        ),
+        *patches(torch, "CUDA fuses it", "call", dropout=dropout.dropout),
+        *patches(torch.nn.functional, "CUDA fuses it", "call",
+                 dropout=dropout.functional),
+        *patches(
+            torch, "CUDA reads the lengths on the host", ctc_loss=functions.ctc_loss
+        ),
+        *patches(
+            torch, "old names that mean a device",
+            set_default_tensor_type=tensor_types.set_default_tensor_type,
+            **tensor_types.tensor_types(torch, on_gpu=False),
+        ),
+        *patches(
+            torch.cuda, "old names that mean a device",
+            **tensor_types.tensor_types(torch.cuda, on_gpu=True),
+        ),
+        *patches(
+            torch._C._nn, "Module.to(1) asks C++ for an accelerator", "both",
+            _parse_to=moving.parse_module_to,
+        ),
+        *patches(
+            torch._C._nn, "C++ would choose a kernel of the CPU", "call",
+            scaled_dot_product_attention=attention.scaled_dot_product_attention,
+        ),
+        *patches(
+            torch.nn.functional, "it calls this where the function mode is off",
+            scaled_dot_product_attention=attention.in_functional,
+        ),
+        *extensions.rows(),
+        *torchscript.rows(),
+        *patches(
+            torch._C, "PyTorch's tests count the modes that they leave behind",
+            _len_torch_function_stack=function_modes.length,
+            _pop_torch_function_stack=function_modes.pop,
+        ),
+        *patches(
+            torch._C, "optimizers group tensors by device",
+            _group_tensors_by_device_and_dtype=functions.group_by_device_and_dtype,
+        ),
+        *patches(
+            torch.autograd, "the engine compares the devices of gradients",
+            _engine_run_backward=autograd.run_backward,
+        ),
+        *patches(
+            torch.autograd.Function, "its node must know where its tensors are",
+            apply=classmethod(autograd.apply_function),
+        ),
+        *patches(
+            BackwardCFunction, "the engine makes and compares its gradients",
+            apply=autograd.apply_backward,
+        ),
+        *patches(
+            torch, "autocast for CUDA needs kernels and a cache",
+            set_autocast_enabled=autocast.set_enabled,
+            clear_autocast_cache=autocast.clear_cache,
+        ),
+        *patches(torch, "it makes kernels for a GPU", compile=compiling.compile),
+        *patches(torch.compiler, "nothing has been compiled",
+                 reset=lambda: None, cudagraph_mark_step_begin=lambda: None),
+        *fake_tensors.rows(),
+    ]  # fmt: skip
+
+
+def _cuda(runtime) -> list[Patch]:
+    """torch.cuda, torch.accelerator, and what they ask of C++."""
+    random = {
+        name: getattr(random_generators, name)
+        for name in ("manual_seed", "manual_seed_all", "seed", "seed_all",
+                     "initial_seed", "get_rng_state", "get_rng_state_all",
+                     "set_rng_state", "set_rng_state_all")
+    }  # fmt: skip
+    same_stream_classes = {
+        "Stream": streams.CudaStream, "Event": events.CudaEvent,
+        "ExternalStream": streams.ExternalStream,
+    }  # fmt: skip
+    pynvml, rt, flags = nvml.module(), cudart.Cudart(), backends.Flags()
+    return [
+        *patches(
+            torch.cuda, "which GPUs there are",
+            is_available=devices.is_available, device_count=devices.device_count,
+            get_device_name=devices.get_device_name,
+            get_device_capability=devices.get_device_capability,
+            get_device_properties=devices.get_device_properties,
+            can_device_access_peer=devices.can_device_access_peer,
+            get_arch_list=devices.get_arch_list,
+            is_bf16_supported=devices.is_bf16_supported,
+        ),
+        *patches(
+            torch.cuda, "which GPU is current",
+            current_device=devices.current_device, set_device=devices.set_device,
+            _exchange_device=devices.exchange_device,
+            _maybe_exchange_device=devices.exchange_device,
+        ),
+        *patches(
+            torch.cuda, "there is no CUDA to initialise",
+            init=devices.init, _lazy_init=devices.init,
+            is_initialized=devices.is_initialized,
+            _is_in_bad_fork=devices.is_in_bad_fork,
+            _initialized=True,  # checkpoints ask, to keep random states
+        ),
+        *patches(torch.cuda.memory, "there is no CUDA", _lazy_init=devices.init),
+        *patches(torch._C, "there is no CUDA below", **native.C_FUNCTIONS,
+                 **native.absent_classes()),
+        *patches(torch.cuda, "there is no CUDA below", cudart=lambda: rt, _cudart=rt),
+        *patches(torch.cuda, "there is no NVML", pynvml=pynvml, _HAS_PYNVML=True,
+                 _get_nvml_device_index=nvml.nvml_index),
+        *patches(torch.cuda.memory, "there is no NVML",
+                 _get_nvml_device_index=nvml.nvml_index),
+        *patches(sys.modules, "there is no NVML", "item", pynvml=pynvml),
+        *patches(torch._C, "C++ keeps these where CUDA is", **flags.c_functions()),
+        *patches(torch, "C++ keeps these where CUDA is", "call",
+                 **flags.plan_cache_functions()),
+        *patches(type(torch.backends.cudnn), "C++ keeps these where CUDA is",
+                 benchmark_limit=flags.limit_property()),
+        *patches(torch, "weights of RNNs need no buffer of cuDNN's",
+                 _use_cudnn_rnn_flatten_weight=lambda: False),
+        *patches(torch.backends.cudnn.m, "programs ask", version=backends.cudnn_version,
+                 is_available=lambda: True, _init=lambda: True),
+        *patches(torch.cuda, "waits in simulated time",
+                 synchronize=devices.synchronize),
+        *patches(torch.cuda, "memory is counted", mem_get_info=memory.mem_get_info),
+        *patches(torch.cuda.memory, "memory is counted",
+                 mem_get_info=memory.mem_get_info),
+        *patches(torch._C, "there is no CUDA to initialise",
+                 _cuda_isInBadFork=devices.is_in_bad_fork),
+        *patches(torch._C, "memory is counted", **memory.C_FUNCTIONS),
+        *patches(torch._C, "other processes may map the memory",
+                 _cuda_ipc_collect=sharing.ipc_collect),
+        *patches(torch.cuda, "random numbers of each GPU", **random,
+                 default_generators=runtime.generators),
+        *patches(torch.cuda.random, "random numbers of each GPU", **random),
+        *patches(torch, "random numbers of each GPU",
+                 Generator=random_generators.Generator),
+        *patches(torch, "streams are simulated",
+                 Stream=streams.Stream, Event=events.Event),
+        *patches(torch.cuda, "streams are simulated", **same_stream_classes,
+                 current_stream=streams.current_stream,
+                 default_stream=streams.default_stream, set_stream=streams.set_stream),
+        *patches(torch.cuda.streams, "streams are simulated", **same_stream_classes),
+        *patches(torch.cuda, "there are no CUDA graphs",
+                 is_current_stream_capturing=lambda: False),
+        *patches(torch.cuda.graphs, "there are no CUDA graphs",
+                 _cuda_isCurrentStreamCapturing=lambda: False),
+        *patches(torch.cuda.nvtx, "there is no profiler", _nvtx=nvtx.Nvtx()),
+        *profiler.rows(),
+        *patches(torch.version, "programs ask", cuda=devices.CUDA_VERSION),
+        *patches(torch.backends.cuda, "programs ask", is_built=lambda: True),
+        *patches(
+            torch.accelerator, "the accelerator is the simulated GPU",
+            is_available=devices.is_available, device_count=devices.device_count,
+            current_accelerator=devices.current_accelerator,
+            current_device_index=devices.current_device,
+            current_device_idx=devices.current_device,
+            set_device_index=devices.set_device, set_device_idx=devices.set_device,
+            device_index=devices.device_index, synchronize=devices.synchronize,
+            get_memory_info=memory.mem_get_info,
+            current_stream=streams.accelerator_stream, set_stream=streams.set_stream,
+        ),
+        *patches(torch._C, "the accelerator is the simulated GPU",
+                 _get_accelerator=devices.get_accelerator),
+        *patches(torch.accelerator.memory, "memory is counted",
+                 get_memory_info=memory.mem_get_info),
+        *patches(torch._C, "nn.DataParallel's copies between GPUs",
+                 **data_parallel.C_FUNCTIONS),
+        *patches(torch.nn.parallel._functions, "one stream for each GPU",
+                 _streams=[None] * MOST_GPUS),
+    ]  # fmt: skip
+
+
+def _threads() -> list[Patch]:
+    """Threads see the GPUs, and each has a time of its own."""
+    return [
+        *patches(
+            threading.Thread, "modes and simulated time are per thread",
+            start=threads.start, join=threads.join, _bootstrap_inner=threads.run_thread,
+        ),
+        *patches(
+            _WorkItem, "threads of a pool may be older than the simulator",
+            __init__=threads.new_item, run=threads.run_item,
+        ),
+        *patches(
+            Future, "who asks for a result is at least as late as it",
+            set_result=threads.set_result, set_exception=threads.set_exception,
+            result=threads.result, exception=threads.exception,
+        ),
+    ]  # fmt: skip
+
+
+def _refused(answered: list[Patch]) -> list[Patch]:
+    """What has no answer raises NotSimulated and names the call."""
+    families = (torch.cuda, torch.accelerator)
+    known = {(p.owner.__name__, p.name) for p in answered if p.owner in families}
+    return [
+        Patch(owner, name, new, "not simulated")
+        for owner, name, new in refused.unanswered(known, memory.KEPT)
+    ]

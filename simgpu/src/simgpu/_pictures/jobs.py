@@ -1,0 +1,206 @@
+"""Pictures of all ranks of a job, one under the other, each in its own colour."""
+
+from simgpu._pictures.picture import (
+    COLOURS,
+    HOST,
+    INK,
+    WIDEST,
+    Picture,
+    plural,
+    size_text,
+)
+
+_LETTER = 7.2  # pixels, at most, of one in size 12
+_LONGEST_TITLE = 24  # letters of a lane's
+_HOST_HEIGHT, _LANE_HEIGHT, _GAP = 18, 28, 6
+
+
+def job_timeline(log) -> Picture:
+    """The log of `ranks.timeline()`: the streams of all ranks on one axis.
+
+    Under each rank its host, dark where it launches and light where it waits; its own
+    streams; and those of NCCL. What runs has the rank's colour, copies are grey. A
+    collective that waits for another rank is white until that one is ready, and says
+    for which.
+    """
+    rows = {rank: log.lanes(rank) for rank in log.ranks}
+    titles = [lane.title for lanes in rows.values() for lane in lanes]
+    letters = min(max(map(len, titles), default=4), _LONGEST_TITLE)
+    lanes_in_all = sum(map(len, rows.values()))
+    height = 36 + len(rows) * (_HOST_HEIGHT + _GAP) + lanes_in_all * _LANE_HEIGHT
+    picture = Picture(WIDEST, height + 18 * len(log.missing), _title(log))
+    axis = _Axis(picture, 68 + 6.6 * letters, max(log.seconds, 1e-6))
+    y = 8
+    for rank, lanes in rows.items():
+        picture.text(8, y + 13, f"rank {rank}", 14, weight="bold")
+        picture.text(64, y + 13, "host", 12)
+        axis.host(y, log.events(rank), log.waits(rank))
+        y += _HOST_HEIGHT
+        for lane, events in lanes.items():
+            title = lane.title
+            if len(title) > _LONGEST_TITLE:
+                title = f"{title[: _LONGEST_TITLE - 1]}…"
+            picture.text(64, y + 16, title, 12)
+            axis.stream(y, events, COLOURS[rank % len(COLOURS)])
+            y += _LANE_HEIGHT
+        y += _GAP
+    for rank, why in log.missing.items():
+        picture.text(8, y + 12, f"rank {rank}: {why}", 12)
+        y += 18
+    picture.text(axis.left, picture.height - 8, "0", 12)
+    words = f"{log.seconds * 1e6:,.0f} µs (simulated)"
+    picture.text(WIDEST - 12, picture.height - 8, words, 12, "end")
+    return picture
+
+
+def _title(log) -> str:
+    """What the picture shows, for who cannot see it."""
+    title = f"Timeline of {plural(len(log.ranks), 'rank')}, simulated time"
+    waits = [
+        f"rank {rank} waits {seconds * 1e6:,.0f} µs for rank {other}"
+        for (rank, other), seconds in list(log.waited().items())[:8]
+    ]
+    return f"{title}: {'; '.join(waits)}" if waits else title
+
+
+class _Axis:
+    """Draws lanes of one axis of time.
+
+    Args:
+        picture: to draw on.
+        left: pixels to its beginning.
+        seconds: to its end.
+    """
+
+    def __init__(self, picture: Picture, left: float, seconds: float):
+        self.picture, self.left = picture, left
+        self.scale = (WIDEST - left - 12) / seconds
+
+    def host(self, y: float, events: list, waits: list) -> None:
+        """A host: when it launches, and when it waits."""
+        from simgpu._timing.cost import LAUNCH
+
+        height, drawn = _HOST_HEIGHT - 4, -1.0
+        long = max(LAUNCH * self.scale, 0.5)
+        for event in events:
+            x = event.launched * self.scale
+            if x > drawn:  # else there is a sliver already
+                self.picture.box(self.left + x, y, long, height, INK, stroke="none")
+                drawn = x + long / 2
+        for wait in waits:
+            self._span(y, height, wait.start, wait.end, "#EEEEEE", wait.name)
+
+    def stream(self, y: float, events: list, fill: str) -> None:
+        """A stream: what runs, and what waits for another rank."""
+        height, drawn = _LANE_HEIGHT - 6, 0.0
+        for event in sorted(events, key=lambda event: event.start):
+            if event.end * self.scale < drawn:
+                continue
+            drawn = event.start * self.scale + 0.5
+            start = event.start + event.waited
+            if event.waited * self.scale >= 0.5:
+                who = event.waited_for
+                words = (f"waits for rank {who}", f"for {who}")
+                self._span(y + 1, height, event.start, start, "white", *words)
+            is_copy = event.kind == "copy"
+            words = f"copy {event.name}" if is_copy else event.name
+            its = HOST if is_copy else fill
+            self._span(y + 1, height, start, event.end, its, words, words.split()[0])
+        self.picture.line(self.left, y + height + 2, WIDEST - 12, y + height + 2, HOST)
+
+    def _span(self, y, height, start, end, fill, *words: str) -> None:
+        """A box with the first of these words that fit in."""
+        x, long = self.left + start * self.scale, max((end - start) * self.scale, 0.5)
+        waits = fill == "white"
+        stroke = HOST if waits else "none"
+        self.picture.box(x, y, long, height, fill, waits, stroke)
+        fits = [some for some in words if len(some) * _LETTER + 6 < long]
+        if fits:
+            self.picture.text(x + long / 2, y + height / 2 + 4, fits[0], 12, "middle")
+
+
+def overlap(log, rank: int = 0) -> Picture:
+    """What a rank computes in a step of DDP, and which of its messages that hides.
+
+    Forward ends where autograd makes the gradient of the loss (`ones_like`), backward
+    with the last message. A message is in the rank's colour while the GPU computes as
+    well (hidden), and white while it does not.
+    """
+    in_order = sorted(log.events(rank), key=lambda event: event.start)
+    computing = [event for event in in_order if event.kind == "kernel"]
+    messages = [event for event in in_order if event.name.startswith("all_reduce")]
+    begin = next(event.start for event in computing if event.name == "ones_like")
+    last = messages[-1].end
+    end = max(event.end for event in computing if event.start < last)
+    hidden = sum(max(0.0, min(event.end, end) - event.start) for event in messages)
+    total = sum(event.end - event.start for event in messages)
+    title = (
+        f"Rank {rank}, simulated: backward hides {hidden * 1e6:,.0f} of "
+        f"{total * 1e6:,.0f} µs of all-reduce"
+    )
+    picture = Picture(WIDEST, 166, title)
+    picture.text(8, 20, title, 14, weight="bold")
+    picture.text(8, 58, "computing", 12)
+    picture.text(8, 98, "all-reduce", 12)
+    axis = _Axis(picture, 90, log.seconds)
+    axis._span(40, 26, computing[0].start, begin, HOST, "forward")
+    axis._span(40, 26, begin, end, HOST, "backward")
+    axis._span(40, 26, last, computing[-1].end, HOST, "step", "")
+    for number, event in enumerate(messages, 1):
+        middle = min(max(event.start, end), event.end)
+        if event.start < middle:
+            axis._span(80, 26, event.start, middle, COLOURS[rank % len(COLOURS)], "")
+        if middle < event.end:
+            axis._span(80, 26, middle, event.end, "white", "")
+        x = axis.left + (event.start + event.end) / 2 * axis.scale
+        words = "hidden" if middle == event.end else "the GPU waits"
+        picture.text(x, 120, f"bucket {number}", 12, "middle")
+        picture.text(x, 135, words, 12, "middle")
+    picture.text(axis.left, 158, "0", 12)
+    words = f"{log.seconds * 1e6:,.0f} µs (simulated)"
+    picture.text(WIDEST - 12, 158, words, 12, "end")
+    return picture
+
+
+def job_memory(rows) -> Picture:
+    """The memory of `ranks.memory()`: a bar for each rank, one scale for all.
+
+    Allocated now in the rank's colour, and white up to the most that ever was. Where
+    the GPU is not much larger than that, it is the bar's frame.
+    """
+    most = max((row.peak for row in rows), default=0)
+    first = max(rows, key=lambda row: row.peak, default=None)
+    words = f"Memory of {plural(len({row.rank for row in rows}), 'rank')} ({_kind()})"
+    if first is not None:
+        words += f": at most {size_text(most)}, on rank {first.rank}"
+    spoken = "; ".join(
+        f"rank {row.rank} {size_text(row.allocated)} now, {size_text(row.peak)} at most"
+        for row in rows
+    )
+    picture = Picture(WIDEST, 34 + 30 * max(1, len(rows)), f"{words}. {spoken}")
+    picture.text(8, 20, words, 14, weight="bold")
+    framed = any(row.total < 3 * most for row in rows)
+    longest = max(row.total for row in rows) if framed else most
+    left, right = 116, 236
+    scale = (WIDEST - left - right) / (longest or 1)
+    for number, row in enumerate(rows):
+        y = 34 + 30 * number
+        picture.text(8, y + 15, f"rank {row.rank} {row.device}", 13)
+        if framed:
+            picture.box(left, y, row.total * scale, 22, "#F3F3F3", stroke=HOST)
+        picture.box(left, y, max(row.peak * scale, 1), 22, "white", dashed=True)
+        fill = COLOURS[row.rank % len(COLOURS)]
+        picture.box(left, y, max(row.allocated * scale, 1), 22, fill)
+        figures = f"{size_text(row.allocated)} now, {size_text(row.peak)} at most"
+        if framed:
+            figures += f" of {size_text(row.total)}"
+        picture.text(left + longest * scale + 8, y + 15, figures, 12)
+    return picture
+
+
+def _kind() -> str:
+    """Whether the GPUs of the ranks that are open are simulated."""
+    from simgpu._ranks import current
+
+    ranks = current()
+    return "measured" if ranks is not None and not ranks.simulated else "simulated"

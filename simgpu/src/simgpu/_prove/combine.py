@@ -1,0 +1,117 @@
+"""What the ranks have noted, put together: one step as if one process had done it.
+
+What every rank has whole is taken once, what was cut by hand is put together, and what
+is a part of the batch is added up. `Whole` says as well where ranks disagree that
+should not.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from simgpu._prove.record import Moments, RankRecord, Step
+
+
+@dataclass
+class Whole:
+    """One step of all ranks, together.
+
+    Attributes:
+        samples, elements: how often each was given to the model.
+        outputs: per module, of all ranks.
+        losses: of each rank, over its micro-batches.
+        norms: of each rank; empty if nothing was clipped.
+        arrays: of each of `KINDS`, by name: the mean over ranks, or put together.
+        apart: (kind, name) -> how far ranks are from one another (a norm).
+        sizes: (kind, name) -> the largest norm of a rank's own array.
+        settings: of rank 0.
+    """
+
+    samples: Counter
+    elements: Counter
+    outputs: dict[str, list[Moments]]
+    losses: list[float]
+    norms: list[float]
+    settings: dict[tuple[str, str], float]
+    arrays: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
+    apart: dict[tuple[str, str], float] = field(default_factory=dict)
+    sizes: dict[tuple[str, str], float] = field(default_factory=dict)
+
+
+KINDS = "before", "raw", "used", "after", "buffers"
+
+
+def combine(
+    records: list[RankRecord], shapes: dict[str, tuple[int, ...]]
+) -> list[Whole]:
+    """Each step of all ranks as one.
+
+    Args:
+        records: of every rank.
+        shapes: of the whole arrays, by name; what has another shape is put together.
+    """
+    count = min(len(record.steps) for record in records)
+    return [_combine([r.steps[i] for r in records], shapes) for i in range(count)]
+
+
+def _combine(steps: list[Step], shapes: dict[str, tuple[int, ...]]) -> Whole:
+    names = dict.fromkeys(name for step in steps for name in step.outputs)
+    whole = Whole(
+        samples=Counter(s for step in steps for s in step.samples),
+        elements=Counter(e for step in steps for e in step.elements),
+        outputs={n: [s.outputs[n] for s in steps if n in s.outputs] for n in names},
+        losses=[sum(step.losses) for step in steps],
+        norms=[step.norm for step in steps if step.norm is not None],
+        settings=steps[0].settings,
+    )
+    for kind in KINDS:
+        found = [getattr(step, kind) for step in steps]
+        whole.arrays[kind] = {}
+        for name in dict.fromkeys(name for arrays in found for name in arrays):
+            arrays = [some[name] for some in found if name in some]
+            wanted = shapes.get(name, arrays[0].shape)
+            whole.arrays[kind][name] = _together(arrays, wanted)
+            if all(array.shape == wanted for array in arrays):
+                mean = whole.arrays[kind][name]
+                apart = max(_norm(array - mean) for array in arrays)
+                whole.apart[kind, name] = apart
+            whole.sizes[kind, name] = max(map(_norm, arrays))
+    return whole
+
+
+def _together(arrays: list[np.ndarray], wanted: tuple[int, ...]) -> np.ndarray:
+    """The mean of whole arrays; slices one after the other along the cut dimension."""
+    if all(array.shape == wanted for array in arrays):
+        return np.mean(arrays, axis=0)
+    if len({array.ndim for array in arrays} | {len(wanted)}) == 1:
+        for dim in range(len(wanted)):
+            with_rest = [a.shape[:dim] + a.shape[dim + 1 :] for a in arrays]
+            rest = wanted[:dim] + wanted[dim + 1 :]
+            total = sum(array.shape[dim] for array in arrays)
+            if all(shape == rest for shape in with_rest) and total == wanted[dim]:
+                return np.concatenate(arrays, axis=dim)
+    return arrays[0]
+
+
+def together(moments: list[Moments], count: int) -> Moments | None:
+    """The outputs of all ranks as those of one process, which had `count` elements.
+
+    Ranks have parts of the batch (their counts add up to it), copies of the whole, or,
+    on a mesh, copies of parts. None: neither, so nothing can be said.
+    """
+    total = sum(m.count for m in moments)
+    copies, rest = divmod(total, count) if count else (0, 1)
+    if copies == 0 or rest:
+        return None
+    return Moments(
+        count,
+        sum(m.total for m in moments) / copies,
+        sum(m.squares for m in moments) / copies,
+        sum(m.cubes for m in moments) / copies,
+        sum(m.size for m in moments) / copies,
+    )
+
+
+def _norm(array: np.ndarray) -> float:
+    return float(np.linalg.norm(array))

@@ -1,0 +1,201 @@
+"""Runs a program on several numbers of ranks, and compares them.
+
+Every run is a job of new processes on simulated GPUs, started as torchrun starts them,
+in a folder of its own, so that no run finds what another one has written.
+"""
+
+import contextlib
+import io
+import os
+import pickle
+import re
+import runpy
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from simgpu._prove import rounding
+from simgpu._prove.combine import combine
+from simgpu._prove.compare import Finding, first_difference
+from simgpu._prove.noise import Rounding
+from simgpu._prove.record import RankRecord
+from simgpu._prove.recorder import Recorder
+from simgpu._prove.within import look
+from simgpu._ranks import pickling
+from simgpu._ranks.run_ranks import RanksFailed, run_ranks
+
+STEPS = 8
+RUN_SECONDS = 120.0
+_ERROR = re.compile(r"[\w.]*(Error|Exception|Exit)\b")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found; true if that is nothing.
+
+    Attributes:
+        worlds: the numbers of ranks that were compared.
+        steps: that were compared in each.
+        findings: at most one difference for each number of ranks, and what is never
+            right.
+    """
+
+    worlds: tuple[int, ...]
+    steps: int
+    findings: tuple[Finding, ...]
+
+    def __bool__(self) -> bool:
+        return not self.findings
+
+    def __str__(self) -> str:
+        if self.findings:
+            return "\n".join(map(str, self.findings))
+        worlds = ", ".join(map(str, self.worlds))
+        return (
+            f"{self.steps} steps on {worlds} ranks: samples, gradients, norms and "
+            "updates agree as far as rounding allows"
+        )
+
+    __repr__ = __str__
+
+
+def across_worlds(
+    program: str | Path | Callable, worlds: Sequence[int] = (1, 2), *, arguments=(),
+    steps: int = STEPS, seconds: float = RUN_SECONDS,
+) -> Report:  # fmt: skip
+    """Whether a training program does the same on any number of ranks.
+
+    The program must train on the same global batch whatever the number of ranks: it
+    divides the batch by the world size. It runs unmodified, but dropout drops nothing
+    (what it would drop is compared). On one rank it runs some times more with rounding
+    errors added, which say how far right runs may differ.
+
+    Args:
+        program: a script, or a function without arguments, of a notebook for example.
+        worlds: numbers of ranks; one is always among them.
+        arguments: of the script; "{folder}" in them is a new folder for each run.
+        steps: of the optimizer, of which the first are compared.
+        seconds: that one run may take.
+
+    Raises:
+        FileNotFoundError: if there is no such script.
+        ValueError: for numbers of ranks that cannot be, a program that fails on one
+            rank, or one that takes no step.
+    """
+    worlds = tuple(sorted({1, *worlds}))
+    if worlds[0] < 1 or len(worlds) < 2:
+        raise ValueError(f"worlds={worlds}: name at least one number of ranks above 1")
+    if not callable(program) and not Path(program).is_file():
+        raise FileNotFoundError(f"there is no script {program}")
+    work = _Work(program, list(arguments), steps, seconds)
+    try:
+        alone = [work.run(1, seed) for seed in (None, *range(rounding.RUNS))]
+    except RanksFailed as failed:
+        raise ValueError(f"the program fails on one rank: {_reason(failed)}") from None
+    if not alone[0][0].steps:
+        raise ValueError("the program has taken no step of a torch.optim optimizer")
+    shapes = _shapes(alone[0][0])
+    reference, *noisy = (combine(records, shapes) for records in alone)
+    allowed = rounding.Allowed(reference, noisy)
+    findings = list(look(alone[0]))
+    for ranks in worlds[1:]:
+        try:
+            records = work.run(ranks)
+        except RanksFailed as failed:
+            rank = next(iter(failed.failures))
+            findings.append(
+                Finding(ranks, None, "error", f"rank {rank}", _reason(failed))
+            )
+            continue
+        steps_of_all = combine(records, shapes)
+        difference = first_difference(ranks, steps_of_all, reference, allowed)
+        findings += filter(None, [difference])
+        findings += (f for f in look(records) if f.stage not in _stages(findings))
+    return Report(worlds, len(reference), tuple(findings))
+
+
+def _stages(findings: list[Finding]) -> set[str]:
+    return {finding.stage for finding in findings}
+
+
+def _shapes(record: RankRecord) -> dict[str, tuple[int, ...]]:
+    step = record.steps[0]
+    arrays = step.before | step.buffers
+    return {name: array.shape for name, array in arrays.items()}
+
+
+def _reason(failed: RanksFailed) -> str:
+    """Why the first rank failed: the error at the end of its traceback."""
+    lines = next(iter(failed.failures.values())).strip().splitlines()
+    errors = [n for n, line in enumerate(lines) if _ERROR.match(line)]
+    if not errors:
+        return lines[0]
+    reason, *more = lines[errors[-1] :]
+    if not reason.rstrip("=").rstrip().endswith(":"):
+        return reason
+    # a ruled-off report: its first sentence
+    first = next((line for line in more if line.strip("= ")), "")
+    return f"{reason.rstrip('= ')} {first}"
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A program, and how it is to be run."""
+
+    program: str | Path | Callable
+    arguments: list[str]
+    steps: int
+    seconds: float
+
+    def run(self, ranks: int, seed: int | None = None) -> list[RankRecord]:
+        """What each rank has noted; with noise, if there is a seed."""
+        program = self.program
+        if callable(program):
+            program = pickling.dumps(program)
+        else:
+            program = os.path.abspath(program)
+        with tempfile.TemporaryDirectory() as folder, _silence():
+            arguments = [a.replace("{folder}", folder) for a in self.arguments]
+            return run_ranks(
+                _record, ranks, program, arguments, folder, self.steps, seed,
+                sys.path, seconds=self.seconds,
+            )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _silence():
+    """What the program prints is not shown."""
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
+        yield
+
+
+def _record(
+    program: str | bytes, arguments: list[str], folder: str, steps: int,
+    seed: int | None, path: list[str],
+) -> RankRecord:  # fmt: skip
+    """In a rank: run the program and note what it does."""
+    sys.path[:] = path
+    os.chdir(folder)
+    with Recorder(steps) as recorder, contextlib.ExitStack() as noise:
+        if seed is not None:
+            noise.enter_context(Rounding(seed))
+        if isinstance(program, bytes):
+            pickle.loads(program)()
+        else:
+            _run_script(program, arguments)
+    return recorder.record
+
+
+def _run_script(script: str, arguments: list[str]) -> None:
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, os.path.dirname(script))
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise RuntimeError(f"the script has ended with status {end.code}") from None

@@ -1,0 +1,57 @@
+"""The cards that recordings name: those of the simulator, variants, and older ones."""
+
+from dataclasses import replace
+
+from simgpu._device.cards import CARDS, GIB, MIB, Card
+
+_A100, _V100 = CARDS["A100"], CARDS["V100"]
+_A100_40GB = replace(_A100, memory_bandwidth=1555e9, total_memory=int(39.39 * GIB))
+
+
+def _datasheet(
+    name: str,
+    like: Card,
+    multi_processors: int,
+    float32: float,
+    float16: float,
+    gbytes: float,
+    capability: tuple[int, int],
+    cache: int,
+) -> Card:
+    """A card without NVLink; the shares of its peaks that are reached are assumed."""
+    rates = {"float32": float32, "tf32": float32, "float16": float16}
+    return replace(
+        like, name=name, multi_processors=multi_processors, capability=capability,
+        flops=like.flops | rates, memory_bandwidth=gbytes * 1e9, nvlink_bandwidth=0,
+        l2_cache=cache,
+    )  # fmt: skip
+
+
+# NVIDIA's datasheets: V100 and A100 (PCIe), P4, P100 (PCIe, 16 GB), L4, A40
+VARIANTS = {
+    "A100-80GB-PCIE": replace(_A100, memory_bandwidth=1935e9, nvlink_bandwidth=0),
+    "A100-40GB-PCIE": replace(_A100_40GB, nvlink_bandwidth=0),
+    "A100-40GB": _A100_40GB,
+    "V100-32GB": _V100,
+    "V100-16GB": _V100,
+    "V100-PCIE": replace(
+        _V100,
+        nvlink_bandwidth=0,
+        flops=_V100.flops | {"float32": 14e12, "float16": 112e12},
+    ),
+    "P4": _datasheet("Tesla P4", CARDS["T4"], 20, 5.5e12, 5.5e12, 192, (6, 1), 2 * MIB),
+    "P100": _datasheet("Tesla P100", _V100, 56, 9.3e12, 18.7e12, 732, (6, 0), 4 * MIB),
+    "L4": _datasheet(
+        "NVIDIA L4", CARDS["T4"], 58, 30.3e12, 121e12, 300, (8, 9), 48 * MIB
+    ),
+    "A40": _datasheet("NVIDIA A40", _A100, 84, 37.4e12, 149.7e12, 696, (8, 6), 6 * MIB),
+}
+
+
+def card_named(name: str) -> Card:
+    """The card that a recording names.
+
+    Raises:
+        KeyError: for one that is in neither table.
+    """
+    return (CARDS | VARIANTS)[str(name).upper()]

@@ -1,0 +1,257 @@
+"""Attention on a simulated GPU: CUDA's kernels by name, the CPU's values."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import simgpu
+from simgpu import _startup as startup
+from simgpu._dispatch import work
+
+FLASH = "_scaled_dot_product_flash_attention"
+EFFICIENT = "_scaled_dot_product_efficient_attention"
+MATH = "_safe_softmax"  # of the kernels that "math" takes
+HALF = {"dtype": torch.bfloat16}
+
+
+@pytest.fixture(autouse=True)
+def gpus():
+    simgpu.start(2)
+    yield
+    simgpu.stop()
+
+
+def kernels(run) -> list:
+    """The kernels that `run()` launches, as the clock logs them."""
+    events = startup.state.current().clock.events
+    before = len(events)
+    run()
+    return [event for event in list(events)[before:] if event.kind == "kernel"]
+
+
+def attention_kernel(*inputs, **options) -> str:
+    run = kernels(lambda: F.scaled_dot_product_attention(*inputs, **options))
+    (name,) = {event.name for event in run} & {FLASH, EFFICIENT, MATH}
+    return name
+
+
+def heads(number: int = 4, length: int = 6, dim: int = 8, **options) -> torch.Tensor:
+    return torch.randn(2, number, length, dim, device="cuda", **options)
+
+
+def expected(query, key, value, mask=None, is_causal=False, scale=None):
+    """Attention by its formula, in float32."""
+    q, k, v = (x.detach().cpu().float().requires_grad_() for x in (query, key, value))
+    repeat = q.shape[1] // k.shape[1]
+    keys, values = (x.repeat_interleave(repeat, 1) for x in (k, v))
+    products = q @ keys.mT * (scale or q.shape[-1] ** -0.5)
+    if is_causal:
+        mask = torch.ones(products.shape[-2:], dtype=torch.bool).tril()
+    if mask is not None and mask.dtype == torch.bool:
+        products = products.masked_fill(~mask.cpu(), -torch.inf)
+    elif mask is not None:
+        products = products + mask.cpu()
+    return (q, k, v), products.softmax(-1) @ values
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"is_causal": True}, {"scale": 0.3}, {"mask": "bool"}, {"mask": "added"}],
+    ids=str,
+)
+def test_values_and_gradients_are_those_of_the_formula(dtype, options):
+    torch.manual_seed(0)
+    q, k, v = (heads(dtype=dtype).requires_grad_() for _ in range(3))
+    weights = heads(dtype=dtype)
+    masks = {
+        "bool": torch.rand(2, 1, 6, 6, device="cuda") > 0.3,
+        "added": torch.randn(6, 6, device="cuda", dtype=dtype),
+    }
+    masks["bool"][..., 0] = True  # every query sees a key
+    mask = masks.get(options.get("mask"))
+    options = {name: value for name, value in options.items() if name != "mask"}
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)
+    (out * weights).sum().backward()
+    leaves, right = expected(q, k, v, mask, **options)
+    (right * weights.cpu().float()).sum().backward()
+    near = {"atol": 1e-5, "rtol": 1e-5}
+    if dtype != torch.float32:
+        near = {"atol": 4e-2, "rtol": 4e-2}
+    assert out.dtype == dtype and out.is_cuda
+    torch.testing.assert_close(out.cpu().float(), right, **near)
+    for tensor, leaf in zip((q, k, v), leaves, strict=True):
+        assert tensor.grad.dtype == dtype and tensor.grad.is_cuda
+        torch.testing.assert_close(tensor.grad.cpu().float(), leaf.grad, **near)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options", "kernel"),
+    [
+        ({}, {}, EFFICIENT),
+        (HALF, {}, FLASH),
+        (HALF, {"is_causal": True}, FLASH),
+        (HALF, {"attn_mask": torch.ones(6, 6)}, EFFICIENT),
+        ({"dtype": torch.float64}, {}, MATH),
+        ({}, {"dropout_p": 0.1}, MATH),
+        ({**HALF, "dim": 320}, {}, EFFICIENT),
+    ],
+    ids=str,
+)
+def test_the_kernel_is_the_one_that_cuda_would_choose(inputs, options, kernel):
+    if "attn_mask" in options:
+        mask = options["attn_mask"].to("cuda", inputs["dtype"])
+        options = {**options, "attn_mask": mask}
+    assert attention_kernel(*[heads(**inputs)] * 3, **options) == kernel
+
+
+def test_a_card_without_bfloat16_units_has_no_flash_attention():
+    simgpu.stop()
+    simgpu.start(1, "T4")
+    assert attention_kernel(*[heads(dtype=torch.float16)] * 3) == EFFICIENT
+    assert attention_kernel(*[heads(**HALF)] * 3) == MATH
+
+
+def test_a_program_may_choose_the_kernel():
+    half = [heads(**HALF)] * 3
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        assert attention_kernel(*half) == EFFICIENT
+    with sdpa_kernel(SDPBackend.MATH):
+        assert attention_kernel(*half) == MATH
+    order = [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]
+    with sdpa_kernel(order, set_priority=True):
+        assert attention_kernel(*half) == MATH
+    torch.backends.cuda.enable_flash_sdp(False)
+    try:
+        assert attention_kernel(*half) == EFFICIENT
+    finally:
+        torch.backends.cuda.enable_flash_sdp(True)
+
+
+def test_a_chosen_kernel_that_cannot_run_is_an_error_as_on_cuda():
+    x = heads()
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        with pytest.raises(RuntimeError, match="No available kernel"):
+            F.scaled_dot_product_attention(x, x, x)  # float32
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        with pytest.raises(simgpu.NotSimulated, match="cuDNN"):
+            F.scaled_dot_product_attention(x, x, x)
+
+
+def test_dropout_works_where_only_a_fused_kernel_is_allowed():
+    x = heads()
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        out = F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+    assert out.shape == x.shape and out.is_cuda
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_may_share_keys_and_values(dtype):
+    q = heads(4, dtype=dtype).requires_grad_()
+    k, v = (heads(2, dtype=dtype).requires_grad_() for _ in range(2))
+    out = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    out.sum().backward()
+    leaves, right = expected(q, k, v)
+    right.sum().backward()
+    near = {"atol": 5e-2, "rtol": 5e-2}
+    torch.testing.assert_close(out.cpu().float(), right, **near)
+    for tensor, leaf in zip((q, k, v), leaves, strict=True):
+        torch.testing.assert_close(tensor.grad.cpu().float(), leaf.grad, **near)
+
+
+def test_a_mask_gets_its_gradient():
+    mask = torch.zeros(6, 6, device="cuda", requires_grad=True)
+    x = heads()
+    F.scaled_dot_product_attention(x, x, x, attn_mask=mask).square().sum().backward()
+    assert mask.grad.abs().sum() > 0
+
+
+def test_autocast_casts_before_the_kernel_is_chosen():
+    x = heads()
+    with torch.autocast("cuda", torch.bfloat16):
+        assert attention_kernel(x, x, x) == FLASH
+        out = F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+    assert out.dtype == torch.bfloat16
+
+
+def test_every_way_to_call_it_takes_the_same_kernel():
+    def ran(run) -> bool:
+        return EFFICIENT in {event.name for event in kernels(run)}
+
+    x, rows = heads(), torch.randn(2, 5, 8, device="cuda")
+    layer = nn.MultiheadAttention(8, 2, batch_first=True).cuda()
+    assert ran(lambda: layer(rows, rows, rows, need_weights=False))
+    assert ran(lambda: torch._C._nn.scaled_dot_product_attention(x, x, x))
+    assert ran(lambda: F.scaled_dot_product_attention(query=x, key=x, value=x))
+    function = torch.vmap(F.scaled_dot_product_attention)
+    assert ran(lambda: function(x[None], x[None], x[None]))
+    with torch.inference_mode():
+        assert ran(lambda: F.scaled_dot_product_attention(x, x, x))
+    assert F.scaled_dot_product_attention.__name__ == "scaled_dot_product_attention"
+
+
+def test_the_clock_counts_the_flops_and_no_matrix_of_weights():
+    x = heads(8, 256, 64, **HALF).requires_grad_()
+    (forward,) = kernels(lambda: F.scaled_dot_product_attention(x, x, x))
+    products = 2 * 8 * 256 * 256 * 64 * 2  # FLOPs of one of the two matrix products
+    assert forward.flops == 2 * products
+    assert forward.nbytes < 4.2 * x.nbytes
+    out = F.scaled_dot_product_attention(x, x, x)
+    run = kernels(lambda: out.backward(torch.ones_like(out)))
+    (backward,) = [event for event in run if event.name == f"{FLASH}_backward"]
+    assert backward.flops == 5 * products
+
+
+def test_no_memory_is_kept_but_the_output_and_one_number_a_query():
+    x = heads(8, 256, 64, **HALF).requires_grad_()
+    before = torch.cuda.memory_allocated()
+    out = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+    kept = torch.cuda.memory_allocated() - before
+    assert out.nbytes + 2 * 8 * 256 * 4 <= kept <= out.nbytes + 2 * 8 * 256 * 4 + 2048
+
+
+def test_the_operations_return_what_cuda_returns():
+    x = heads(**HALF)
+    aten = torch.ops.aten
+    out, lse, cum_q, cum_k, max_q, max_k, state, unused, debug = (
+        aten._scaled_dot_product_flash_attention(x, x, x)
+    )
+    assert (cum_q, cum_k, max_q, max_k) == (None, None, 6, 6)
+    assert (lse.shape, lse.dtype) == ((2, 4, 6), torch.float32)
+    assert lse.is_contiguous() and state.dtype == unused.dtype == torch.uint64
+    assert (state.shape, unused.shape, debug.shape) == ((2,), (), (0,))
+    out, lse, seed, offset = aten._scaled_dot_product_efficient_attention(
+        x, x, x, None, False
+    )
+    assert lse.shape == (2, 4, 0)
+    assert seed.shape == offset.shape == () and seed.dtype == torch.int64
+    assert all(tensor.is_cuda for tensor in (out, lse, seed, state, unused, debug))
+
+
+def test_inputs_that_do_not_fit_together_are_refused():
+    x = heads()
+    with pytest.raises(RuntimeError, match="same device"):
+        F.scaled_dot_product_attention(x, x.cpu(), x)
+    with pytest.raises(RuntimeError, match="same device"):
+        F.scaled_dot_product_attention(x, x.to("cuda:1"), x)
+    with pytest.raises(RuntimeError, match="same dtype"):
+        F.scaled_dot_product_attention(x, x.half(), x)
+
+
+def test_attention_on_the_host_is_left_alone():
+    x = heads().cpu()
+    right = expected(x, x, x)[1]
+    torch.testing.assert_close(F.scaled_dot_product_attention(x, x, x), right)
+    simgpu.stop()
+    assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
+
+
+def test_flops_are_asked_for_with_all_heads_where_they_share_keys():
+    """PyTorch 2.11 has a formula for as many heads of keys as of queries only."""
+    q, k, v = torch.empty(2, 8, 6, 4), torch.empty(2, 2, 6, 4), torch.empty(2, 2, 6, 5)
+    found = work._with_all_heads((q, k, v, 0.0, True))
+    assert found == [(2, 8, 6, 4), (2, 8, 6, 4), (2, 8, 6, 5), 0.0, True]
+    in_one_batch = torch.empty(6, 8, 4)  # (tokens, heads, width)
+    assert work._with_all_heads((in_one_batch,))[0] is in_one_batch

@@ -1,0 +1,396 @@
+"""Ranks that do not agree: every mistake ends within seconds, and says who did what.
+
+What one rank alone does wrong is in `tests/scripts/mistakes.py`.
+"""
+
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from simgpu._ranks.run_ranks import RanksFailed
+
+SECONDS = 20  # of which a mistake takes one or two
+GONE = "waits for rank 1, which has ended"
+CIRCLE = "these ranks wait for each other, and NCCL would wait here"
+
+
+def join(**options) -> int:
+    """What every program begins with, and a first collective; returns the rank."""
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl", **options)
+    dist.all_reduce(ones())
+    return dist.get_rank()
+
+
+def ones(elements: int = 4, dtype=torch.float32) -> torch.Tensor:
+    return torch.ones(elements, dtype=dtype, device="cuda")
+
+
+def failures(simulated_ranks, *args, ranks: int = 3) -> dict[int, str]:
+    """What each rank that has failed says."""
+    with pytest.raises(RanksFailed) as caught:
+        simulated_ranks(*args[:1], ranks, *args[1:], seconds=SECONDS)
+    assert "has not ended" not in str(caught.value)
+    return caught.value.failures
+
+
+# -- ranks that end --------------------------------------------------------------------
+
+
+def end(how: str) -> None:
+    if join() == 1:
+        if how == "returns":
+            return
+        if how == "raises":
+            raise ValueError("rank 1 has had enough")
+        if how == "exits":
+            sys.exit(3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(ones())
+    torch.cuda.synchronize()
+
+
+ENDS = {
+    "returns": None,
+    "raises": "ValueError: rank 1 has had enough",
+    "exits": "has called sys.exit(3)",
+    "is killed": "was killed by SIGKILL",
+}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="has no SIGKILL")
+@pytest.mark.parametrize("how", ENDS)
+def test_a_rank_that_ends_is_named_by_those_who_wait_for_it(simulated_ranks, how):
+    found = failures(simulated_ranks, end, how)
+    own = found.pop(1, None)
+    assert own == ENDS[how] or ENDS[how] in own
+    assert found.keys() == {0, 2}
+    for rank, text in found.items():
+        call = rf"rank {rank}: all_reduce of 4 float32, SUM \(\w+.py:\d+\) on all ranks"
+        assert re.search(f"{call} {GONE}", text)
+
+
+def end_before_the_first_collective() -> None:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    if dist.get_rank() != 1:
+        dist.broadcast(ones(), 0)
+
+
+def test_a_rank_that_never_connects_is_named(simulated_ranks):
+    found = failures(simulated_ranks, end_before_the_first_collective)
+    for rank in (0, 2):
+        call = rf"rank {rank}: broadcast \(\w+.py:\d+\) on all ranks for the first time"
+        assert re.search(f"{call} {GONE}", found[rank])
+
+
+def end_too_late() -> None:
+    if join(timeout=timedelta(seconds=1)) == 1:
+        time.sleep(3)
+    dist.all_reduce(ones())
+    torch.cuda.synchronize()
+
+
+def test_the_time_limit_of_a_group_is_kept(simulated_ranks):
+    found = failures(simulated_ranks, end_too_late, ranks=2)
+    assert found.keys() == {0}
+    assert "caught collective operation timeout: rank 0: all_reduce" in found[0]
+    assert "has waited 1.0 s for rank 1: its time limit." in found[0]
+
+
+# -- ranks that wait for each other ----------------------------------------------------
+
+
+def wait_in_another_call() -> None:
+    if join() == 1:
+        dist.recv(ones(), 0)
+    else:
+        dist.all_reduce(ones())
+    torch.cuda.synchronize()
+
+
+def receive_in_a_ring() -> None:
+    rank = join()
+    dist.recv(ones(), (rank + 1) % 3)
+    torch.cuda.synchronize()
+    dist.send(ones(), (rank - 1) % 3)
+
+
+def use_groups_in_another_order(connected: bool) -> None:
+    rank = join()
+    first, second = dist.new_group([0, 1]), dist.new_group([0, 1, 2])
+    if connected:
+        dist.barrier(first) if rank < 2 else None
+        dist.barrier(second)
+    for group in (second, first) if rank == 1 else (first, second):
+        if rank < 2 or group is second:
+            dist.all_reduce(ones(), group=group)
+    torch.cuda.synchronize()
+
+
+def skip_a_message_of_a_batch() -> None:
+    rank = join()
+    ring = [
+        dist.P2POp(dist.isend, ones(), (rank + 1) % 3),
+        dist.P2POp(dist.irecv, ones(), (rank - 1) % 3),
+    ]
+    for work in dist.batch_isend_irecv(ring[: 1 if rank == 1 else 2]):
+        work.wait()
+    dist.barrier()
+
+
+CIRCLES = {
+    wait_in_another_call: (
+        (),
+        r"rank 0: all_reduce of 4 float32, SUM \(\S+\) on all ranks, waits for rank 1",
+        r"rank 1: recv from rank 0 of 4 float32 \(\S+\), waits for rank 0",
+    ),
+    receive_in_a_ring: (
+        (),
+        r"rank 0: recv from rank 1 of 4 float32 \(\S+\), waits for rank 1",
+        r"rank 1: recv from rank 2 of 4 float32 \(\S+\), waits for rank 2",
+        r"rank 2: recv from rank 0 of 4 float32 \(\S+\), waits for rank 0",
+    ),
+    use_groups_in_another_order: (
+        (False,),
+        r"rank 0: all_reduce \(\S+\) on ranks 0, 1 for the first time, waits for rank",
+        r"rank 1: all_reduce \(\S+\) on all ranks \(group 2\) for the first time",
+    ),
+    skip_a_message_of_a_batch: (
+        (),
+        r"rank 1: barrier \(\S+\) on all ranks, behind send of rank 0 \(\S+\), waits "
+        "for rank 1 itself",
+    ),
+}
+
+
+@pytest.mark.parametrize("program", CIRCLES, ids=lambda program: program.__name__)
+def test_ranks_that_wait_for_each_other_are_shown_with_their_calls(
+    simulated_ranks, program
+):
+    args, *lines = CIRCLES[program]
+    for text in failures(simulated_ranks, program, *args).values():
+        assert CIRCLE in text
+        for line in lines:
+            assert re.search(line, text)
+
+
+def test_groups_in_another_order_once_they_are_connected(simulated_ranks):
+    """On one stream, as a blocking call has it."""
+    found = failures(simulated_ranks, use_groups_in_another_order, True)
+    for text in found.values():
+        assert CIRCLE in text
+        assert re.search(r"rank 0: all_reduce .* on ranks 0, 1, waits for rank 1", text)
+        assert re.search(r"rank 1: all_reduce .* on all ranks \(group 2\), waits", text)
+
+
+def send_in_a_ring() -> None:
+    rank = join()
+    given, taken = ones(), ones()
+    dist.send(given, (rank + 1) % 3)
+    dist.recv(taken, (rank - 1) % 3)
+    torch.cuda.synchronize()
+
+
+def test_sends_that_wait_for_each_other_are_shown_as_a_circle(simulated_ranks):
+    """All have been called, and each stands behind another one on its stream."""
+    for rank, text in failures(simulated_ranks, send_in_a_ring).items():
+        assert "a circle of ranks, each of which waits for the next" in text
+        first = rf"rank {rank}: send to rank {(rank + 1) % 3} of 4 float32 \(\S+\), "
+        behind = rf"behind send of rank {(rank + 1) % 3} \(\S+\), behind send of rank "
+        assert re.search(first + behind, text)
+
+
+# -- ranks that call different things --------------------------------------------------
+
+
+def call_another(what: str) -> None:
+    rank = join()
+    odd = rank == 1
+    x = ones(5 if what == "shape" and odd else 4, DTYPES[what == "dtype" and odd])
+    if what == "reduction":
+        dist.all_reduce(x, dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM)
+    elif what == "root":
+        dist.broadcast(x, int(odd))
+    elif what == "collective" and odd:
+        dist.broadcast(x, 0)
+    elif what == "barrier" and odd:
+        dist.barrier()
+    elif what == "gathered":
+        part = ones(3 if odd else 4)
+        dist.all_gather_into_tensor(ones(len(part) * 3), part)
+    elif what == "split":
+        give = [1, 1, 2] if odd else [2, 1, 1]  # and all take 2, 1, 1
+        dist.all_to_all_single(ones(4), ones(4), [2, 1, 1], give)
+    else:
+        dist.all_reduce(x)
+    torch.cuda.synchronize()
+
+
+DTYPES = (torch.float32, torch.bfloat16)
+USUAL = "all_reduce of 4 float32, SUM"
+OTHERS = {  # what differs -> the calls of ranks 0 and 1
+    "shape": (USUAL, "all_reduce of 5 float32, SUM"),
+    "dtype": (USUAL, "all_reduce of 4 bfloat16, SUM"),
+    "reduction": (USUAL, "all_reduce of 4 float32, MAX"),
+    "root": ("broadcast of 4 float32, root 0", "broadcast of 4 float32, root 1"),
+    "collective": (USUAL, "broadcast of 4 float32, root 0"),
+    "barrier": (USUAL, "barrier"),
+    "gathered": ("all_gather of 4 float32", "all_gather of 3 float32"),
+    "split": (
+        "all_to_all, 1 float32 to rank 1, 1 from it",
+        "all_to_all, 1 float32 to rank 0, 2 from it",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_ranks_that_call_different_things_are_shown_with_both(simulated_ranks, what):
+    found = failures(simulated_ranks, call_another, what)
+    first, second = OTHERS[what]
+    texts = "\n".join(found.values())
+    do_not = "do not agree about" if what == "split" else "do not call the same"
+    assert f"rank 0 and rank 1 {do_not} collective, number 2 of all ranks:" in texts
+    assert re.search(rf"  rank 0: {first} \(\S+.py:\d+\)\n", texts)
+    assert re.search(rf"  rank 1: {second} \(\S+.py:\d+\)\n", texts)
+
+
+def receive_another_size() -> None:
+    rank = join()
+    if rank == 0:
+        dist.send(ones(4), 1)
+    else:
+        dist.recv(ones(6), 0)
+    torch.cuda.synchronize()
+
+
+def test_a_message_of_another_size_is_shown_with_both_ends(simulated_ranks):
+    for text in failures(simulated_ranks, receive_another_size, ranks=2).values():
+        assert "do not call the same message, number 1 from rank 0 to rank 1" in text
+        assert "rank 0: send to rank 1 of 4 float32" in text
+        assert "rank 1: recv from rank 0 of 6 float32" in text
+
+
+# -- tensors that are elsewhere --------------------------------------------------------
+
+
+def give_a_tensor_of(where: str) -> None:
+    odd = join() == 1
+    if where == "two GPUs" and odd:
+        dist.all_gather([torch.ones(4, device=f"cuda:{i}") for i in range(2)], ones())
+    else:
+        dist.all_reduce(torch.ones(4, device=where) if odd else ones())
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("cuda:0", "rank 1 has used this process group on cuda:1 and comes with a"),
+        ("cpu", "No backend type associated with device type cpu"),
+        ("two GPUs", "Tensors found on multiple devices"),
+    ],
+)
+def test_one_rank_with_a_tensor_elsewhere_ends_the_others(simulated_ranks, where, said):
+    found = failures(simulated_ranks, give_a_tensor_of, where, ranks=2)
+    assert said in found[1] and GONE in found[0]
+
+
+def share_a_gpu() -> None:
+    dist.init_process_group("nccl")
+    dist.all_reduce(ones())
+
+
+def test_ranks_on_one_gpu_are_named(simulated_ranks):
+    for rank, text in failures(simulated_ranks, share_a_gpu).items():
+        other = 1 if rank == 0 else 0
+        assert f"Duplicate GPU detected : rank {rank} and rank {other} both" in text
+
+
+# -- what is no mistake ----------------------------------------------------------------
+
+
+def leave_early(elements: int, message: bool) -> float | None:
+    """Rank 0 ends at once, and rank 1 looks at what it has given later."""
+    rank = join()
+    x = torch.full((elements,), rank + 1.0, device="cuda")
+    if message:
+        (dist.send if rank == 0 else dist.recv)(x, 1 - rank)
+    else:
+        dist.broadcast(x, 0)
+    if rank == 0:
+        return None
+    time.sleep(0.3)
+    return x.sum().item() / elements
+
+
+@pytest.mark.parametrize("message", [False, True])
+@pytest.mark.parametrize("elements", [10, 10**6])
+def test_what_a_rank_has_given_outlives_it(simulated_ranks, elements, message):
+    """Without `destroy_process_group`, and without a wait."""
+    assert simulated_ranks(leave_early, 2, elements, message)[1] == 1
+
+
+def begin_again() -> list[float]:
+    found = []
+    for _ in range(3):
+        rank = join()
+        x = ones() * rank
+        dist.all_reduce(x)
+        found.append(x[0].item())
+        dist.destroy_process_group()
+    return found
+
+
+def test_a_group_may_be_destroyed_and_made_again(simulated_ranks):
+    assert simulated_ranks(begin_again, 3) == [[3.0] * 3] * 3
+
+
+def work_in_threads() -> list[float]:
+    """Each thread has a group and a stream of its own."""
+    join()
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    for group in groups:
+        dist.barrier(group)
+    device, found = torch.cuda.current_device(), [0.0, 0.0]
+
+    def work(number: int) -> None:
+        torch.cuda.set_device(device)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            x = ones() * (number + 1)
+            for _ in range(10):
+                dist.all_reduce(x, dist.ReduceOp.AVG, groups[number])
+            found[number] = x[0].item()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_threads_have_groups_of_their_own(simulated_ranks):
+    assert simulated_ranks(work_in_threads, 2, seconds=SECONDS) == [[1.0, 2.0]] * 2
+
+
+def use_a_group_of_some() -> float:
+    rank = join()
+    some = dist.new_group([0, 2])
+    x = ones()
+    if rank != 1:
+        dist.all_reduce(x, group=some)
+    dist.all_reduce(x)
+    return x[0].item()
+
+
+def test_a_group_of_some_ranks_is_not_for_the_others_to_call(simulated_ranks):
+    assert simulated_ranks(use_a_group_of_some, 3) == [5.0] * 3

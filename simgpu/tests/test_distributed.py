@@ -1,0 +1,364 @@
+"""Ranks with simulated GPUs: NCCL's rules, DDP, what spawned processes see."""
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import simgpu
+from support import programs
+
+SCRIPTS = Path(__file__).parent / "scripts"
+SAID = "{} on simulated GPUs: no NCCL, one simulated time for all"
+
+
+@pytest.fixture
+def gpus():
+    simgpu.start(2)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    simgpu.stop()
+
+
+def join(backend: str, **options) -> None:
+    """Make a process group of one rank, in this process."""
+    dist.init_process_group(
+        backend, store=dist.HashStore(), rank=0, world_size=1, **options
+    )
+
+
+@pytest.fixture
+def group(gpus):
+    join("nccl")
+
+
+# -- groups ----------------------------------------------------------------------------
+
+
+def test_a_group_says_nccl(gpus):
+    assert dist.is_nccl_available() and torch.cuda.nccl.version() > (2, 10)
+    join("nccl", device_id=torch.device("cuda", 1))
+    assert dist.get_backend() == "nccl"
+    assert dist.get_backend(dist.new_group([0])) == "nccl"
+    dist.barrier(device_ids=[1])
+    dist.barrier()
+
+
+def test_a_group_for_both_takes_both(gpus):
+    join("cpu:gloo,cuda:nccl")
+    for device in ("cpu", "cuda:1"):
+        t = torch.ones(2, device=device)
+        dist.all_reduce(t)
+        assert t.device == torch.device(device)
+
+
+def test_gloo_stays_gloo(gpus, capfd):
+    join("gloo")
+    assert dist.get_backend() == "gloo"
+    dist.all_reduce(torch.ones(2))
+    assert "simulated GPUs" not in capfd.readouterr().err
+
+
+def test_nccl_takes_no_host_tensors(group):
+    with pytest.raises(RuntimeError, match="No backend type associated with .* cpu"):
+        dist.all_reduce(torch.ones(2))
+
+
+def test_nccl_takes_tensors_of_one_gpu(group):
+    pair = [torch.ones(2, device="cuda:0"), torch.ones(2, device="cuda:1")]
+    with pytest.raises(ValueError, match="multiple devices"):
+        dist.all_gather([pair[0]], pair[1])
+
+
+def test_options_are_those_of_nccl(gpus):
+    with pytest.raises(AssertionError, match="of type ProcessGroupNCCL.Options"):
+        join("nccl", pg_options=object())
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = 4
+    join("nccl", pg_options=options, timeout=timedelta(seconds=7))
+    backend = dist.group.WORLD._get_backend(torch.device("cuda"))
+    assert isinstance(backend, dist.ProcessGroupNCCL) and backend.name() == "nccl"
+    assert backend.options.is_high_priority_stream
+    assert backend.options.config.max_ctas == 4
+    assert backend.options._timeout == timedelta(seconds=7)
+    assert dist.get_backend_config() == "cuda:nccl"
+    assert dist.group.WORLD.name() == "nccl"
+
+
+def test_nccl_class_is_gone_after_the_simulator():
+    def found() -> tuple:
+        built = torch._C._distributed_c10d
+        return dist.is_nccl_available(), getattr(built, "_hash_tensors", None)
+
+    before = found()
+    simgpu.start(1)
+    assert found()[0] and found() != before
+    simgpu.stop()
+    assert found() == before
+
+
+def test_a_mesh_of_gpus_and_sharded_parameters(group):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cuda", (1,))
+    model = fully_shard(nn.Linear(2, 2).cuda(), mesh=mesh)
+    assert model.weight.device == torch.device("cuda:0")
+    model(torch.ones(1, 2, device="cuda")).sum().backward()
+    assert model.weight.grad.full_tensor().tolist() == [[1, 1], [1, 1]]
+
+
+# -- collectives -----------------------------------------------------------------------
+
+
+def test_results_and_objects_stay_on_the_gpu(group):
+    torch.cuda.set_device(1)
+    mine = torch.arange(3.0, device="cuda")
+    others = [torch.empty(3, device="cuda")]
+    dist.all_gather(others, mine)
+    assert others[0].device == mine.device and others[0].tolist() == [0, 1, 2]
+    things = [None]
+    dist.all_gather_object(things, {"a": 1})
+    assert things == [{"a": 1}]
+
+
+def test_each_collective_is_one_event_on_its_gpu(group):
+    torch.cuda.set_device(1)
+    t, out = torch.ones(100, device="cuda"), torch.empty(100, device="cuda")
+    simgpu.timeline().clear()
+    dist.all_reduce(t)
+    dist.reduce_scatter_tensor(out, t)
+    dist.all_gather([out], t)
+    dist.barrier()
+    events = simgpu.timeline().events
+    assert [(event.name, event.device, event.nbytes) for event in events] == [
+        ("all_reduce", "cuda:1", 400),
+        ("reduce_scatter", "cuda:1", 400),
+        ("all_gather", "cuda:1", 400),
+        ("barrier", "cuda:1", 0),
+    ]
+    assert simgpu.timeline().host == events[-1].end  # it waited
+
+
+# -- DDP -------------------------------------------------------------------------------
+
+
+def test_what_a_collective_reads_is_kept_until_somebody_waits(group):
+    given, out = torch.ones(1024, device="cuda"), torch.zeros(1024, device="cuda")
+    before = torch.cuda.memory_allocated()
+    work = dist.all_gather_into_tensor(out, given, async_op=True)
+    del given
+    torch.ones(1024, device="cuda")  # not in the memory that is being read
+    assert torch.cuda.memory_allocated() == before
+    work.wait()
+    assert torch.cuda.memory_allocated() == before - 4096
+    assert out.tolist() == [1.0] * 1024
+
+
+def test_buckets_take_as_much_as_the_gradients(group):
+    model = nn.Linear(512, 512, bias=False).to("cuda:1")  # 1 MiB
+    before = torch.cuda.memory_allocated("cuda:1")
+    ddp = DDP(model, device_ids=[1])
+    assert torch.cuda.memory_allocated("cuda:1") - before == 2**20
+    ddp(torch.ones(4, 512)).sum().backward()  # DDP moves its input
+    assert model.weight.grad.device == torch.device("cuda:1")
+    assert torch.cuda.memory_allocated("cuda:0") == 0
+
+
+def test_ddp_with_views_of_its_buckets_has_no_second_copy(group):
+    model = nn.Linear(512, 512, bias=False).to("cuda:0")
+    ddp = DDP(model, device_ids=[0], gradient_as_bucket_view=True)
+    ddp(torch.ones(4, 512)).sum().backward()
+    ddp.zero_grad(set_to_none=False)
+    torch._C._cuda_clearCublasWorkspaces()
+    assert torch.cuda.memory_allocated("cuda:0") == 2 * 2**20  # weights, buckets
+
+
+# -- processes -------------------------------------------------------------------------
+
+
+def test_options_and_hooks_of_ddp_agree_with_one_model(tmp_path):
+    done = programs.in_ranks(tmp_path, 2, SCRIPTS / "ddp_options.py")
+    assert done.status == 0, done.stderr
+    *lines, last = done.stdout.splitlines()
+    lines.remove("float16 hook: near")
+    lines.remove("PowerSGD, ZeRO: loss falls")
+    assert len(lines) == 6 and last == "no_sync: equal on cuda:0"
+    assert all(line.endswith(": equal on cuda:0") for line in lines), lines
+    assert done.stderr.count(SAID.format("2 ranks")) == 1
+
+
+MISTAKES = """
+no set_device: DistBackendError: Duplicate GPU detected : rank 1 and rank 0 both on
+ CUDA device 0
+once more: DistBackendError: Duplicate GPU detected : rank 1 and rank 0 both on CUDA
+ device 0
+on the host: [2.0]
+right: [2.0]
+another GPU later: DistBackendError: rank 1 has used this process group on cuda:1 and
+ comes with a tensor on cuda:0 now. NCCL would wait for a second connection, which the
+ other ranks may never make. Is torch.cuda.set_device(rank) missing?
+on the host, NCCL alone: RuntimeError: No backend type associated with device type cpu
+every second column: ValueError: Tensors must be contiguous
+one number, expanded: ValueError: Tensors must be contiguous
+transposed: [2.0, 2.0, 2.0, 2.0]
+sparse gradients: RuntimeError: NCCL does not support all_reduce with sparse tensors.
+ Please use dense tensors instead.
+a module on two GPUs: NotSimulated: DistributedDataParallel of a module on several GPUs
+ is not simulated. Give each rank one. (simgpu)
+not the bound GPU: DistBackendError: Attempt to perform collective on tensor not on
+ device passed to init_process_group
+by keyword: cuda:1
+"""
+
+
+@pytest.mark.slow
+def test_mistakes_are_found_in_nccls_words(tmp_path):
+    """Under torchrun itself."""
+    launch = ("-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "simgpu")
+    done = programs.in_new_python(tmp_path, *launch, SCRIPTS / "mistakes.py")
+    assert done.status == 0, done.stderr
+    assert done.stdout == MISTAKES.strip().replace("\n ", " ") + "\n"
+
+
+def losses_in(done: programs.Done) -> list[float]:
+    assert done.status == 0, done.stderr
+    return [float(line.split()[-1]) for line in done.stdout.splitlines()]
+
+
+def test_a_trainer_learns_the_same_in_one_process_and_in_ranks(tmp_path):
+    """The second half, from a snapshot, in other processes than the first."""
+    trainer = (SCRIPTS / "trainer.py", "--amp", "--epochs")
+    whole = programs.simulated(tmp_path, "--gpus", 2, *trainer, 2)
+    first = programs.in_ranks(tmp_path, 2, *trainer, 1, "--ddp")
+    rest = programs.in_ranks(tmp_path, 2, *trainer, 2, "--ddp", "--resume")
+    assert len(losses_in(whole)) == 2
+    found = losses_in(first) + losses_in(rest)
+    assert found == pytest.approx(losses_in(whole), abs=2e-3)  # float16, another order
+
+
+SPAWNS = """
+import atexit
+import sys
+import threading
+import time
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.utils.data import DataLoader
+
+
+class Result:
+    number = 7
+
+
+def run(rank, folder, queue):
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", f"file://{folder}/two", rank=rank, world_size=2)
+    t = torch.ones(1, device="cuda")
+    dist.all_reduce(t)
+    if rank == 1:
+        queue.put((Result(), t.item(), str(t.device)))
+        raise ValueError("rank 1 has had enough")
+
+
+def slow():
+    time.sleep(1)
+    print("the thread is done")
+
+
+if __name__ == "__main__":
+    folder = sys.argv[1]
+    dist.init_process_group("nccl", f"file://{folder}/one", rank=0, world_size=1)
+    atexit.register(print, "at exit")
+    print(len(list(DataLoader(torch.ones(4), num_workers=1))), flush=True)
+    queue = mp.get_context("spawn").SimpleQueue()
+    try:
+        mp.spawn(run, args=(folder, queue), nprocs=2)
+    finally:
+        result, total, device = queue.get()
+        print(result.number, total, device, flush=True)
+        threading.Thread(target=slow).start()
+"""
+
+
+@pytest.mark.slow
+def test_spawned_ranks_objects_threads_and_exit_functions_are_as_in_python(tmp_path):
+    """Also: a worker that was forked has no exit functions to run."""
+    script = tmp_path / "spawns.py"
+    script.write_text(SPAWNS, encoding="utf-8")
+    command = ("--gpus", 2, script, tmp_path)
+    done = programs.simulated(tmp_path, *command, new_python=True)
+    printed = ["4", "7 2.0 cuda:1", "the thread is done", "at exit"]
+    assert done.stdout.splitlines() == printed, done.stderr
+    assert done.status == 1 and "ValueError: rank 1 has had enough" in done.stderr
+    for ranks in ("1 rank", "2 ranks"):
+        assert done.stderr.count(SAID.format(ranks)) == 1
+
+
+JOBS = """
+import os
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def run(rank, port):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, WORLD_SIZE="2")
+    os.environ.update(RANK=str(rank))
+    torch.cuda.set_device(rank)
+    for backend in ("nccl", "cpu:gloo,cuda:nccl", "gloo", None, "nccl"):
+        dist.init_process_group(backend)
+        t = torch.ones(1, device="cpu" if backend == "gloo" else "cuda")
+        dist.all_reduce(t)
+        if rank == 0:
+            print(backend, t.item())
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = str(store.port)
+    del store
+    mp.spawn(run, args=(port,), nprocs=2)
+"""
+
+
+def test_ranks_may_meet_again_at_the_same_port(tmp_path):
+    """Rank 0 keeps the store; nobody uses it after that rank has ended."""
+    script = tmp_path / "jobs.py"
+    script.write_text(JOBS, encoding="utf-8")
+    done = programs.simulated(tmp_path, "--gpus", 2, script)
+    backends = ["nccl", "cpu:gloo,cuda:nccl", "gloo", "None", "nccl"]
+    assert done.stdout.splitlines() == [f"{name} 2.0" for name in backends], done.stderr
+    assert done.stderr.splitlines() == [SAID.format("2 ranks")]
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "shown"),
+    [
+        ("raise ValueError('enough')", 1, ["[rank0]: ValueError: enough"]),
+        ("sys.exit(7)", 7, []),
+        ("sys.exit('enough')", 1, ["enough"]),
+    ],
+)
+def test_a_rank_ends_as_python_would_end_it(tmp_path, end, status, shown):
+    script = tmp_path / "ends.py"
+    script.write_text(
+        "import sys, torch.distributed as dist\n"
+        f"where = 'file://{tmp_path}/store'\n"
+        "dist.init_process_group('nccl', where, rank=0, world_size=1)\n"
+        f"print('said')\n{end}\n",
+        encoding="utf-8",
+    )
+    done = programs.simulated(tmp_path, "--gpus", 2, script)
+    said, *error = done.stderr.splitlines()
+    assert (done.status, done.stdout) == (status, "said\n")
+    assert said == SAID.format("1 rank") and error[-1:] == shown
+    lines = [line for line in error if ", line " in line]
+    assert all("ends.py" in line for line in lines), error  # the learner's own lines

@@ -1,0 +1,290 @@
+"""The errors of a machine with CUDA GPUs, and what the simulator refuses by name."""
+
+import numpy as np  # noqa: F401, for the expressions below
+import pytest
+import torch
+import torch.cuda.nccl
+import torch.nn.functional as F  # noqa: F401
+from torch import nn  # noqa: F401
+
+import simgpu
+from simgpu import _runtime as runtime
+from simgpu._api import memory
+
+
+@pytest.fixture(autouse=True)
+def gpus():
+    simgpu.start(4)
+    yield
+    simgpu.stop()
+
+
+@pytest.fixture
+def a():
+    return torch.ones(2, 2, device=0)
+
+
+@pytest.fixture
+def b():
+    return torch.ones(2, 2)
+
+
+def message(expression: str, kind=RuntimeError, **names) -> str:
+    """What an expression raises."""
+    with pytest.raises(kind) as caught:
+        eval(expression, globals(), names)
+    return str(caught.value)
+
+
+# -- devices do not mix ----------------------------------------------------------------
+
+TWO = (
+    "Expected all tensors to be on the same device, but found at least two devices, "
+    "cuda:0 and cpu!"
+)
+KINDS = "Input type (torch.{}) and weight type (torch.{}) should be the same"
+INDICES = (
+    "indices should be either on cpu or on the same device as the indexed tensor ({})"
+)
+GENERATOR = "Expected a '{}' device type for generator but found '{}'"
+SAME = ". Please ensure that the gradient and the tensor are on the same device"
+
+
+def got(argument: str, method: str, its="cpu", others="cuda:0") -> str:
+    return (
+        "Expected all tensors to be on the same device, but got "
+        f"{argument} is on {its}, different from other tensors on {others} "
+        f"(when checking argument in method wrapper_CUDA_{method})"
+    )
+
+
+# PyTorch's own words, from the sources of 2.11 to 2.13
+WORDS = {
+    TWO: [
+        "a + b", "b * a", "a.add_(b)", "a == b", "a + torch.ones(1)",
+        "F.mse_loss(a, b)",
+    ],
+    TWO.replace("cpu", "cuda:1"): ["a + a.to(1)", "a + torch.ones((), device=1)"],
+    got("mat2", "mm"): ["a @ b"],
+    got("mat2", "mm", "cuda:0", "cpu"): ["b @ a"],
+    got("mat1", "addmm"): ["torch.addmm(a, b, a)"],
+    got("mat1", "addmm", "cuda:0", "cpu"): ["F.linear(a, a, b[0])"],
+    got("mat2", "bmm"): ["torch.bmm(a[None], b[None])"],
+    got("tensors", "cat"): ["torch.cat([a, b])"],
+    got("index", "_index_select"): [
+        "F.embedding(b.long(), a)", "torch.index_select(a, 0, b[0].long())",
+        "torch.index_select(a, 0, torch.tensor(1))",
+    ],
+    got("index", "gather"): ["torch.gather(a, 0, b.long())"],
+    got("target", "nll_loss_forward"): ["F.cross_entropy(a, b[0].long())"],
+    KINDS.format("FloatTensor", "cuda.FloatTensor"): [
+        "F.conv2d(b[None, None], a[None, None])",
+    ],
+    KINDS.format("cuda.FloatTensor", "FloatTensor"): [
+        "F.conv2d(a[None, None], b[None, None])",
+    ],
+    "expected self and mask to be on the same device, but got mask on cpu and self on "
+    "cuda:0": ["a.masked_fill(b > 0, 1.0)"],
+    "Expected condition, x and y to be on the same device, but condition is on cpu and "
+    "x and y are on cuda:0 and cuda:1 respectively": ["torch.where(b > 0, a, a.to(1))"],
+    INDICES.format("cpu"): ["b[a > 0]"],
+    INDICES.format("cuda:0"): ["a[torch.tensor([1], device=1)]"],
+    "Input and parameter tensors are not at the same device, found input tensor at cpu "
+    "and parameter tensor at cuda:0": ["nn.LSTM(2, 2).to(0)(b)"],
+    GENERATOR.format("cuda", "cpu"): [
+        "torch.rand(2, device=0, generator=torch.Generator())",
+        "a.normal_(generator=torch.Generator())",
+    ],
+    GENERATOR.format("cpu", "cuda"): [
+        'torch.rand(2, generator=torch.Generator("cuda"))',
+    ],
+    "legacy constructor expects device type: cpu but device type: cuda was passed": [
+        'torch.Tensor([1.0], device=torch.device("cuda"))',
+    ],
+    "attempting to assign a gradient with device type 'cuda' to a tensor with device "
+    "type 'cpu'" + SAME: ['setattr(b, "grad", a)'],
+    "attempting to assign a gradient located on device with index '1' to a tensor "
+    "located on device with index '0'" + SAME: ['setattr(a, "grad", a.to(1))'],
+    "cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned": [
+        "a.pin_memory()",
+    ],
+    "tensor_split expected tensor_indices_or_sections to be on cpu, but it's on "
+    "cuda:0": ["torch.tensor_split(a, torch.tensor([1], device=0))"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "words, call", [(words, call) for words, calls in WORDS.items() for call in calls]
+)
+def test_errors_in_pytorchs_words(a, b, call, words):
+    assert message(call, a=a, b=b) == words
+
+
+MIXED = [
+    "torch.stack([a, b])", "torch.add(a, a, out=b)", "a.index_add_(0, b[0].long(), a)",
+    "a.scatter_(0, b.long() * 0, 1.0)", "torch.masked_select(a, b > 0)",
+    "torch.where(a > 0, a, b)", "torch.where(b > 0, a, a)",
+    'torch.einsum("ij,jk", a, b)', "torch.dot(a[0], b[0])", "torch.linalg.solve(a, b)",
+    "torch.cdist(a, b)", "torch.equal(a, b)", "torch.allclose(a, b)",
+    "torch.searchsorted(a[0], b[0])", "torch.bucketize(a, b[0])",
+    "F.scaled_dot_product_attention(a[None], b[None], b[None])",
+    "torch.lerp(a, b, 0.5)", "torch.addcmul(a, b, b)",
+    "F.binary_cross_entropy_with_logits(a, b)", "F.kl_div(a, b)", "torch.normal(a, b)",
+    "F.grid_sample(a[None, None], torch.zeros(1, 1, 1, 2))", "a.clamp(min=b)",
+    "torch.take(a, b.long())", "torch.isin(a, b)", "torch.kron(a, b)",
+    "torch.block_diag(a, b)", "torch.outer(a[0], b[0])",
+    "F.embedding_bag(b[0].long(), a, b[0].long() * 0)", "F.nll_loss(a, b[0].long())",
+    "F.multi_margin_loss(a, b[0].long())", "a.__setitem__(torch.tensor([0]), b[:1])",
+    "nn.Linear(2, 2)(a)", "nn.Linear(2, 2).to(0)(b)", "nn.BatchNorm1d(2).to(0)(b)",
+    "nn.LayerNorm(2).to(0)(b)", "nn.GRU(2, 2)(a)",
+    "nn.MultiheadAttention(2, 1).to(0)(b, b, b)",
+    "a.requires_grad_().mul(2).backward(b)", "torch._foreach_add([a], [b])",
+    "torch._foreach_add([a, b], [b, a])",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call", MIXED)
+@pytest.mark.parametrize("grad", [torch.enable_grad, torch.inference_mode])
+def test_devices_do_not_mix(a, b, call, grad):
+    with grad():
+        message(call, a=a, b=b)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.RMSprop])
+def test_a_state_on_another_gpu_than_its_weight_is_refused(kind):
+    """The optimizer's default on GPUs, foreach, refuses it before any kernel."""
+    weight = torch.nn.Parameter(torch.ones(2, device=0))
+    weight.grad = torch.ones(2, device=0)
+    optimizer = kind([weight])
+    optimizer.step()
+    weight.data, weight.grad = weight.data.to(1), torch.ones(2, device=1)
+    with pytest.raises(RuntimeError, match="Tensors of the same index must be on the"):
+        optimizer.step()
+
+
+def test_a_state_on_the_host_passes_to_the_kernel_which_refuses_it():
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    optimizer.step()
+    weight.data, weight.grad = weight.data.to(1), torch.ones(2, device=1)
+    with pytest.raises(RuntimeError, match="found at least two devices"):
+        optimizer.step()
+
+
+def test_numpy_needs_the_host(a):
+    words = (
+        "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy "
+        "the tensor to host memory first."
+    )
+    for call in ("a.numpy()", "np.asarray(a)", "np.add(a, 1)"):
+        assert message(call, TypeError, a=a) == words
+    assert a.numpy(force=True).sum() == 4
+
+
+def test_a_gradient_of_another_device_is_refused():
+    class Bad(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, a):
+            return a * 1
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient.cpu()
+
+    x = torch.ones(2, device=2, requires_grad=True)
+    assert message("Bad.apply(x).sum().backward()", Bad=Bad, x=x) == (
+        "Function BadBackward returned an invalid gradient at index 0 - expected "
+        "device cuda:2 but got cpu"
+    )
+
+
+def test_host_gradients_do_not_join_gpus():
+    """What C++ makes in a backward on the host stays on the host."""
+    x = torch.ones(4, requires_grad=True)
+    x.chunk(2)[0].sum().backward()
+    assert message("x.grad + torch.ones(4, device=0)", x=x) == TWO
+    assert x.grad.device.type == "cpu"
+
+
+# -- GPUs that are not there -----------------------------------------------------------
+
+
+ABSENT = [
+    'torch.zeros(1, device="cuda:4")', "torch.zeros(1).cuda(4)", "torch.zeros(1).to(4)",
+    "nn.Linear(1, 1).to(4)", "torch.tensor(1, device=4)", "torch.cuda.set_device(4)",
+    "torch.cuda.device(4).__enter__()", "torch.cuda.synchronize(4)",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call", ABSENT)
+def test_ordinals_that_do_not_exist(call):
+    words = message(call, torch.AcceleratorError)
+    assert words.startswith("CUDA error: invalid device ordinal\n")
+
+
+@pytest.mark.parametrize(
+    "call, kind, words",
+    [
+        ("get_device_properties(4)", AssertionError, "Invalid device id"),
+        ("get_device_name(4)", AssertionError, "Invalid device id"),
+        ("memory_allocated(4)", RuntimeError, "Invalid device argument 4: did you cal"),
+        ("set_device('cpu')", ValueError, "Expected a cuda device, but got: cpu"),
+        ("set_device('cuda')", ValueError, "specified index or an integer, but got:cu"),
+    ],
+)
+def test_queries_check_their_index(call, kind, words):
+    assert words in message(f"torch.cuda.{call}", kind)
+
+
+# -- what is not simulated -------------------------------------------------------------
+
+REFUSED = {
+    "torch.cuda.CUDAGraph()": "torch.cuda.CUDAGraph",
+    "torch.cuda.graph(None)": "torch.cuda.graph",
+    "torch.cuda.graphs.CUDAGraph()": "torch.cuda.graphs.CUDAGraph",
+    "torch.cuda.temperature()": "torch.cuda.temperature",
+    "torch.cuda.power_draw()": "torch.cuda.power_draw",
+    "torch.cuda.cudart().cudaMalloc(4)": "torch.cuda.cudart().cudaMalloc",
+    "torch.cuda.caching_allocator_enable(False)": "caching_allocator_enable(False)",
+    "torch.cuda.ExternalStream(4096)": "a stream of another library",
+    "torch._C._cuda_tunableop_enable(True)": "_cuda_tunableop_enable",
+    "torch.cuda.memory.MemPool()": "torch.cuda.memory.MemPool",
+    "torch.compile(nn.Linear(1, 1))": "--no-compile",
+    "nn.Linear(1, 1).compile()": "torch.compile",
+    "torch.cuda.nccl.all_reduce([])": "torch.cuda.nccl.all_reduce",
+    "torch.cuda.nccl.reduce([torch.ones(1)])": "torch.cuda.nccl.reduce",
+    "torch.from_dlpack(torch.ones(1, device=0))": "DLPack",
+}
+
+
+@pytest.mark.parametrize("call", REFUSED)
+def test_what_is_not_simulated_says_so(call):
+    words = message(call, simgpu.NotSimulated)
+    assert REFUSED[call] in words and "not simulated" in words
+
+
+@pytest.mark.parametrize(
+    "module",
+    [torch.cuda, torch.cuda.memory, torch.accelerator, torch.accelerator.memory],
+)
+def test_every_public_call_is_answered_or_refused(module):
+    replaced = {(owner, name) for owner, name, _ in runtime.running.patches._undo}
+    kept = {
+        "CudaError", "DeferredCudaCallError", "check_error", "cudaStatus", "has_half",
+        "has_magma", "is_tf32_supported", "ipc_collect", "device", "device_of",
+        "stream", "StreamContext", "current_blas_handle", "current_solver_handle",
+        "get_stream_from_external", "get_sync_debug_mode", "set_sync_debug_mode",
+        "get_gencode_flags", "list_gpu_processes", "device_memory_used",
+        "memory_usage", "utilization", "clock_rate",
+        *memory.KEPT,  # PyTorch's own, over what `C_FUNCTIONS` answers
+    }  # fmt: skip
+    open_ends = {
+        name
+        for name in module.__all__
+        if callable(getattr(module, name))
+        and not name.endswith("Storage")  # legacy; they fail loudly in PyTorch's code
+        and (module, name) not in replaced
+    }
+    # legacy tensor types of dtypes that CUDA has no such type for are PyTorch's own
+    assert {name for name in open_ends if not name.endswith("Tensor")} <= kept

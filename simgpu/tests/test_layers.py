@@ -1,0 +1,85 @@
+"""The simulator's layers import only downwards, and nothing of the course."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import simgpu
+
+FOLDER = Path(simgpu.__file__).parent
+# from the bottom to the top; a layer may import itself and those before it
+LAYERS = [
+    {"_errors", "_locking", "_frames", "_loopback", "_switch"},
+    {"_device"},
+    {"_request"},
+    {"_timing", "_pictures"},  # a timeline draws itself
+    {"_sanitizer"},
+    {"_runtime"},
+    {"_dispatch"},
+    {"_api"},
+    {"_distributed"},
+    {"_messages"},
+    {"_patches"},
+    {"_startup"},
+    {"_estimates"},
+    {"__init__"},
+    {"_failures", "_child_commands", "_launchers", "_options", "_site"},
+    {"__main__", "_spawn_main", "_ranks", "_prove", "pytest_plugin"},
+]
+HEIGHTS = {name: height for height, names in enumerate(LAYERS) for name in names}
+MOST_LINES = 420
+FILES = {path.relative_to(FOLDER).as_posix(): path for path in FOLDER.rglob("*.py")}
+
+
+def layer(file: str) -> str:
+    """ "_dispatch" of "_dispatch/mode.py", "_runtime" of "_runtime.py"."""
+    return file.split("/")[0].removesuffix(".py")
+
+
+def imported(path: Path) -> set[str]:
+    """The modules that a file imports, wherever in it: "simgpu._runtime", "torch"."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module)
+            if node.module.startswith("simgpu"):
+                found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def layers_imported(path: Path) -> set[str]:
+    parts = [name.split(".") for name in imported(path)]
+    own = {p[1] for p in parts if p[0] == "simgpu" and len(p) > 1}
+    return {name for name in own if name in HEIGHTS}
+
+
+def test_every_file_has_a_layer():
+    assert {layer(file) for file in FILES} == HEIGHTS.keys()
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_layer_imports_only_itself_and_those_below(file):
+    own = HEIGHTS[layer(file)]
+    above = {name for name in layers_imported(FILES[file]) if HEIGHTS[name] > own}
+    assert above == set()
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_nothing_of_the_course_is_imported(file):
+    roots = {name.split(".")[0] for name in imported(FILES[file])}
+    assert not roots & {"helpers", "tests", "scripts", "matplotlib"}
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_no_file_grows_too_long_to_read(file):
+    assert len(FILES[file].read_text(encoding="utf-8").splitlines()) <= MOST_LINES
+
+
+def test_time_needs_no_pytorch():
+    script = "import sys, simgpu._timing.timeline; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

@@ -1,0 +1,305 @@
+"""What NCCL takes and what it refuses, and its class as PyTorch shows it."""
+
+import socket
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import simgpu
+from simgpu import NotSimulated
+from simgpu._distributed.exchange import Reduction, reduce
+
+CUDA = torch.device("cuda")
+
+
+def join(card: str = "T4", **options) -> None:
+    simgpu.start(2, card=card)
+    dist.init_process_group(
+        "nccl", store=dist.HashStore(), rank=0, world_size=1, **options
+    )
+
+
+def leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    simgpu.stop()
+
+
+@pytest.fixture
+def group():
+    join()
+    yield dist.group.WORLD
+    leave()
+
+
+@pytest.fixture
+def hopper():
+    join("H100")
+    yield
+    leave()
+
+
+def ones(*shape, dtype=torch.float32) -> torch.Tensor:
+    return torch.ones(*shape, device=CUDA).to(dtype)
+
+
+# -- numbers ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error", "words"),
+    [
+        (torch.int16, TypeError, "not supported for NCCL process group: Short"),
+        (torch.uint16, TypeError, "not supported for NCCL process group: UInt16"),
+        (torch.float8_e4m3fnuz, RuntimeError, "Unsupported Float8 type for NCCL"),
+        (torch.float8_e4m3fn, dist.DistBackendError, "begins with sm90 capable"),
+    ],
+)
+def test_numbers_that_nccl_cannot_add(group, dtype, error, words):
+    with pytest.raises(error, match=words):
+        dist.all_reduce(ones(2, dtype=dtype))
+
+
+def test_float8_is_moved_by_every_card_and_added_by_new_ones(hopper):
+    given = ones(2, dtype=torch.float8_e5m2)
+    dist.all_reduce(given)
+    assert given.float().tolist() == [1, 1]
+    leave()
+    join()
+    dist.broadcast(ones(2, dtype=torch.float8_e5m2), 0)
+
+
+def test_what_moves_by_sends_has_a_table_of_its_own(group):
+    with pytest.raises(RuntimeError, match="Unconvertible NCCL type Short"):
+        dist.all_to_all_single(ones(1, dtype=torch.int16), ones(1, dtype=torch.int16))
+
+
+@pytest.mark.parametrize("op", [ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR])
+def test_bits_are_not_reduced(group, op):
+    with pytest.raises(ValueError, match=r"Cannot use ReduceOp.B\w+ with NCCL"):
+        dist.all_reduce(ones(2, dtype=torch.int32), op)
+
+
+def test_averages_and_factors_need_numbers(group):
+    with pytest.raises(TypeError, match="AVG with boolean inputs"):
+        dist.all_reduce(ones(2, dtype=torch.bool), ReduceOp.AVG)
+    twice = dist._make_nccl_premul_sum(2.0)
+    with pytest.raises(TypeError, match="PreMulSum Data type must be half"):
+        dist.all_reduce(ones(2, dtype=torch.int32), twice)
+    given = ones(2, dtype=torch.bfloat16)
+    dist.all_reduce(given, twice)
+    assert given.tolist() == [2, 2]
+
+
+def test_an_average_does_not_overflow():
+    """NCCL multiplies by 1/n before it adds."""
+    values = [torch.full((1,), 60000.0, dtype=torch.float16) for _ in range(2)]
+    assert reduce(values, Reduction("AVG")).item() == 60000
+    whole = [torch.tensor([7]), torch.tensor([-2])]
+    assert reduce(whole, Reduction("AVG")).item() == 2
+
+
+# -- shapes ----------------------------------------------------------------------------
+
+
+def test_rows_or_channels_last_and_nothing_else(group):
+    dist.all_reduce(ones(2, 3, 4, 5).to(memory_format=torch.channels_last))
+    for tensor in (ones(2, 3).T, ones(4)[::2], ones(1).expand(4)):
+        with pytest.raises(ValueError, match="Tensors must be contiguous"):
+            dist.all_reduce(tensor)
+
+
+def test_lists_of_a_gather_may_have_gaps(group):
+    out = torch.zeros(2, 4, device=CUDA)
+    dist.all_gather([out[:, ::2]], torch.arange(4.0, device=CUDA).view(2, 2))
+    assert out.tolist() == [[0, 0, 1, 0], [2, 0, 3, 0]]
+    dist.reduce_scatter(part := ones(2, 2), [out[:, ::2]])
+    assert part.tolist() == [[0, 1], [2, 3]]
+
+
+def test_sizes_and_kinds_must_fit(group):
+    half = ones(2, dtype=torch.half)
+    with pytest.raises(TypeError, match="must have the same type as input tensor"):
+        dist.all_gather_into_tensor(ones(2), half)
+    with pytest.raises(ValueError, match="world_size times input tensor size"):
+        dist.all_gather_into_tensor(ones(3), ones(2))
+    with pytest.raises(TypeError, match="the same type as the output tensor"):
+        dist.reduce_scatter_tensor(ones(2), half)
+    with pytest.raises(ValueError, match="output size times world size"):
+        dist.reduce_scatter_tensor(ones(2), ones(3))
+    with pytest.raises(RuntimeError, match="Split sizes doesn't match total dim 0"):
+        dist.all_to_all_single(ones(2), ones(2), [2], [1])
+    with pytest.raises(RuntimeError, match="splits not equal to group size"):
+        dist.all_to_all_single(ones(2), ones(2), [1, 1], [1, 1])
+    with pytest.raises(ValueError, match="gather: Incorrect output list size 2"):
+        dist.gather(ones(2), [ones(2), ones(2)])
+    with pytest.raises(ValueError, match=r"scatter: invalid tensor size at index 0"):
+        dist.scatter(ones(2), [ones(3)])
+
+
+def test_nothing_and_a_single_number_are_reduced(group):
+    dist.all_reduce(nothing := ones(0))
+    dist.all_reduce(number := ones(()))
+    assert nothing.shape == (0,) and number.item() == 1
+
+
+def test_what_only_other_backends_have(group):
+    with pytest.raises(NotImplementedError, match="not support allgather_coalesced"):
+        dist.all_gather_coalesced([[ones(1)]], [ones(1)])
+    with pytest.raises(NotImplementedError, match="not support recvAnysource"):
+        group.recv_anysource([ones(1)], 0)
+    with pytest.raises(ValueError, match="only implemented for GLOO"):
+        dist.monitored_barrier()
+
+
+# -- the group as PyTorch shows it -----------------------------------------------------
+
+
+def test_the_class_of_nccl(group):
+    backend = group._get_backend(CUDA)
+    assert isinstance(backend, dist.ProcessGroupNCCL)
+    assert backend is group._get_backend(CUDA)
+    assert (backend.name(), backend.rank(), backend.size()) == ("nccl", 0, 1)
+    assert group.name() == group._get_backend_name() == "nccl"
+    assert not backend._is_initialized()
+    backend.allreduce(given := ones(2)).wait()
+    assert given.tolist() == [1, 1] and backend._is_initialized()
+    assert group._get_sequence_number_for_group() == 1
+    group._enable_collectives_timing()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=7))
+    assert backend.options._timeout == timedelta(seconds=7)
+    with pytest.raises(NotSimulated, match="register_mem_pool"):
+        backend.register_mem_pool(None)
+    assert len(torch.cuda.nccl.unique_id()) == 128
+
+
+def test_a_group_beside_those_of_torch_distributed(group):
+    options = dist.ProcessGroupNCCL.Options()
+    other = dist.ProcessGroupNCCL(dist.HashStore(), 0, 1, options)
+    other.broadcast([given := ones(2)]).wait()
+    assert given.tolist() == [1, 1]
+    with pytest.raises(NotSimulated, match="ProcessGroupNCCL of some ranks"):
+        dist.ProcessGroupNCCL(FakeStore(), 1, 2, options)
+
+
+def test_a_group_is_aborted_and_made_again(group):
+    work = dist.all_reduce(ones(2), async_op=True)
+    dist.distributed_c10d._abort_process_group()
+    assert not dist.is_initialized() and work.is_completed() is not None
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    dist.all_reduce(given := ones(2))
+    assert given.tolist() == [1, 1]
+
+
+def test_parts_of_a_bound_group():
+    try:
+        join(device_id=torch.device("cuda", 1))
+        options = dist.ProcessGroupNCCL.Options()
+        part = dist.split_group(split_ranks=[[0]], pg_options=options)
+        assert part.group_desc == "default_pg:split:0"
+        same = dist.group.WORLD.split_group([0], group_desc="mine")
+        assert same.size() == 1 and same.group_desc == "mine"
+        dist.all_reduce(given := torch.ones(2, device="cuda:1"), group=same)
+        assert given.tolist() == [1, 1]
+        assert dist.group.WORLD._get_backend(CUDA).comm_split_count() == 2
+    finally:
+        leave()
+
+
+def test_debug_detail_does_not_wrap_the_group(monkeypatch):
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        join()
+        dist.all_gather_object(found := [None], {"a": 1})
+        assert found == [{"a": 1}]
+        hashed = torch._C._distributed_c10d._hash_tensors
+        assert hashed([ones(2)]) == hashed([ones(2)]) != hashed([ones(3)])
+    finally:
+        leave()
+        dist.set_debug_level(level)
+
+
+# -- barriers --------------------------------------------------------------------------
+
+
+def test_a_barrier_takes_the_gpu_that_was_used_and_not_the_current_one(group):
+    dist.all_reduce(torch.ones(1, device="cuda:1"))
+    dist.barrier()  # the current one is cuda:0, which would be a second connection
+    assert dist.group.WORLD._get_backend(CUDA)._communicator.ordinal == 1
+
+
+def test_a_barrier_before_all_else_does_not_decide_for_ever(group):
+    dist.barrier()
+    dist.all_reduce(given := torch.ones(1, device="cuda:1"))
+    assert given.item() == 1
+    with pytest.raises(dist.DistBackendError, match="set_device"):
+        dist.all_reduce(torch.ones(1, device="cuda:0"))
+
+
+# -- works, futures, the profiler ------------------------------------------------------
+
+
+def test_the_future_of_a_list_gather_has_what_was_gathered(group):
+    work = dist.all_gather([torch.empty(2, device=CUDA)], ones(2), async_op=True)
+    (whole,) = work.get_future().wait()
+    assert whole.shape == (1, 2) and whole.device.type == "cuda"
+    future = work.get_future().then(lambda done: done.value()[0] * 2)
+    assert future.wait().tolist() == [[2, 2]]
+    assert [t.tolist() for t in work.result()] == [[1, 1]]
+
+
+def test_collectives_between_start_and_end_are_waited_for(group):
+    group._start_coalescing(CUDA)
+    first, second = ones(2), ones(3)
+    group.allreduce([first])
+    group.allreduce([second])
+    group._end_coalescing(CUDA).wait()
+    assert first.tolist() + second.tolist() == [1] * 5
+
+
+def test_a_blocking_wait_lets_the_host_wait(group, monkeypatch):
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
+    work = dist.all_reduce(ones(1 << 20), async_op=True)
+    before = simgpu.timeline()
+    assert work.wait(timedelta(seconds=5)) and work.is_completed(), before
+
+
+def test_the_profiler_sees_each_collective_once(group):
+    with torch.autograd.profiler.profile(record_shapes=True) as profile:
+        dist.all_reduce(ones(2, 3))
+        dist.broadcast(ones(4), 0)
+    events = {e.name: e for e in profile.function_events if e.name[:4] == "nccl"}
+    assert events.keys() == {"nccl:all_reduce", "nccl:broadcast"}
+    assert events["nccl:all_reduce"].input_shapes == [[2, 3]]
+    assert all(event.is_async for event in events.values())
+
+
+# -- where ranks meet ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["file://", "tcp://", "FileStore", "TCPStore"])
+def test_ranks_meet_wherever_pytorch_lets_them(place, tmp_path):
+    file = str(tmp_path / "store")
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    where = {
+        "file://": lambda: {"init_method": f"file://{file}"},
+        "tcp://": lambda: {"init_method": f"tcp://127.0.0.1:{port}"},
+        "FileStore": lambda: {"store": dist.FileStore(file, 1)},
+        "TCPStore": lambda: {"store": dist.TCPStore("127.0.0.1", 0, 1, True)},
+    }
+    simgpu.start(1)
+    try:
+        for _ in range(2):  # and once more, when the first group is gone
+            dist.init_process_group("nccl", rank=0, world_size=1, **where[place]())
+            dist.all_reduce(given := ones(2))
+            assert given.tolist() == [1, 1]
+            dist.destroy_process_group()
+    finally:
+        leave()

@@ -1,0 +1,137 @@
+"""PyTorch's profiler: device times are the simulated clock's, and nothing is noisy."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+import simgpu
+
+BOTH = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+
+
+@pytest.fixture(autouse=True)
+def gpus():
+    simgpu.start(1)
+    yield
+    simgpu.stop()
+
+
+@pytest.fixture(autouse=True)
+def output(capfd):
+    """Nothing on stderr: neither C++ frames nor an error for each operation.
+
+    PyTorch's own words aside: of its tracing, and in a build for CUDA of the driver.
+    """
+    yield
+    lines = filter(None, capfd.readouterr().err.splitlines())
+    own = ("USDT:", "gpuGetDeviceCount failed")
+    assert not [line for line in lines if not any(word in line for word in own)]
+
+
+def step(layer, x):
+    with record_function("step"):
+        layer(x.cuda()).relu().sum().backward()
+
+
+@pytest.fixture
+def profiled():
+    layer, x = nn.Linear(64, 64, device="cuda"), torch.ones(32, 64)
+    with simgpu.timeline().recording() as log, profile(activities=BOTH) as found:
+        step(layer, x)
+    return found, log
+
+
+def test_device_times_are_those_of_the_simulated_clock(profiled):
+    found, log = profiled
+    averages = {(row.key, row.device_type): row for row in found.key_averages()}
+    total = sum(event.end - event.start for event in log) * 1e6
+    kernels = [r for (_, kind), r in averages.items() if kind == DeviceType.CUDA]
+    assert sum(r.self_device_time_total for r in kernels) == pytest.approx(total)
+    addmm = sum(e.end - e.start for e in log if e.name == "addmm") * 1e6
+    operation = averages["aten::addmm", DeviceType.CPU]
+    assert operation.self_device_time_total == pytest.approx(addmm)
+    assert averages["aten::linear", DeviceType.CPU].self_device_time_total == 0
+    assert averages["step", DeviceType.CPU].device_time_total == pytest.approx(total)
+
+
+def test_each_operation_counts_once_and_our_mode_is_not_in_the_table(profiled):
+    found, _ = profiled
+    counts = {row.key: row.count for row in found.key_averages()}
+    assert counts["aten::addmm"] == 1 and counts["Memcpy HtoD"] == 1
+    assert "PythonDispatchMode" not in counts
+
+
+def test_a_table_says_that_device_times_are_simulated(profiled):
+    found, _ = profiled
+    for column in ("cuda_time_total", "self_device_time_total", "cpu_time_total"):
+        text = found.key_averages().table(sort_by=column)
+        assert "Self CUDA time total" in text and "simulated" in text
+
+
+def test_a_trace_shows_the_gpu(profiled, tmp_path):
+    found, log = profiled
+    found.export_chrome_trace(str(tmp_path / "trace.json"))
+    trace = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))
+    kinds = [row.get("cat") for row in trace["traceEvents"]]
+    copies = sum(event.kind == "copy" for event in log)
+    assert kinds.count("gpu_memcpy") == copies == 1
+    assert kinds.count("kernel") == len(log) - copies
+    assert "cuda:0 (simulated time)" in json.dumps(trace)
+
+
+def test_a_schedule_writes_a_trace_of_each_cycle(tmp_path):
+    layer, x = nn.Linear(8, 8, device="cuda"), torch.ones(4, 8)
+    handler = torch.profiler.tensorboard_trace_handler(str(tmp_path))
+    plan = torch.profiler.schedule(wait=1, warmup=1, active=2, repeat=1)
+    with profile(activities=BOTH, schedule=plan, on_trace_ready=handler) as found:
+        for _ in range(5):
+            step(layer, x)
+            found.step()
+    (path,) = tmp_path.iterdir()
+    assert "gpu_memcpy" in path.read_text(encoding="utf-8")
+    assert {r.key: r.count for r in found.key_averages()}["Memcpy HtoD"] == 2
+
+
+def test_a_profile_of_the_gpus_alone_has_no_rows_of_the_host():
+    x = torch.ones(3, device="cuda")
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        x + 1
+    assert [row.key for row in found.key_averages()] == ["add"]
+
+
+@pytest.mark.filterwarnings("ignore:.*use_cuda.*:FutureWarning")
+@pytest.mark.parametrize("how", [{"use_cuda": True}, {"use_device": "cuda"}])
+def test_the_older_profiler_has_device_times(how):
+    x = torch.ones(3, device="cuda")
+    with torch.autograd.profiler.profile(**how) as found:
+        x + 1
+    row = {r.key: r for r in found.key_averages()}["aten::add"]
+    assert row.device_time_total > 0
+    assert "simulated" in found.table()
+
+
+def test_a_profile_of_the_host_says_nothing_of_a_gpu():
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        torch.ones(3, device="cuda") + 1
+    assert "CUDA" not in found.key_averages().table()
+
+
+def test_ranges_and_cuda_profiler_go_nowhere():
+    x = torch.ones(3, device="cuda")
+    with torch.cuda.profiler.profile(), torch.autograd.profiler.emit_nvtx():
+        x + 1
+    assert ProfilerActivity.CUDA in torch.profiler.supported_activities()
+    simgpu.stop()
+    assert ProfilerActivity.CUDA not in torch.profiler.supported_activities()
+
+
+def test_recordings_end_with_their_profile():
+    from simgpu import _runtime as runtime
+
+    with profile(activities=BOTH):
+        torch.ones(3, device="cuda")
+    assert runtime.current().clock.recordings == []

@@ -1,0 +1,137 @@
+"""Unmodified CUDA scripts through `python -m simgpu`."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+import simgpu
+from simgpu import __main__ as runner
+from support import programs
+
+
+def run(
+    tmp_path, script: str, *arguments, gpus=4, flags=(), **options
+) -> programs.Done:
+    """What a script leaves that knows nothing of the simulator."""
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(script), encoding="utf-8")
+    arguments = ("--gpus", gpus, *flags, path, *arguments)
+    return programs.simulated(tmp_path, *arguments, **options)
+
+
+def words(done: programs.Done) -> list[str]:
+    assert done.status == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_a_script_finds_its_gpus_arguments_and_neighbours(tmp_path):
+    (tmp_path / "neighbour.py").write_text("VALUE = 7\n", encoding="utf-8")
+    script = """
+        import sys
+        import neighbour
+        import torch
+
+        if __name__ == "__main__":
+            x = [torch.full((2,), float(i), device=f"cuda:{i}") for i in range(4)]
+            total = sum(t.sum().item() for t in x)
+            print([t.get_device() for t in x], total, neighbour.VALUE, sys.argv[1:])
+            sys.exit(3)
+    """
+    done = run(tmp_path, script, "--gpus", "9", "--", "-x", new_python=True)
+    assert done.stdout == "[0, 1, 2, 3] 12.0 7 ['--gpus', '9', '--', '-x']\n"
+    assert done.status == 3, done.stderr
+
+
+def test_visible_devices_count_only_before_the_first_use(tmp_path):
+    script = """
+        import os
+        import torch
+
+        print(torch.cuda.device_count())
+        os.environ["CUDA_VISIBLE_DEVICES"] = "5,3,1"  # before CUDA is used
+        print(torch.zeros(1, device="cuda").device, torch.cuda.device_count())
+        os.environ["CUDA_VISIBLE_DEVICES"] = "2"  # too late
+        for i in range(torch.cuda.device_count()):
+            print(torch.cuda.get_device_properties(i).pci_bus_id)
+    """
+    found = words(run(tmp_path, script, gpus=6, CUDA_VISIBLE_DEVICES="5,4"))
+    assert found == ["2", "cuda:0", "3", "5", "3", "1"]
+
+
+def test_no_visible_device_means_no_cuda(tmp_path):
+    script = "import torch; print(torch.cuda.is_available(), torch.cuda.device_count())"
+    assert words(run(tmp_path, script, CUDA_VISIBLE_DEVICES="")) == ["False", "0"]
+
+
+def test_the_traceback_is_the_scripts_own(tmp_path):
+    done = run(tmp_path, "import torch; torch.ones(2, device='cuda:4')")
+    assert done.status == 1
+    assert "AcceleratorError: CUDA error: invalid device ordinal" in done.stderr
+
+
+def test_errors_of_the_script_show_no_line_of_ours(tmp_path):
+    done = run(tmp_path, "def broken(:")
+    path = tmp_path / "script.py"
+    assert done.stderr.startswith(f'  File "{path}", line 1\n') and done.status == 1
+    done = run(tmp_path, "import simgpu; simgpu.host_busy(-1)")
+    assert "simgpu/_startup.py" in done.stderr  # a defect of ours would show
+    script = "import torch\n@torch.compile\ndef f():\n    pass\nf()"
+    done = run(tmp_path, script)
+    assert done.stderr.count("File") == 1 and "--no-compile" in done.stderr
+    assert run(tmp_path, script, flags=["--no-compile"]).status == 0
+
+
+def test_a_module_runs_as_main(tmp_path):
+    (tmp_path / "tool.py").write_text(
+        "import sys, torch; print(__name__, torch.cuda.device_count(), sys.argv[1:])",
+        encoding="utf-8",
+    )
+    done = programs.simulated(tmp_path, "--gpus", 2, "-m", "tool", "a")
+    assert done.stdout == "__main__ 2 ['a']\n", done.stderr
+
+
+def test_real_gpus_are_not_simulated(tmp_path):
+    done = run(tmp_path, "print('ran')", gpus=63, HELPERS_GPUS="real")
+    assert (done.status, done.stdout) == (1, "")
+    assert "of 63 GPUs" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "options, gpus, reason",
+    [
+        (["script.py"], "0", "choose 1 to 64"),
+        (["script.py"], "-2", "choose 1 to 64"),
+        (["script.py"], "1000000", "choose 1 to 64"),
+        (["script.py"], "two", "invalid int value"),
+        (["--card", "RTX", "script.py"], "1", "unknown card 'RTX'"),
+        (["--memory", "much", "script.py"], "1", "cannot read 'much'"),
+        (["missing.py"], "1", "there is no script missing.py"),
+        ([], "1", "required: program"),
+        (["python3", "script.py"], "1", "python3 is a command: say --children"),
+        (["--races", "hide", "script.py"], "1", "invalid choice: 'hide'"),
+    ],
+)
+def test_bad_requests_say_why(options, gpus, reason, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").write_text("print('ran')", encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", ["simgpu", "--gpus", gpus, *options])
+    monkeypatch.setattr(simgpu, "start", lambda **_: pytest.fail("it starts"))
+    monkeypatch.setattr(subprocess.Popen, "__init__", subprocess.Popen.__init__)
+    with pytest.raises(SystemExit) as ended:
+        runner.main()
+    assert ended.value.code not in (None, 0)
+    # Python prints what is raised, if that is text
+    assert reason in f"{ended.value} {capsys.readouterr().err}"
+
+
+def test_marks_for_a_profiler_do_no_harm():
+    simgpu.start(1)
+    with torch.cuda.nvtx.range("step"):
+        assert torch.cuda.nvtx.range_push("inside") == 1
+        assert torch.cuda.nvtx.range_pop() == 1
+        torch.cuda.nvtx.mark("here")
+    torch.cuda.nvtx.range_end(torch.cuda.nvtx.range_start("free"))
+    simgpu.stop()

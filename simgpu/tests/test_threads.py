@@ -1,0 +1,99 @@
+"""The time of threads: each has a clock of its own, and waits as the program does."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import simgpu
+
+
+@pytest.fixture(autouse=True)
+def log():
+    simgpu.start(1)
+    yield simgpu.timeline()
+    simgpu.stop()
+
+
+def test_a_thread_starts_at_its_parents_time_and_join_waits_for_it(log):
+    x = torch.ones(4, device=0)
+    log.clear()
+    x + 1
+    begin, ends = log.host, []
+
+    def work(count, done):
+        for _ in range(count):
+            x + 1
+        ends.append(log.host)
+        done.set()
+
+    threads = []
+    for count in (2, 5):  # the second starts when the first is done, but has not waited
+        done = threading.Event()
+        threads.append(threading.Thread(target=work, args=(count, done)))
+        threads[-1].start()
+        assert done.wait(10)
+    assert log.host == begin
+    for thread in threads:
+        thread.join(10)
+    assert ends == [pytest.approx(begin + count * 10e-6) for count in (2, 5)]
+    launches = [event.launched for event in log.events]
+    assert len(launches) == 8 and launches == sorted(launches)
+    assert log.host == ends[1]
+
+
+def test_threads_of_a_pool_do_not_work_in_the_past(log):
+    x = torch.ones(4, device=0)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: x + 1).result(10)
+        for _ in range(20):
+            x + 1
+        pool.submit(lambda: x.cpu()).result(10)
+    assert log.copies[-1].launched >= 20 * 10e-6
+
+
+def test_clear_and_stop_do_not_disturb_a_thread_that_runs(log):
+    ready, go, done = threading.Event(), threading.Event(), []
+
+    def work():
+        torch.ones(4, device=0)
+        ready.set()
+        go.wait(10)
+        done.append(torch.ones(4, device=0 if simgpu.count() else "cpu").tolist())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert ready.wait(10)
+    log.clear()
+    simgpu.stop()
+    go.set()
+    thread.join(10)
+    assert done == [[1.0] * 4]
+
+
+def test_who_asks_a_pool_for_a_result_waits_for_it(log):
+    x = torch.ones(2**20, device=0)
+    log.clear()
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(lambda: x.cpu())
+        future.result(10)
+        assert log.host >= log.copies[-1].end
+        failed = pool.submit(lambda: x.cpu().no_such_thing)
+        assert isinstance(failed.exception(10), AttributeError)
+        assert log.host >= log.copies[-1].end
+        with pytest.raises(AttributeError):
+            failed.result(10)
+
+
+def test_what_ended_before_clear_does_not_bring_its_time_back(log):
+    x = torch.ones(2**20, device=0)
+    thread = threading.Thread(target=x.cpu)
+    thread.start()
+    end = time.monotonic() + 10
+    while thread.is_alive() and time.monotonic() < end:
+        time.sleep(0.001)
+    log.clear()
+    thread.join(10)
+    assert log.host == 0

@@ -1,0 +1,400 @@
+"""PyTorch's transformations of programs on simulated GPUs.
+
+`torch.func`, FakeTensors, `torch.export`, `make_fx`, custom operations, subclasses and
+nested tensors: each gives what the CPU gives, on the GPU, or what CUDA would say.
+"""
+
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import (
+    functional_call,
+    grad,
+    hessian,
+    jacfwd,
+    jacrev,
+    jvp,
+    stack_module_state,
+    vjp,
+    vmap,
+)
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.utils._pytree import tree_leaves
+
+import simgpu
+from simgpu._errors import NotSimulated
+
+
+@pytest.fixture(autouse=True)
+def gpus():
+    simgpu.start(2)
+    yield
+    simgpu.stop()
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def rand(*shape) -> torch.Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def same_on_a_gpu(function) -> None:
+    """`function(device)` gives on a GPU what it gives on the CPU."""
+    expected, found = (
+        [t for t in tree_leaves(function(device)) if isinstance(t, torch.Tensor)]
+        for device in ("cpu", "cuda:1")
+    )
+    assert len(expected) == len(found) > 0
+    for a, b in zip(expected, found, strict=True):
+        assert str(b.device) == "cuda:1"
+        torch.testing.assert_close(b.detach().cpu(), a.detach())
+
+
+# -- torch.func ------------------------------------------------------------------------
+
+
+def per_sample_gradients(device):
+    net, x, y = model().to(device), rand(6, 4).to(device), torch.arange(6) % 3
+    weights = {name: p.detach() for name, p in net.named_parameters()}
+
+    def loss(weights, x, y):
+        return F.cross_entropy(functional_call(net, weights, (x[None],)), y[None])
+
+    return vmap(grad(loss), (None, 0, 0))(weights, x, y.to(device))
+
+
+def ensemble(device):
+    nets = [model().to(device) for _ in range(3)]
+    weights, buffers = stack_module_state(nets)
+    base = model().to("meta")
+
+    def run(weights, buffers, x):
+        return functional_call(base, (weights, buffers), (x,))
+
+    return vmap(run, (0, 0, None))(weights, buffers, rand(5, 4).to(device))
+
+
+def jacobians(device):
+    net, x = model().to(device), rand(2, 4).to(device)
+    out, pull = vjp(net, x)
+    functional = torch.autograd.functional
+    return [
+        jacrev(net)(x), jacfwd(net)(x), hessian(lambda x: net(x).sum())(x),
+        out, pull(torch.ones_like(out)), jvp(net, (x,), (torch.ones_like(x),)),
+        vmap(jacrev(net))(x), functional.jacobian(net, x, vectorize=True),
+    ]  # fmt: skip
+
+
+def with_numbers(device):
+    """A number becomes a tensor of C++ before it meets a batch."""
+    x = rand(5, 3).to(device)
+    one = [lambda a: a * 2, lambda a: 1 - a, lambda a: 2**a, lambda a: a / 3 + 1]
+    return [vmap(f)(x) for f in one] + [vmap(vmap(f))(x) for f in one]
+
+
+@pytest.mark.parametrize(
+    "function", [per_sample_gradients, ensemble, jacobians, with_numbers]
+)
+def test_a_transform_gives_on_a_gpu_what_it_gives_on_the_cpu(function):
+    same_on_a_gpu(function)
+
+
+# -- FakeTensors -----------------------------------------------------------------------
+
+
+def test_fake_tensors_have_devices_and_take_no_memory():
+    with FakeTensorMode():
+        layer = nn.Linear(4, 2, device="cuda")
+        x = torch.zeros(3, 4, device="cuda")
+        made = [
+            layer(x), torch.tensor([1, 2], device="cuda"), x.to("cpu").to("cuda"),
+            x.cpu().cuda(), torch.arange(3, device="cuda"), x.to(torch.float64),
+            torch.as_tensor([1.0], device="cuda"), x.new_zeros(2),
+            nn.TransformerEncoderLayer(8, 2, 16, device="cuda")(
+                torch.zeros(2, 3, 8, device="cuda")
+            ),
+        ]  # fmt: skip
+        assert {str(t.device) for t in made} == {"cuda:0"}
+        assert x.cpu().device.type == "cpu" and x.to("cuda:1").get_device() == 1
+        with pytest.raises(RuntimeError, match="two (different )?devices"):
+            x + torch.zeros(3, 4)
+    assert torch.cuda.memory_allocated() == 0
+
+
+def test_a_tensor_becomes_fake_and_stays_on_its_gpu():
+    net, x = model().cuda(), rand(3, 4).cuda()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        y = net(mode.from_tensor(x))
+    assert str(y.device) == "cuda:0" and y.shape == (3, 3)
+
+
+def test_backward_through_a_fake_tensor_is_refused_before_the_process_dies():
+    with FakeTensorMode():
+        loss = nn.Linear(2, 2, device="cuda")(torch.ones(1, 2, device="cuda")).sum()
+        with pytest.raises(NotSimulated, match="FakeTensor"):
+            loss.backward()
+
+
+def test_a_fake_operation_that_wants_cuda_is_refused_by_name():
+    with FakeTensorMode(), pytest.raises(NotSimulated, match="aten.geqrf"):
+        torch.geqrf(torch.zeros(3, 3, device="cuda"))
+
+
+def test_joint_traces_of_aot_autograd_are_refused_before_the_process_dies():
+    from torch._functorch.aot_autograd import aot_function
+
+    traced = aot_function(lambda x: x.sin().sum(), fw_compiler=lambda graph, _: graph)
+    with pytest.raises(NotSimulated, match="FakeTensor"):
+        traced(rand(3).cuda().requires_grad_())
+
+
+def test_no_device_guard_of_ours_stays_behind():
+    from simgpu._api import fake_tensors
+
+    guards = fake_tensors._device_guards()
+    assert guards[1] == guards[0]
+    simgpu.stop()
+    own = guards[1]  # none, in a build without CUDA
+    assert own != guards[0] and bool(own) == torch.backends.cuda.is_built()
+
+
+# -- torch.export, make_fx -------------------------------------------------------------
+
+
+class Devices(nn.Module):
+    """Makes and moves tensors in all ways that name a device."""
+
+    def forward(self, x):
+        return (
+            x.to("cpu"), x.cpu(), x.double(), x.to("cuda:1"), x.half(),
+            torch.zeros(2, device=x.device), torch.zeros_like(x), torch.zeros(2),
+            x.new_zeros(2), x.new_zeros(2, device="cpu"), x.new_ones(2, device="cuda"),
+            torch.ones_like(x, device="cpu"), torch.tensor([1.0], device=x.device),
+        )  # fmt: skip
+
+
+def exported(x):
+    return torch.export.export(Devices(), (x,)).module()
+
+
+def decomposed(x):
+    return torch.export.export(Devices(), (x,)).run_decompositions().module()
+
+
+def traced(x):
+    return make_fx(Devices())(x)
+
+
+def traced_fake(x):
+    return make_fx(Devices(), tracing_mode="fake")(x)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("trace", [exported, decomposed, traced, traced_fake])
+def test_a_traced_program_has_the_devices_of_the_program(trace):
+    x = rand(2, 3).cuda()
+    expected = Devices()(x)
+    found = trace(x)(x)
+    assert [str(t.device) for t in found] == [str(t.device) for t in expected]
+    for a, b in zip(expected, found, strict=True):
+        assert torch.equal(a.cpu(), b.cpu()) and a.dtype is b.dtype
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_exported_model_is_saved_and_loaded():
+    def function(device):
+        net, x = model().to(device), rand(5, 4).to(device)
+        file = io.BytesIO()
+        torch.export.save(torch.export.export(net, (x,)), file)
+        file.seek(0)
+        return torch.export.load(file).module()(x)
+
+    same_on_a_gpu(function)
+
+
+def test_a_gradient_is_traced():
+    def function(device):
+        net, x = model().to(device), rand(5, 4).to(device)
+        return make_fx(grad(lambda x: net(x).sum()))(x)(x)
+
+    same_on_a_gpu(function)
+
+
+# -- custom operations -----------------------------------------------------------------
+
+
+@pytest.fixture
+def library():
+    with torch.library._scoped_library("simgpu_test", "FRAGMENT") as library:
+        yield library
+
+
+def test_a_custom_operation_runs_the_kernel_of_its_device(library):
+    library.define("where(Tensor x) -> Tensor")
+    library.impl("where", lambda x: x + 1, "CPU")
+    library.impl("where", lambda x: x + 2, "CUDA")
+    where = torch.ops.simgpu_test.where
+    assert (
+        where(torch.zeros(1)).item() == 1 and where(torch.zeros(1).cuda()).item() == 2
+    )
+
+
+def test_a_custom_operation_without_a_kernel_for_a_device_is_refused(library):
+    library.define("gpu_only(Tensor x) -> Tensor")
+    library.impl("gpu_only", lambda x: x.clone(), "CUDA")
+    assert torch.ops.simgpu_test.gpu_only(torch.zeros(1).cuda()).is_cuda
+    with pytest.raises(NotImplementedError, match="'CPU' backend"):
+        torch.ops.simgpu_test.gpu_only(torch.zeros(1))
+    library.define("cpu_only(Tensor x) -> Tensor")
+    library.impl("cpu_only", lambda x: x.clone(), "CPU")
+    with pytest.raises(NotImplementedError, match="'CUDA' backend"):
+        torch.ops.simgpu_test.cpu_only(torch.zeros(1).cuda())
+
+
+def test_an_extension_in_cuda_is_refused_by_name(tmp_path):
+    from torch.utils import cpp_extension
+
+    source = tmp_path / "kernel.cu"
+    source.write_text("__global__ void kernel() {}\n", encoding="utf-8")
+    build = {"build_directory": str(tmp_path)}
+    with pytest.raises(NotSimulated, match="'mine'"):
+        cpp_extension.load("mine", [str(source)], **build)
+    with pytest.raises(NotSimulated, match="'inline'"):
+        cpp_extension.load_inline("inline", "", "__global__ void k() {}", **build)
+
+
+# -- subclasses, attention biases, nested tensors --------------------------------------
+
+
+def test_a_subclass_of_tensor_is_made_from_data_and_sizes():
+    class Named(torch.Tensor):
+        pass
+
+    assert type(Named([1.0, 2.0])) is Named and Named(2, 3).shape == (2, 3)
+    moved = Named(torch.ones(2, device="cuda"))
+    assert type(moved) is Named and moved.is_cuda
+    simgpu.stop()
+    assert type(Named([1.0])) is Named and "__new__" not in vars(torch.Tensor)
+
+
+@pytest.mark.parametrize("bias", [causal_lower_right, causal_upper_left])
+def test_attention_takes_a_causal_bias(bias):
+    def function(device):
+        query, key = rand(1, 2, 5, 8).to(device).requires_grad_(), rand(1, 2, 7, 8)
+        key = key.to(device)
+        out = F.scaled_dot_product_attention(query, key, key, attn_mask=bias(5, 7))
+        out.sum().backward()
+        return out, query.grad
+
+    same_on_a_gpu(function)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_nested_tensors_live_on_a_gpu():
+    def function(device):
+        a, b = rand(2, 4).to(device), rand(3, 4).to(device)
+        strided = torch.nested.nested_tensor([a, b])
+        jagged = torch.nested.nested_tensor([a, b], layout=torch.jagged)
+        moved = torch.nested.nested_tensor([a.cpu(), b.cpu()], layout=torch.jagged)
+        moved = moved.to(device)
+        assert moved.cpu().device.type == "cpu"
+        layer = nn.Linear(4, 2)
+        nn.init.constant_(layer.weight, 0.5)
+        nn.init.zeros_(layer.bias)
+        return [
+            strided.to_padded_tensor(0.0), (strided + strided).to_padded_tensor(0.0),
+            (jagged * 2).values(), moved.values(), moved.offsets(), strided.unbind(),
+            layer.to(device)(jagged).values(),
+        ]  # fmt: skip
+
+    same_on_a_gpu(function)
+
+
+# -- TorchScript's files ---------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("to", [None, "cuda:0", "cpu"])
+def test_a_script_module_is_loaded_to_its_gpu_or_another(tmp_path, to):
+    module = torch.jit.script(model()).to("cuda:1")
+    path = str(tmp_path / "module.pt")
+    torch.jit.save(module, path, _extra_files={"note.txt": "hello"})
+    files = {"note.txt": ""}
+    loaded = torch.jit.load(path, map_location=to, _extra_files=files)
+    device = torch.device(to or "cuda:1")
+    assert {p.device for p in loaded.parameters()} == {device}
+    assert files == {"note.txt": b"hello"}
+    x = rand(2, 4)
+    assert torch.equal(loaded(x.to(device)).cpu(), module(x.to("cuda:1")).cpu())
+
+
+# -- what the host waits for -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "waits"),
+    [
+        (lambda x: F.one_hot(x, 5), False), (lambda x: F.one_hot(x), True),
+        (lambda x: x.nonzero(), True), (lambda x: x[x > 0], True),
+        (lambda x: x.unique(), True), (lambda x: x.masked_fill(x > 0, 0), False),
+        (lambda x: x.masked_select(x > 0), True), (lambda x: x.sort(), False),
+        (lambda x: torch.where(x > 0, x, 0), False), (lambda x: x.sum().item(), True),
+    ],
+)  # fmt: skip
+def test_the_host_waits_where_it_must_know_a_value(call, waits):
+    def loaded():  # so much work that the GPU is behind the host
+        return (torch.ones(1 << 22, device="cuda") * 2).sum()
+
+    x = torch.arange(4).cuda()
+    loaded()
+    before = len(simgpu.timeline().waits)
+    call(x)
+    assert (len(simgpu.timeline().waits) > before) == waits
+
+
+# -- deterministic algorithms ----------------------------------------------------------
+
+
+@pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+UNDETERMINED = {
+    "histc": lambda x: torch.histc(x),
+    "median": lambda x: x.median(0),
+    "cumsum": lambda x: x.cumsum(0),
+    "bincount": lambda x: torch.bincount(x[0].long(), x[0]),
+    "adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(x[None], 2).sum().backward(),
+}
+
+
+@pytest.mark.parametrize("name", UNDETERMINED)
+def test_cuda_refuses_what_it_cannot_do_deterministically(deterministic, name):
+    call = UNDETERMINED[name]
+    call(rand(3, 4).requires_grad_())
+    x = rand(3, 4).cuda().requires_grad_()
+    with pytest.raises(RuntimeError, match=f"{name}.* does not have a deterministic"):
+        call(x)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with pytest.warns(UserWarning, match="does not have a deterministic"):
+        call(x)
+    torch.use_deterministic_algorithms(False)
+    call(x)
+
+
+def test_what_cuda_has_deterministic_code_for_runs(deterministic):
+    x = rand(3, 4).cuda()
+    x.median(), x.long().cumsum(0), torch.bincount(x[0].long())
+    x.scatter_add(1, torch.zeros_like(x).long(), x)
