@@ -16,7 +16,8 @@ from simgpu._dispatch.function_mode import FunctionMode
 from simgpu._dispatch.mode import modes_in_this_thread
 from simgpu._dispatch.placement import gpu_of, place, tensors_in
 
-_raw_apply_function = vars(torch.autograd.Function)["apply"].__func__
+# a method of the class, of Python's; since 2.14 of C++'s
+_raw_apply_function = vars(torch.autograd.Function)["apply"]
 _raw_apply_backward = BackwardCFunction.apply
 _raw_run_backward = torch.autograd._engine_run_backward
 
@@ -54,7 +55,7 @@ def _function_mode():
 
 def apply_function(cls, *args, **kwargs):
     """`torch.autograd.Function.apply`: its node must know where its tensors live."""
-    out = _raw_apply_function(cls, *args, **kwargs)
+    out = _raw_apply_function.__get__(None, cls)(*args, **kwargs)
     outputs = out if isinstance(out, tuple) else (out,)
     for tensor in tensors_in(outputs):
         node = tensor.grad_fn

@@ -43,7 +43,18 @@ _raw_share_cuda = UntypedStorage._share_cuda_
 _raw_new_shared_cuda = UntypedStorage._new_shared_cuda
 _raw_release = UntypedStorage._release_ipc_counter_cuda
 
-ForkingPickler.register(CudaEvent, reductions.reduce_event)
+
+def rebuild_event(device: torch.device, handle: bytes) -> torch.cuda.Event:
+    """An event that another process has sent."""
+    return torch.cuda.Event.from_ipc_handle(device, handle)
+
+
+def reduce_event(event: CudaEvent) -> tuple:
+    """How `pickle` sends an event; PyTorch's own function has changed its name."""
+    return rebuild_event, (event.device, event.ipc_handle())
+
+
+ForkingPickler.register(CudaEvent, reduce_event)
 
 
 def share_cuda(storage) -> tuple:

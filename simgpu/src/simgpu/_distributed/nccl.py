@@ -23,7 +23,10 @@ _NOT_SET = -(2**31)  # what NCCL calls NCCL_CONFIG_UNDEF_INT
 _raw_get_backend = dist.ProcessGroup._get_backend
 _raw_abort = dist.ProcessGroup.abort
 _raw_sequence_number = dist.ProcessGroup._get_sequence_number_for_group
-_raw_begin_sequence = dist.ProcessGroup._set_sequence_number_for_group
+# until 2.13
+_raw_begin_sequence = getattr(
+    dist.ProcessGroup, "_set_sequence_number_for_group", None
+)
 _raw_backend_name = dist.ProcessGroup._get_backend_name
 _raw_enable_timing = dist.ProcessGroup._enable_collectives_timing
 _raw_name = dist.ProcessGroup.name
