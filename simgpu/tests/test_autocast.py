@@ -83,6 +83,15 @@ IN_FLOAT32 = [
 ]  # fmt: skip
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.linalg, "matrix_sqrth"), reason="since torch 2.14"
+)
+def test_the_square_root_of_a_matrix_is_in_float32():
+    x = torch.eye(3, device=0, dtype=torch.bfloat16)
+    with torch.autocast("cuda"):
+        assert torch.linalg.matrix_sqrth(x).dtype is torch.float32
+
+
 @pytest.mark.parametrize("lower", [torch.float16, torch.bfloat16])
 def test_which_operation_gives_which_type(lower):
     x, y = torch.rand(4, 4, device=0), torch.rand(4, 4, device=0)

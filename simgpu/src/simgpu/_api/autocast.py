@@ -18,6 +18,7 @@ import torch
 from simgpu import _runtime as runtime
 from simgpu._api.autocast_lists import (
     FLOAT32,
+    FLOAT32_BESIDE,
     FLOAT32_NORMS,
     FLOAT32_RESULT,
     LOWER_PRECISION,
@@ -132,7 +133,7 @@ def _refuse(func, args, kwargs):
 
 _KERNELS = {
     _in_lower_precision: (*LOWER_PRECISION, *OF_CUDNN, *RECURRENT),
-    _in_float32: FLOAT32,
+    _in_float32: (*FLOAT32, *FLOAT32_BESIDE),
     _with_float32_result: FLOAT32_RESULT,
     _norm_in_float32: FLOAT32_NORMS,
     _in_the_widest: WIDEST,

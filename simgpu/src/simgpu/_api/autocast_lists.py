@@ -29,6 +29,8 @@ FLOAT32 = (
     "_upsample_bilinear2d_aa", "upsample_trilinear3d", "upsample_bicubic2d",
     "_upsample_bicubic2d_aa",
 )  # fmt: skip
+# since 2.14, beside the lists of the header; the CPU's runs it in float32, too
+FLOAT32_BESIDE = ("linalg_matrix_sqrth",)
 FLOAT32_RESULT = (  # those with an argument dtype=, unless the program gives it
     "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum",
     "linalg_vector_norm", "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "sum",

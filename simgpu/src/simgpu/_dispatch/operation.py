@@ -5,7 +5,7 @@ are not run in the usual way have a function of their own, registered with `@han
 """
 
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 import torch
 from torch.utils.flop_counter import flop_registry
@@ -115,18 +115,20 @@ def _has_python_kernel(func) -> bool:
     keys = ("CPU", "CUDA", "CompositeExplicitAutograd")
     registered = getattr(torch.library, "_impls", set())
     overload = f".{func._schema.overload_name}" if func._schema.overload_name else ""
+    kernels_of_pytorch = _kernels_of_pytorch() if space == "aten" else ()
     return name in torch._library.custom_ops.OPDEFS or any(
         f"{space}/{rest}{overload}/{key}" in registered
-        and (f"{rest}{overload}", key) not in _kernels_of_pytorch()
+        and (f"{rest}{overload}", key) not in kernels_of_pytorch
         for key in keys
     )
 
 
-def _kernels_of_pytorch() -> Collection[tuple[str, str]]:
+def _kernels_of_pytorch() -> set[tuple[str, str]]:
     """Operations of aten, and the key, for which PyTorch itself has Python code.
 
     PyTorch 2.13 built for CUDA registers code that picks a Triton kernel of its own for
     `bmm`, where one suits. It calls CUDA's kernel else, which only a real GPU has.
+    Since 2.15 it notes the namespace, too: ("aten", "bmm", "CUDA").
     """
     native = sys.modules.get("torch._native.registry")
-    return getattr(native, "_graphs", ())
+    return {key[-2:] for key in getattr(native, "_graphs", ())}
