@@ -1,6 +1,9 @@
 """What NCCL takes and what it refuses, and its class as PyTorch shows it."""
 
+import os
 import socket
+import subprocess
+import sys
 from datetime import timedelta
 
 import pytest
@@ -14,12 +17,13 @@ from simgpu import NotSimulated
 from simgpu._distributed.exchange import Reduction, reduce
 
 CUDA = torch.device("cuda")
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
-def join(card: str = "T4", **options) -> None:
+def join(card: str = "T4", backend: str = "nccl", **options) -> None:
     simgpu.start(2, card=card)
     dist.init_process_group(
-        "nccl", store=dist.HashStore(), rank=0, world_size=1, **options
+        backend, store=dist.HashStore(), rank=0, world_size=1, **options
     )
 
 
@@ -152,7 +156,7 @@ def test_what_only_other_backends_have(group):
         dist.all_gather_coalesced([[ones(1)]], [ones(1)])
     with pytest.raises(NotImplementedError, match="not support recvAnysource"):
         group.recv_anysource([ones(1)], 0)
-    with pytest.raises(ValueError, match="only implemented for GLOO"):
+    with pytest.raises(ValueError, match=r"for GLOO|\(e\.g\. GLOO\)"):
         dist.monitored_barrier()
 
 
@@ -161,10 +165,14 @@ def test_what_only_other_backends_have(group):
 
 def test_the_class_of_nccl(group):
     backend = group._get_backend(CUDA)
-    assert isinstance(backend, dist.ProcessGroupNCCL)
+    new = TORCH >= (2, 15)  # the second engine is the usual one
+    name = "nccl2" if new else "nccl"
+    assert type(backend).__name__ == f"ProcessGroupNCCL{'2' if new else ''}"
+    assert isinstance(backend, getattr(dist, type(backend).__name__))
     assert backend is group._get_backend(CUDA)
-    assert (backend.name(), backend.rank(), backend.size()) == ("nccl", 0, 1)
-    assert group.name() == group._get_backend_name() == "nccl"
+    assert (backend.name(), backend.rank(), backend.size()) == (name, 0, 1)
+    assert group.name() == group._get_backend_name() == name
+    assert dist.get_backend() == "nccl"
     assert not backend._is_initialized()
     backend.allreduce(given := ones(2)).wait()
     assert given.tolist() == [1, 1] and backend._is_initialized()
@@ -175,6 +183,64 @@ def test_the_class_of_nccl(group):
     with pytest.raises(NotSimulated, match="register_mem_pool"):
         backend.register_mem_pool(None)
     assert len(torch.cuda.nccl.unique_id()) == 128
+
+
+@pytest.mark.skipif(TORCH < (2, 14), reason="since torch 2.14")
+@pytest.mark.parametrize(
+    "asked, kind, name",
+    [
+        ("nccl-legacy", "ProcessGroupNCCL", "nccl"),
+        ("nccl2", "ProcessGroupNCCL2", "nccl2"),
+        ("nccl-lazy", "ProcessGroupNCCLLazy", "nccl-lazy"),
+        ("cpu:gloo,cuda:nccl-lazy", "ProcessGroupNCCLLazy", "nccl-lazy"),
+    ],
+)
+def test_every_name_of_nccl_is_a_backend(asked, kind, name):
+    try:
+        join(backend=asked)
+        assert dist.get_backend() == asked
+        backend = dist.group.WORLD._get_backend(CUDA)
+        assert type(backend) is getattr(dist, kind) and backend.name() == name
+        dist.all_reduce(given := ones(2))
+        part = dist.new_group([0], backend=asked.rpartition(":")[2])
+        dist.all_reduce(given, group=part)
+        assert given.tolist() == [1, 1]
+        dist.barrier()
+        if "gloo" in asked:
+            dist.all_reduce(host := torch.ones(1))
+            assert host.item() == 1
+        else:
+            with pytest.raises(RuntimeError, match="cpu"):
+                dist.all_reduce(torch.ones(1))
+    finally:
+        leave()
+
+
+@pytest.mark.skipif(TORCH >= (2, 14), reason="until torch 2.13")
+def test_names_that_are_younger_than_pytorch_are_refused():
+    try:
+        with pytest.warns(UserWarning, match="capability of nccl-lazy unknown"):
+            with pytest.raises(AssertionError, match="Unknown backend type nccl-lazy"):
+                join(backend="nccl-lazy")
+    finally:
+        leave()
+
+
+@pytest.mark.skipif(TORCH < (2, 14), reason="since torch 2.14")
+@pytest.mark.parametrize("chosen, kind", [("0", ""), ("1", "2")])
+def test_the_environment_chooses_the_engine(chosen, kind):
+    script = """if True:
+        import simgpu, torch, torch.distributed as dist
+        simgpu.start(1)
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+        print(type(dist.group.WORLD._get_backend(torch.device("cuda"))).__name__)
+    """
+    env = {**os.environ, "TORCH_DIST_USE_NCCL2": chosen}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+    assert done.stdout.strip() == f"ProcessGroupNCCL{kind}", done.stderr
 
 
 def test_a_group_beside_those_of_torch_distributed(group):

@@ -10,6 +10,8 @@ from simgpu._api.properties import DeviceProperties
 from simgpu._device.gpu import Gpu
 from simgpu._dispatch.devices import current_gpu, gpu_named
 
+# since 2.15: TORCH_CUDA_CHECK_STRAY_CONTEXT
+_check_stray_context = getattr(torch.cuda, "_check_stray_context", None)
 CUDA_VERSION = "13.0"  # what PyTorch 2.11 is built for
 
 
@@ -40,7 +42,10 @@ def current_device() -> int:
 
 
 def set_device(device) -> None:
-    exchange_device(_get_device_index(device))
+    index = _get_device_index(device)
+    exchange_device(index)
+    if index >= 0 and _check_stray_context is not None:
+        _check_stray_context(index)
 
 
 def exchange_device(index: int) -> int:

@@ -47,7 +47,10 @@ def mem_get_info(device=None) -> tuple[int, int]:
 def _record_memory_history(enabled="all", context="all", stacks="all",
                            max_entries=sys.maxsize, clear_history=False,
                            compile_context=False, annotations=False,
-                           skip_actions=()) -> None:  # fmt: skip
+                           skip_actions=(), of_pinned_memory=False,
+                           of_gpus=True) -> None:  # fmt: skip
+    if of_pinned_memory:  # the last two are new in 2.15
+        raise NotSimulated("a history of pinned memory")
     if enabled not in (None, "state", "all"):
         raise RuntimeError("expected state to be 'state', 'all', or None")
     if context not in CONTEXTS:
@@ -55,7 +58,9 @@ def _record_memory_history(enabled="all", context="all", stacks="all",
     if stacks not in ("python", "all"):
         raise RuntimeError("expected stacks to be 'python', or 'all'")
     runtime.current().initialize()
-    most = None if enabled is None else 1 if enabled == "state" else max_entries
+    most = 1 if enabled == "state" else max_entries
+    if enabled is None or not of_gpus:
+        most = None
     for gpu in runtime.current().gpus:
         if clear_history:
             gpu.memory.history.record(None, None)

@@ -40,6 +40,7 @@ class Communicator:
                  bound: torch.device | None, options):  # fmt: skip
         self.cluster, self.name, self.ranks, self.member = cluster, name, ranks, member
         self.bound, self.options = bound, options
+        self.engine = "nccl"  # or another name that PyTorch has for it
         self.backend = None  # as `torch.distributed` shows it
         self.limit = options._timeout.total_seconds()
         together = len(ranks) == cluster.size

@@ -40,7 +40,8 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
     """A process group: where it would use NCCL, the simulator does the work."""
     now = runtime.current()
     asked = str(backend)
-    if "nccl" not in _backends(asked).values():
+    engine = next(filter(_is_engine, _backends(asked).values()), None)
+    if engine is None:
         return _raw_new_group(size, rank, ranks, backend, store, name, *args, **kwargs)
     options = kwargs.pop("backend_options", None)
     if options is None:
@@ -54,7 +55,7 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
     if "gloo" in _backends(asked).values():
         _bind_to_loopback()
     stand_in = ",".join(
-        f"{device}:{_STAND_IN if its == 'nccl' else its}"
+        f"{device}:{_STAND_IN if _is_engine(its) else its}"
         for device, its in _backends(asked).items()
     )
     group, its_store = _raw_new_group(
@@ -75,6 +76,7 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
     options._timeout, options.group_name = kwargs["timeout"], name
     options.global_ranks_in_group = list(ranks)
     communicator = _communicate(now, group, name, members, rank, bound, options)
+    communicator.engine = engine
     if "gloo" in _backends(asked).values():
         now.gloo_groups.append(group)
     if bound is not None:
@@ -198,7 +200,24 @@ def communicator_of(group: dist.ProcessGroup) -> Communicator | None:
 
 def is_nccl(group: dist.ProcessGroup) -> bool:
     """Whether the group has NCCL alone, which knows only GPUs."""
-    return set(backends_of(group).values()) == {"nccl"}
+    return all(map(_is_engine, backends_of(group).values()))
+
+
+@functools.cache
+def names_of_nccl() -> frozenset[str]:
+    """Under which names this PyTorch has NCCL: more than one since 2.14."""
+    kin = ("nccl-legacy", "nccl2", "nccl-lazy")
+    ensure = getattr(distributed_c10d.Backend, "_ensure_backend_registered", None)
+    if ensure is None:
+        return frozenset({"nccl"})
+    for name in ("nccl", *kin):
+        ensure(name)
+    known = distributed_c10d.Backend._plugins
+    return frozenset({"nccl", *(name for name in kin if name.upper() in known)})
+
+
+def _is_engine(backend: str) -> bool:
+    return backend in names_of_nccl()
 
 
 def object_device(group: dist.ProcessGroup | None = None) -> str:

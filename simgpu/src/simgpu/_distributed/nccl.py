@@ -1,8 +1,11 @@
-"""`ProcessGroupNCCL`: what a program may ask of NCCL itself, and its options.
+"""`ProcessGroupNCCL` and its kin: what a program may ask of NCCL itself, and options.
 
-Models: the class as `torch.distributed` shows it, for a group whose collectives the
-simulator carries; its options are kept and given back. Leaves out: what the options
-change on a real machine, which is speed only; memory pools; the estimate of time.
+Models: the classes as `torch.distributed` shows them, for a group whose collectives the
+simulator carries; its options are kept and given back. PyTorch 2.14 has a second engine
+for NCCL, `ProcessGroupNCCL2`, which 2.15 takes for "nccl"; which class a group shows is
+what PyTorch itself would make. Leaves out: what the options change on a real machine,
+which is speed only; that the new engine connects when the group is made, and not at its
+first collective; windows, memory pools and suspending; the estimate of time.
 """
 
 import copy
@@ -13,6 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup
+from torch.distributed import distributed_c10d
 
 from simgpu import _runtime as runtime
 from simgpu._distributed import groups
@@ -30,6 +34,7 @@ _raw_begin_sequence = getattr(
 _raw_backend_name = dist.ProcessGroup._get_backend_name
 _raw_enable_timing = dist.ProcessGroup._enable_collectives_timing
 _raw_name = dist.ProcessGroup.name
+_raw_set_timeout = getattr(dist.ProcessGroup, "set_timeout", None)  # since 2.14
 
 
 class NCCLConfig:
@@ -50,6 +55,7 @@ class Options:
         self.is_high_priority_stream = is_high_priority_stream
         self.config = NCCLConfig()
         self.backend = "nccl"
+        self.enable_reconfigure = self.lazy_init = False  # since 2.14 and 2.15
         self._timeout = timedelta(minutes=10)
         self.global_ranks_in_group: list[int] = []
         self.group_name = ""
@@ -62,7 +68,7 @@ class Options:
         return other
 
 
-class ProcessGroupNCCL:
+class _Engine:
     """The backend of a group for GPUs; collectives go to the group itself.
 
     Args:
@@ -72,12 +78,11 @@ class ProcessGroupNCCL:
         options: of NCCL, or how long a collective may take.
     """
 
-    Options, NCCLConfig = Options, NCCLConfig
-    NCCL_CTA_POLICY_DEFAULT, NCCL_CTA_POLICY_EFFICIENCY = 0, 1
-    NCCL_CTA_POLICY_ZERO = 2
-    NCCL_SPLIT_NOCOLOR = -1
+    own_name: str  # what `name()` says
+    Options = Options
     supports_splitting = supports_coalescing = True
-    supports_time_estimate = supports_shrinking = False
+    supports_time_estimate = _supports_time_estimate = supports_shrinking = False
+    supports_window = supports_reconfigure = False
 
     def __init__(self, store, rank: int, size: int, options=None):
         options = copy.deepcopy(options) if isinstance(options, Options) else options
@@ -87,7 +92,7 @@ class ProcessGroupNCCL:
         self._show(groups.alone(store, rank, size, options), options)
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup, options: Options) -> "ProcessGroupNCCL":
+    def of(cls, group: dist.ProcessGroup, options: Options) -> "_Engine":
         """The backend of a group that there is."""
         backend = cls.__new__(cls)
         backend._show(group, options)
@@ -99,6 +104,8 @@ class ProcessGroupNCCL:
     def __getattr__(self, name: str):
         if name.startswith("__") or name == "_group":
             raise AttributeError(name)
+        if name in _LEFT_OUT:
+            raise NotSimulated(f"{type(self).__name__}.{name}")
         return getattr(self._group, name)  # allreduce, broadcast, rank, size, ...
 
     @property
@@ -109,7 +116,7 @@ class ProcessGroupNCCL:
         return found
 
     def name(self) -> str:
-        return "nccl"
+        return self.own_name
 
     @property
     def uid(self) -> int:
@@ -159,20 +166,69 @@ class ProcessGroupNCCL:
     def supports_tensor_alloc(self, device) -> bool:
         return False
 
-    def allocate_tensor(self, *args, **kwargs):
-        raise NotSimulated("ProcessGroupNCCL.allocate_tensor")
 
-    def register_mem_pool(self, *args, **kwargs):
-        raise NotSimulated("ProcessGroupNCCL.register_mem_pool")
 
-    def deregister_mem_pool(self, *args, **kwargs):
-        raise NotSimulated("ProcessGroupNCCL.deregister_mem_pool")
+class ProcessGroupNCCL(_Engine):
+    """PyTorch's engine until 2.14: "nccl", and later "nccl-legacy"."""
 
-    def _start_time_estimate(self):
-        raise NotSimulated("the estimate of time by NCCL")
+    own_name = "nccl"
+    NCCLConfig = NCCLConfig
+    NCCL_CTA_POLICY_DEFAULT, NCCL_CTA_POLICY_EFFICIENCY = 0, 1
+    NCCL_CTA_POLICY_ZERO = 2
+    NCCL_SPLIT_NOCOLOR = -1
 
-    def _end_time_estimate(self):
-        raise NotSimulated("the estimate of time by NCCL")
+
+class ProcessGroupNCCL2(_Engine):
+    """The engine that came with 2.14 as "nccl2", and is "nccl" since 2.15.
+
+    Args:
+        store, rank, size, options: as of the older one.
+        device_id: over which GPU it connects.
+    """
+
+    own_name = "nccl2"
+
+    def __init__(self, store, rank: int, size: int, options=None, device_id=None):
+        super().__init__(store, rank, size, options)
+        self.bound_device_id = device_id
+
+
+class ProcessGroupNCCLLazy(ProcessGroupNCCL2):
+    """The same, with a communicator of its own for each two ranks: "nccl-lazy"."""
+
+    own_name = "nccl-lazy"
+
+
+# what creates the backend in `distributed_c10d` -> the class that it makes
+_ENGINES = {
+    "_create_nccl_process_group": ProcessGroupNCCL,
+    "_create_nccl2_process_group": ProcessGroupNCCL2,
+    "_create_nccl_lazy_process_group": ProcessGroupNCCLLazy,
+}
+_LEFT_OUT = frozenset({
+    "allocate_tensor", "register_mem_pool", "deregister_mem_pool", "mem_allocator",
+    "new_window", "suspend", "resume", "memory_stats", "shrink", "merge", "reconfigure",
+    "get_reconfigure_handle", "comm_ptr", "_comm_ptr", "register_abort_hook",
+    "unregister_abort_hook", "_start_time_estimate", "_end_time_estimate",
+})  # fmt: skip
+
+
+def _class_of(backend: str) -> type[_Engine]:
+    """The class of PyTorch's that "nccl" or one of its kin stands for."""
+    plugin = distributed_c10d.Backend._plugins.get(backend.upper())
+    creator = None if plugin is None else plugin.creator_fn.__name__
+    return _ENGINES.get(creator, ProcessGroupNCCL)
+
+
+def engines() -> dict[str, type[_Engine]]:
+    """The classes that this PyTorch has under `torch.distributed`."""
+    known = groups.names_of_nccl()
+    return {
+        kind.__name__: kind
+        for kind, name in ((ProcessGroupNCCL, "nccl"), (ProcessGroupNCCL2, "nccl2"),
+                           (ProcessGroupNCCLLazy, "nccl-lazy"))
+        if name in known
+    }  # fmt: skip
 
 
 def get_backend(group: dist.ProcessGroup, device):
@@ -181,19 +237,37 @@ def get_backend(group: dist.ProcessGroup, device):
     if communicator is None or torch.device(device).type != "cuda":
         return _raw_get_backend(group, device)
     if communicator.backend is None:
-        communicator.backend = ProcessGroupNCCL.of(group, communicator.options)
+        kind = _class_of(communicator.engine)
+        communicator.backend = kind.of(group, communicator.options)
     return communicator.backend
 
 
 def name(group: dist.ProcessGroup) -> str:
     """`ProcessGroup.name`"""
-    return _raw_name(group) if groups.communicator_of(group) is None else "nccl"
+    communicator = groups.communicator_of(group)
+    if communicator is None:
+        return _raw_name(group)
+    return _class_of(communicator.engine).own_name
 
 
 def backend_name(group: dist.ProcessGroup) -> str:
     """`ProcessGroup._get_backend_name`"""
     communicator = groups.communicator_of(group)
-    return _raw_backend_name(group) if communicator is None else "nccl"
+    if communicator is None:
+        return _raw_backend_name(group)
+    return _class_of(communicator.engine).own_name
+
+
+def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """`ProcessGroup.set_timeout`, new in 2.14: that of each of its backends."""
+    _raw_set_timeout(group, timeout)
+    if groups.communicator_of(group) is not None:
+        get_backend(group, torch.device("cuda")).set_timeout(timeout)
+
+
+def since_2_14() -> dict[str, object]:
+    """Methods of `ProcessGroup` that older PyTorch does not have."""
+    return {} if _raw_set_timeout is None else {"set_timeout": set_timeout}
 
 
 def enable_timing(group: dist.ProcessGroup) -> None:

@@ -47,15 +47,14 @@ def table() -> list[Patch]:
             _create_process_group_wrapper=nccl.unwrapped(
                 distributed_c10d._create_process_group_wrapper
             ),
-            is_nccl_available=lambda: True, ProcessGroupNCCL=nccl.ProcessGroupNCCL,
-            **limit,
+            is_nccl_available=lambda: True, **nccl.engines(), **limit,
         ),
         *patches(device_mesh, "the simulator stands for NCCL",
                  split_group=groups.split_group),
         *patches(constants, "the simulator stands for NCCL", **limit),
         *patches(torch.distributed, "the simulator stands for NCCL",
                  is_nccl_available=lambda: True, split_group=groups.split_group,
-                 ProcessGroupNCCL=nccl.ProcessGroupNCCL,
+                 **nccl.engines(),
                  _make_nccl_premul_sum=reductions.make_premul_sum),
         *patches(
             torch.distributed.ProcessGroup, "the simulator stands for NCCL",
@@ -63,6 +62,7 @@ def table() -> list[Patch]:
             name=nccl.name, _get_backend=nccl.get_backend,
             _get_backend_name=nccl.backend_name, split_group=groups.split_of,
             _enable_collectives_timing=nccl.enable_timing,
+            **nccl.since_2_14(),
             _get_sequence_number_for_group=nccl.sequence_number,
             _set_sequence_number_for_group=nccl.begin_sequence,
             _start_coalescing=collectives.start_coalescing,
