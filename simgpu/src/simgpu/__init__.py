@@ -50,6 +50,8 @@ def __getattr__(name: str):
     if name in _HOMES:
         if "simgpu._child_commands" in sys.modules:  # the GPUs may be about to come
             sys.modules["simgpu._child_commands"].come()
+        if _HOMES[name] in ("simgpu._startup", "simgpu._estimates"):
+            importlib.import_module("simgpu._compat").check_packages()
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'simgpu' has no attribute {name!r}")
 

@@ -82,13 +82,17 @@ def _check_real(found) -> None:
 def _start(found) -> None:
     """Simulate the GPUs, for this process and those that it starts."""
     import simgpu
-    from simgpu import _runtime as runtime
 
     if found.children:
         os.environ.update(commands.hand_down(found))
     else:
         commands.tell_of_children()
-    simgpu.start(**found.request)
+    try:
+        simgpu.start(**found.request)
+    except ImportError as error:  # PyTorch or numpy is not there, or too old
+        sys.exit(str(error))
+    from simgpu import _runtime as runtime
+
     now = runtime.current()
     now.for_children, now.network = found.request, found.network
     if found.timeline is not None:

@@ -14,13 +14,10 @@ from concurrent.futures.thread import _WorkItem
 import torch
 import torch.accelerator.memory
 import torch.compiler
-import torch.cuda._pin_memory_utils
 import torch.cuda.nvtx
-import torch.nn.parallel._functions
-import torch.utils._device
 import torch.utils.dlpack
 from torch.autograd.function import BackwardCFunction
-from torch.storage import UntypedStorage, _StorageBase
+from torch.storage import UntypedStorage
 
 from simgpu._api import (
     asking,
@@ -58,17 +55,27 @@ from simgpu._api import (
 )
 from simgpu._api.asking import Property
 from simgpu._api.patch import Patch, patches
+from simgpu._compat import (
+    PythonStorageBase,
+    device_constructors,
+    parallel_functions,
+    pin_memory_utils,
+    refusals,
+    torch_C,
+    torch_C_nn,
+)
 from simgpu._distributed import patches as ranks
 from simgpu._request import MOST_GPUS
 
 # it keeps what it finds at its first call: PyTorch's own functions, and not ours
-torch.utils._device._device_constructors()
+device_constructors()
 
 
 def table(runtime) -> list[Patch]:
     """Every replacement, for the runtime that is about to start."""
     answered = [*_tensors(), *_torch(), *_cuda(runtime), *_threads(), *ranks.table()]
-    return [*answered, *_refused(answered)]
+    absent = [Patch(*row, "PyTorch lacks what it needs") for row in refusals()]
+    return [*answered, *_refused(answered), *absent]
 
 
 def _tensors() -> list[Patch]:
@@ -114,7 +121,7 @@ def _tensors() -> list[Patch]:
             is_shared=tensor_memory.is_shared,
         ),
         *patches(
-            torch.cuda._pin_memory_utils, "memory is simulated",
+            pin_memory_utils, "memory is simulated",
             pin_memory=tensor_memory.pin_memory_at,
             unpin_memory=tensor_memory.unpin_memory_at,
         ),
@@ -147,7 +154,7 @@ def _tensors() -> list[Patch]:
             _release_ipc_counter_cuda=staticmethod(sharing.release_ipc_counter),
         ),
         *patches(
-            _StorageBase, "copies of GPU memory",
+            PythonStorageBase, "copies of GPU memory",
             clone=storages.clone, cpu=storages.cpu, cuda=storages.cuda, to=storages.to,
         ),
     ]  # fmt: skip
@@ -193,11 +200,11 @@ def _torch() -> list[Patch]:
             **tensor_types.tensor_types(torch.cuda, on_gpu=True),
         ),
         *patches(
-            torch._C._nn, "Module.to(1) asks C++ for an accelerator", "both",
+            torch_C_nn, "Module.to(1) asks C++ for an accelerator", "both",
             _parse_to=moving.parse_module_to,
         ),
         *patches(
-            torch._C._nn, "C++ would choose a kernel of the CPU", "call",
+            torch_C_nn, "C++ would choose a kernel of the CPU", "call",
             scaled_dot_product_attention=attention.scaled_dot_product_attention,
         ),
         *patches(
@@ -207,12 +214,12 @@ def _torch() -> list[Patch]:
         *extensions.rows(),
         *torchscript.rows(),
         *patches(
-            torch._C, "PyTorch's tests count the modes that they leave behind",
+            torch_C, "PyTorch's tests count the modes that they leave behind",
             _len_torch_function_stack=function_modes.length,
             _pop_torch_function_stack=function_modes.pop,
         ),
         *patches(
-            torch._C, "optimizers group tensors by device",
+            torch_C, "optimizers group tensors by device",
             _group_tensors_by_device_and_dtype=functions.group_by_device_and_dtype,
         ),
         *patches(
@@ -277,7 +284,7 @@ def _cuda(runtime) -> list[Patch]:
             _initialized=True,  # checkpoints ask, to keep random states
         ),
         *patches(torch.cuda.memory, "there is no CUDA", _lazy_init=devices.init),
-        *patches(torch._C, "there is no CUDA below", **native.C_FUNCTIONS,
+        *patches(torch_C, "there is no CUDA below", **native.C_FUNCTIONS,
                  **native.absent_classes()),
         *patches(torch.cuda, "there is no CUDA below", cudart=lambda: rt, _cudart=rt),
         *patches(torch.cuda, "there is no NVML", pynvml=pynvml, _HAS_PYNVML=True,
@@ -285,7 +292,7 @@ def _cuda(runtime) -> list[Patch]:
         *patches(torch.cuda.memory, "there is no NVML",
                  _get_nvml_device_index=nvml.nvml_index),
         *patches(sys.modules, "there is no NVML", "item", pynvml=pynvml),
-        *patches(torch._C, "C++ keeps these where CUDA is", **flags.c_functions()),
+        *patches(torch_C, "C++ keeps these where CUDA is", **flags.c_functions()),
         *patches(torch, "C++ keeps these where CUDA is", "call",
                  **flags.plan_cache_functions()),
         *patches(type(torch.backends.cudnn), "C++ keeps these where CUDA is",
@@ -299,10 +306,10 @@ def _cuda(runtime) -> list[Patch]:
         *patches(torch.cuda, "memory is counted", mem_get_info=memory.mem_get_info),
         *patches(torch.cuda.memory, "memory is counted",
                  mem_get_info=memory.mem_get_info),
-        *patches(torch._C, "there is no CUDA to initialise",
+        *patches(torch_C, "there is no CUDA to initialise",
                  _cuda_isInBadFork=devices.is_in_bad_fork),
-        *patches(torch._C, "memory is counted", **memory.C_FUNCTIONS),
-        *patches(torch._C, "other processes may map the memory",
+        *patches(torch_C, "memory is counted", **memory.C_FUNCTIONS),
+        *patches(torch_C, "other processes may map the memory",
                  _cuda_ipc_collect=sharing.ipc_collect),
         *patches(torch.cuda, "random numbers of each GPU", **random,
                  default_generators=runtime.generators),
@@ -334,13 +341,13 @@ def _cuda(runtime) -> list[Patch]:
             get_memory_info=memory.mem_get_info,
             current_stream=streams.accelerator_stream, set_stream=streams.set_stream,
         ),
-        *patches(torch._C, "the accelerator is the simulated GPU",
+        *patches(torch_C, "the accelerator is the simulated GPU",
                  _get_accelerator=devices.get_accelerator),
         *patches(torch.accelerator.memory, "memory is counted",
                  get_memory_info=memory.mem_get_info),
-        *patches(torch._C, "nn.DataParallel's copies between GPUs",
+        *patches(torch_C, "nn.DataParallel's copies between GPUs",
                  **data_parallel.C_FUNCTIONS),
-        *patches(torch.nn.parallel._functions, "one stream for each GPU",
+        *patches(parallel_functions, "one stream for each GPU",
                  _streams=[None] * MOST_GPUS),
     ]  # fmt: skip
 

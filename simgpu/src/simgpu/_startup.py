@@ -7,8 +7,6 @@ import threading
 from collections.abc import Iterator
 
 import torch
-from torch.overrides import _len_torch_function_stack, _pop_mode, _push_mode
-from torch.utils import _python_dispatch
 
 from simgpu import _patches as patches
 from simgpu import _runtime as state
@@ -19,6 +17,15 @@ from simgpu._api import (
     random_generators,
 )
 from simgpu._api.patch import Patches
+from simgpu._compat import (
+    len_function_stack,
+    len_mode_stack,
+    pop_dispatch_mode,
+    pop_function_mode,
+    push_dispatch_mode,
+    push_function_mode,
+    warn_of_newer_torch,
+)
 from simgpu._dispatch import (  # noqa: F401 - the files register what runs operations
     attention,
     copies,
@@ -68,6 +75,7 @@ def start(
 
     Taught in 00-start-here.
     """
+    warn_of_newer_torch()
     request = check_request(number, card, memory, races, overhead, compile)
     _check_thread("start")
     if state.running is not None:
@@ -175,12 +183,14 @@ def _leave_modes(runtime: Runtime) -> None:
         torch.set_default_device(None)
     if runtime.modes:
         function_mode, dispatch_mode = runtime.modes
-        _remove(function_mode, _len_torch_function_stack, _pop_mode, _push_mode)
+        _remove(
+            function_mode, len_function_stack, pop_function_mode, push_function_mode
+        )
         _remove(
             dispatch_mode,
-            _python_dispatch._len_torch_dispatch_stack,
-            _python_dispatch._pop_mode,
-            _python_dispatch._push_mode,
+            len_mode_stack,
+            pop_dispatch_mode,
+            push_dispatch_mode,
         )
     autocast.stop(runtime)
 

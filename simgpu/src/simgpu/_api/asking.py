@@ -4,14 +4,15 @@ import torch
 
 from simgpu import _runtime as runtime
 from simgpu._api.tensor_types import DTYPES, TensorTypeMeta
+from simgpu._compat import TensorBase
 from simgpu._dispatch.errors import type_name
 from simgpu._dispatch.mode import settle_streams
 from simgpu._dispatch.placement import gpu_of
 from simgpu._dispatch.sanitizing import look_at
 from simgpu._errors import NotSimulated
 
-_raw_device = torch._C.TensorBase.device
-_raw_grad = torch._C.TensorBase.grad
+_raw_device = TensorBase.device
+_raw_grad = TensorBase.grad
 _raw_get_device = torch.Tensor.get_device
 _raw_type = torch.Tensor.type
 _raw_repr = torch.Tensor.__repr__

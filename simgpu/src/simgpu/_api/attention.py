@@ -16,10 +16,16 @@ from torch.nn.attention import SDPBackend
 from torch.overrides import handle_torch_function, has_torch_function
 
 from simgpu._api import autocast
+from simgpu._compat import (
+    attention_by_products,
+    disabled_torch_function,
+    raw_attention,
+    sdp_priority_order,
+)
 from simgpu._dispatch.placement import gpus_of
 from simgpu._errors import NotSimulated
 
-_raw_attention = torch._C._nn.scaled_dot_product_attention
+_raw_attention = raw_attention
 _flash = torch.ops.aten._scaled_dot_product_flash_attention.default
 _efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
 _FLASH = SDPBackend.FLASH_ATTENTION.value
@@ -29,7 +35,7 @@ _MINUS_INFINITY = {
     dtype: torch.tensor(-math.inf, dtype=dtype)
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 }
-_NO_OVERRIDE = torch._C._disabled_torch_function_impl
+_NO_OVERRIDE = disabled_torch_function
 _LONGEST_HEAD = 256  # that flash attention takes
 _AMPERE = (8, 0)  # compute capability of the first cards with bfloat16
 
@@ -72,7 +78,7 @@ def scaled_dot_product_attention(
     backend = _choose(query, key, value, no_flash, enable_gqa, gpu.card.capability)
     if backend == _MATH or not _is_for_cpu_kernel(query, value, mask, dropout_p):
         with autocast.without():
-            return torch._scaled_dot_product_attention_math(
+            return attention_by_products(
                 query, key, value, mask, dropout_p, is_causal,
                 scale=scale, enable_gqa=enable_gqa,
             )[0]  # fmt: skip
@@ -137,7 +143,7 @@ def _choose(query, key, value, no_flash: bool, gqa: bool, capability) -> int:
     __tracebackhide__ = True
     switches = torch.backends.cuda
     fused = _are_fused(query, key, value)
-    for backend in torch._C._get_sdp_priority_order():
+    for backend in sdp_priority_order():
         if backend == _FLASH and fused and not no_flash:
             if switches.flash_sdp_enabled() and _flash_takes(query, key, value, gqa):
                 return backend

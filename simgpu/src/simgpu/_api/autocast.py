@@ -27,10 +27,17 @@ from simgpu._api.autocast_lists import (
     REFUSED,
     WIDEST,
 )
+from simgpu._compat import (
+    DispatchKey,
+    DispatchKeySet,
+    ExcludeDispatchKeyGuard,
+    include_dispatch_key,
+    registrations,
+)
 from simgpu._dispatch.placement import gpu_of
 
-_KEY = torch._C.DispatchKey.AutocastCUDA
-_OFF = torch._C.DispatchKeySet(_KEY)
+_KEY = DispatchKey.AutocastCUDA
+_OFF = DispatchKeySet(_KEY)
 _raw_set_enabled = torch.set_autocast_enabled
 _raw_clear_cache = torch.clear_autocast_cache
 
@@ -145,7 +152,7 @@ def _kernel(policy, func):
     @functools.wraps(policy)
     def run(*args, **kwargs):
         __tracebackhide__ = True
-        with torch._C._ExcludeDispatchKeyGuard(_OFF):
+        with ExcludeDispatchKeyGuard(_OFF):
             return policy(func, args, kwargs)
 
     return run
@@ -154,7 +161,7 @@ def _kernel(policy, func):
 def _register() -> torch.library.Library:
     """Put our kernels in the place of PyTorch's for AutocastCUDA."""
     library = torch.library.Library("aten", "IMPL")
-    theirs = torch._C._dispatch_get_registrations_for_dispatch_key(_KEY.name)
+    theirs = registrations(_KEY.name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that PyTorch's own are replaced
         for policy, names in _KERNELS.items():
@@ -174,7 +181,7 @@ def for_lower_precision(values):
 
 def without():
     """A block in which nothing is cast: the parts of an operation that was."""
-    return torch._C._ExcludeDispatchKeyGuard(_OFF)
+    return ExcludeDispatchKeyGuard(_OFF)
 
 
 # -- on and off ------------------------------------------------------------------------
@@ -193,7 +200,7 @@ def start() -> None:
         with now.autocast_lock:
             if now.autocast_kernels is None:
                 now.autocast_kernels = _register()
-        torch._C._dispatch_tls_set_dispatch_key_included(_KEY, True)
+        include_dispatch_key(_KEY, True)
 
 
 def clear_cache() -> None:
@@ -208,4 +215,4 @@ def stop(now: runtime.Runtime) -> None:
         now.autocast_kernels._destroy()
         now.autocast_kernels = None
     now.autocast_cache.clear()
-    torch._C._dispatch_tls_set_dispatch_key_included(_KEY, False)
+    include_dispatch_key(_KEY, False)

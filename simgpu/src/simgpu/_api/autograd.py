@@ -7,11 +7,11 @@ import contextlib
 
 import torch
 from torch.autograd.function import BackwardCFunction
-from torch.overrides import _get_current_function_mode_stack
 
 from simgpu import _runtime as runtime
 from simgpu._api import fake_tensors
 from simgpu._api.streams import join_streams
+from simgpu._compat import function_modes, is_legacy_batchedtensor, raw_run_backward
 from simgpu._dispatch.function_mode import FunctionMode
 from simgpu._dispatch.mode import modes_in_this_thread
 from simgpu._dispatch.placement import gpu_of, place, tensors_in
@@ -19,7 +19,6 @@ from simgpu._dispatch.placement import gpu_of, place, tensors_in
 # a method of the class, of Python's; since 2.14 of C++'s
 _raw_apply_function = vars(torch.autograd.Function)["apply"]
 _raw_apply_backward = BackwardCFunction.apply
-_raw_run_backward = torch.autograd._engine_run_backward
 
 
 def run_backward(outputs, gradients, *args, **kwargs):
@@ -29,7 +28,7 @@ def run_backward(outputs, gradients, *args, **kwargs):
     join_streams()
     for i, (output, gradient) in enumerate(zip(outputs, gradients, strict=False)):
         if isinstance(output, torch.Tensor) and isinstance(gradient, torch.Tensor):
-            if torch._C._functorch.is_legacy_batchedtensor(gradient):
+            if is_legacy_batchedtensor(gradient):
                 continue  # is_grads_batched=True: it hides where it is
             if gpu_of(output) is not gpu_of(gradient) and gradient.dim() > 0:
                 raise RuntimeError(
@@ -41,14 +40,14 @@ def run_backward(outputs, gradients, *args, **kwargs):
     chosen = thread.device, thread.device_chosen_in
     try:
         with _function_mode():
-            return _raw_run_backward(outputs, gradients, *args, **kwargs)
+            return raw_run_backward(outputs, gradients, *args, **kwargs)
     finally:
         thread.device, thread.device_chosen_in = chosen
 
 
 def _function_mode():
     """Our mode for the Python code that backward runs: `Tensor.backward` pops it."""
-    if any(type(m) is FunctionMode for m in _get_current_function_mode_stack()):
+    if any(type(m) is FunctionMode for m in function_modes()):
         return contextlib.nullcontext()
     return FunctionMode(runtime.current())
 

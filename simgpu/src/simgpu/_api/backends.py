@@ -6,6 +6,7 @@ they are kept. Leaves out: what they would do to a kernel.
 
 import torch
 
+from simgpu._compat import BlasBackend, LinalgBackend
 from simgpu._dispatch.devices import gpu_named
 
 CUDNN_VERSION = 91900  # 9.19.0, of PyTorch 2.11 for CUDA 13.0
@@ -16,8 +17,8 @@ class Flags:
     """What the program has chosen, of one runtime."""
 
     def __init__(self):
-        self.blas = torch._C._BlasBackend.Cublas
-        self.linalg = torch._C._LinalgBackend.Default
+        self.blas = BlasBackend.Cublas
+        self.linalg = LinalgBackend.Default
         self.benchmark_limit = 10
         self.plans: dict[int, int] = {}  # GPU -> most plans
 
@@ -26,7 +27,7 @@ class Flags:
 
     def set_blas(self, backend) -> None:
         """The default is cuBLAS."""
-        names = torch._C._BlasBackend
+        names = BlasBackend
         if backend == getattr(names, "Ck", None):
             raise RuntimeError(
                 "Cannot set preferred backend to CK if PyTorch has not been compiled "

@@ -15,15 +15,16 @@ Taught in 12-split-the-batch.
 import contextlib
 
 import torch
-from torch._utils import (
-    _flatten_dense_tensors,
-    _flatten_sparse_tensors,
-    _reorder_tensors_as,
-    _take_tensors,
-    _unflatten_dense_tensors,
-    _unflatten_sparse_tensors,
-)
 
+from simgpu._compat import (
+    flatten_dense_tensors,
+    flatten_sparse_tensors,
+    is_legacy_batchedtensor,
+    reorder_tensors_as,
+    take_tensors,
+    unflatten_dense_tensors,
+    unflatten_sparse_tensors,
+)
 from simgpu._dispatch.devices import current_gpu
 
 
@@ -86,17 +87,17 @@ def broadcast_coalesced(
     )
     copies = [[] for _ in devices[1:]]
     with torch.no_grad():
-        for chunk in _take_tensors(tensors, buffer_size):
+        for chunk in take_tensors(tensors, buffer_size):
             if chunk[0].is_sparse:
-                flat = map(broadcast, _flatten_sparse_tensors(chunk), [devices] * 2)
+                flat = map(broadcast, flatten_sparse_tensors(chunk), [devices] * 2)
                 for mine, *both in zip(copies, *(b[1:] for b in flat), strict=True):
-                    mine += [p.data for p in _unflatten_sparse_tensors(both, chunk)]
+                    mine += [p.data for p in unflatten_sparse_tensors(both, chunk)]
                 continue
-            buffers = broadcast(_flatten_dense_tensors(chunk), devices)[1:]
+            buffers = broadcast(flatten_dense_tensors(chunk), devices)[1:]
             for mine, buffer in zip(copies, buffers, strict=True):
                 # .data: parts of one buffer would otherwise share a version counter
-                mine += [part.data for part in _unflatten_dense_tensors(buffer, chunk)]
-        in_order = [_reorder_tensors_as(m, tensors) if tensors else () for m in copies]
+                mine += [part.data for part in unflatten_dense_tensors(buffer, chunk)]
+        in_order = [reorder_tensors_as(m, tensors) if tensors else () for m in copies]
     return [list(tensors), *map(list, in_order)]
 
 
@@ -222,7 +223,7 @@ def _gathered_shape(tensors, dim: int) -> list[int]:
 
 
 def _fill(out, tensors, dim: int) -> torch.Tensor:
-    if any(map(torch._C._functorch.is_legacy_batchedtensor, tensors)):
+    if any(map(is_legacy_batchedtensor, tensors)):
         # gradients of a batch of vectors at once: nothing is written in place
         return torch.cat([tensor.to(out.device) for tensor in tensors], dim)
     parts = out.split_with_sizes([tensor.shape[dim] for tensor in tensors], dim)

@@ -3,21 +3,24 @@
 import os
 
 import torch
-from torch.cuda._utils import _get_device_index
 
 from simgpu import _runtime as runtime
 from simgpu._api.properties import DeviceProperties
+from simgpu._compat import (
+    check_stray_context,
+    current_autograd_node,
+    get_device_index,
+    is_absent,
+)
 from simgpu._device.gpu import Gpu
 from simgpu._dispatch.devices import current_gpu, gpu_named
 
-# since 2.15: TORCH_CUDA_CHECK_STRAY_CONTEXT
-_check_stray_context = getattr(torch.cuda, "_check_stray_context", None)
 CUDA_VERSION = "13.0"  # what PyTorch 2.11 is built for
 
 
 def known_gpu(device=None) -> Gpu:
     """The GPU that `device` names, for calls that check the index themselves."""
-    index = _get_device_index(device, optional=True)
+    index = get_device_index(device, optional=True)
     if not 0 <= index < device_count():
         raise AssertionError("Invalid device id")
     return gpu_named(index)
@@ -42,10 +45,10 @@ def current_device() -> int:
 
 
 def set_device(device) -> None:
-    index = _get_device_index(device)
+    index = get_device_index(device)
     exchange_device(index)
-    if index >= 0 and _check_stray_context is not None:
-        _check_stray_context(index)
+    if index >= 0 and not is_absent(check_stray_context):  # since 2.15
+        check_stray_context(index)
 
 
 def exchange_device(index: int) -> int:
@@ -55,7 +58,7 @@ def exchange_device(index: int) -> int:
     before = current_device()
     thread = runtime.current().thread
     thread.device = gpu_named(index).index
-    thread.device_chosen_in = torch._C._current_autograd_node()
+    thread.device_chosen_in = current_autograd_node()
     return before
 
 
@@ -73,7 +76,7 @@ def get_device_capability(device=None) -> tuple[int, int]:
 
 def can_device_access_peer(device, peer_device) -> bool:
     a = known_gpu(device)
-    index = _get_device_index(peer_device)
+    index = get_device_index(peer_device)
     if not 0 <= index < device_count():
         raise AssertionError("Invalid peer device id")
     return a is not gpu_named(index)

@@ -1,8 +1,7 @@
 """`torch.utils.cpp_extension.load` with CUDA sources: there is nothing to run them."""
 
-from torch.utils._cpp_extension_versioner import ExtensionVersioner
-
 from simgpu._api.patch import Patch, patches
+from simgpu._compat import ExtensionVersioner
 from simgpu._errors import NotSimulated
 
 _raw_bump_version = ExtensionVersioner.bump_version_if_changed

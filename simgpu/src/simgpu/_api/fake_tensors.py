@@ -14,16 +14,21 @@ import ctypes
 from pathlib import Path
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch._subclasses.functional_tensor import FunctionalTensor
 
 from simgpu._api.patch import Patch, patches
+from simgpu._compat import (
+    FakeTensor,
+    FakeTensorMode,
+    FunctionalTensor,
+    fake_tensor_module,
+    from_functional_tensor,
+    raw_run_fallback_kernel,
+)
 from simgpu._errors import NotSimulated
 
 _CPU, _CUDA = 0, 1  # c10::DeviceType
 _TABLE = "_ZN3c104impl26device_guard_impl_registryE"  # device_guard_impl_registry
 _LIBRARIES = ("libc10.so", "libc10.dylib")
-_raw_run_fallback_kernel = torch._subclasses.fake_tensor.run_fallback_kernel
 _raw_enter = FakeTensorMode.__enter__
 _NO_CUDA = ("'CUDA' backend", "NVIDIA driver")  # words of C++, with CUDA or without
 _before = None  # CUDA's own entry
@@ -70,7 +75,7 @@ def enter_mode(self):
 def run_fallback_kernel(fake_mode, func, *args, **kwargs):
     """An operation without a formula for shapes is run on zeros: CUDA's would."""
     try:
-        return _raw_run_fallback_kernel(fake_mode, func, *args, **kwargs)
+        return raw_run_fallback_kernel(fake_mode, func, *args, **kwargs)
     except RuntimeError as error:
         if any(words in str(error) for words in _NO_CUDA):
             raise NotSimulated(f"{func} of a FakeTensor on a GPU") from None
@@ -85,7 +90,7 @@ def refuse_backward(outputs) -> None:
     """
     for output in outputs:
         if isinstance(output, FunctionalTensor):  # of torch._functorch.aot_autograd
-            output = torch._from_functional_tensor(output.elem)
+            output = from_functional_tensor(output.elem)
         if isinstance(output, FakeTensor) and output.device.type == "cuda":
             raise NotSimulated("backward through a FakeTensor on a GPU")
 
@@ -94,7 +99,7 @@ def rows() -> list[Patch]:
     """Their part of the table of replacements."""
     return [
         # a CUDA build would make a real CUDA tensor beside the first fake one
-        *patches(torch._subclasses.fake_tensor, "there is no CUDA context",
+        *patches(fake_tensor_module, "there is no CUDA context",
                  init_gpu_context=lambda device: None,
                  run_fallback_kernel=run_fallback_kernel),
         *patches(FakeTensorMode, "there is a CUDA device, and no CUDA",

@@ -4,18 +4,19 @@ PyTorch's `TestCase` counts the modes on the stack after each test, and takes of
 that it does not know. `torch.overrides` itself goes on to see all.
 """
 
-import torch
-from torch.overrides import _get_current_function_mode_stack
-
+from simgpu._compat import (
+    function_modes,
+    push_on_function_stack,
+    raw_pop_function_stack,
+)
 from simgpu._dispatch.function_mode import FunctionMode
 
-_raw_pop = torch._C._pop_torch_function_stack
-_push = torch._C._push_on_torch_function_stack
+_push = push_on_function_stack
 
 
 def length() -> int:
     """How many modes the program has entered."""
-    stack = _get_current_function_mode_stack()
+    stack = function_modes()
     return sum(not isinstance(mode, FunctionMode) for mode in stack)
 
 
@@ -28,7 +29,7 @@ def pop():
     if not length():
         raise RuntimeError("Attempted to pop from empty mode stack")
     ours = []
-    while isinstance(mode := _raw_pop(), FunctionMode):
+    while isinstance(mode := raw_pop_function_stack(), FunctionMode):
         ours.append(mode)
     for other in reversed(ours):
         _push(other)

@@ -4,12 +4,12 @@ import functools
 
 import torch
 
+from simgpu._compat import is_functorch_tensor, raw_group_tensors
 from simgpu._dispatch.placement import gpu_of
 
 _raw_one_hot = torch.nn.functional.one_hot
 _raw_ctc_loss = torch.ctc_loss
 _raw_tensor_split = torch.Tensor.tensor_split
-_raw_group = torch._C._group_tensors_by_device_and_dtype
 
 
 def ctc_loss(log_probs, targets, input_lengths, target_lengths, *args, **kwargs):
@@ -24,7 +24,7 @@ def ctc_loss(log_probs, targets, input_lengths, target_lengths, *args, **kwargs)
 def one_hot(tensor, num_classes=-1):
     """F.one_hot: with a number of classes, CUDA reads nothing back to check it."""
     known = num_classes > 0 and tensor.dtype is torch.int64 and tensor.numel()
-    batched = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    batched = is_functorch_tensor(tensor)
     if batched or not known or gpu_of(tensor) is None:
         return _raw_one_hot(tensor, num_classes)
     zeros = tensor.new_zeros((*tensor.shape, num_classes))
@@ -81,4 +81,4 @@ def _check_same_index(first: torch.Tensor, other: torch.Tensor | None) -> None:
 def _group_stand_ins(places, *dtypes) -> None:
     pairs = zip(places, dtypes, strict=True)
     lists = [[torch.empty(0, device=place, dtype=dtype)] for place, dtype in pairs]
-    _raw_group(lists, False)
+    raw_group_tensors(lists, False)

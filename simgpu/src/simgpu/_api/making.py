@@ -5,11 +5,18 @@ operations (`dispatch/factories.py`).
 """
 
 import torch
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 
 from simgpu._api.naming import as_device
+from simgpu._compat import (
+    DeviceContext,
+    DisableTorchDispatch,
+    DisableTorchFunction,
+    FunctionalTensor,
+    TorchDispatchModeKey,
+    function_modes,
+    get_dispatch_mode,
+    raw_make_wrapper_subclass,
+)
 from simgpu._dispatch.copies import log_copy
 from simgpu._dispatch.devices import HOST, find_gpu, kept_on
 from simgpu._dispatch.errors import TYPE_NAMES, type_name
@@ -22,8 +29,7 @@ _raw_range = torch.range
 _raw_new = torch.Tensor.new
 _raw_to = torch.Tensor.to
 _raw_new_object = torch.Tensor.__new__
-_raw_make_wrapper = torch.Tensor._make_wrapper_subclass
-_PROXY = torch._C._TorchDispatchModeKey.PROXY
+_PROXY = TorchDispatchModeKey.PROXY
 _DEVICE = 6  # position of the device among the arguments of a wrapper
 _SPARSE = (
     "sparse_coo_tensor", "sparse_csr_tensor", "sparse_csc_tensor", "sparse_bsr_tensor",
@@ -56,9 +62,9 @@ def _made(made, device):
     """A tensor that was just built on the host, where `device` asks for it."""
     gpu = find_gpu(device)
     if gpu is not None and kept_on() is not HOST:
-        with torch._C._DisableTorchDispatch():  # it crosses the link below
+        with DisableTorchDispatch():  # it crosses the link below
             made = _raw_to(made, kept_on())
-    traced = torch._C._get_dispatch_mode(_PROXY) is not None
+    traced = get_dispatch_mode(_PROXY) is not None
     if gpu is not None and (traced or not is_plain(made)):  # by make_fx; a FakeTensor
         empty = torch.empty(made.shape, dtype=made.dtype, device=gpu.device)
         return empty.copy_(made)
@@ -79,7 +85,7 @@ def _default(device, data=None):
     if device is None:
         contexts = (
             mode.device
-            for mode in reversed(_get_current_function_mode_stack())
+            for mode in reversed(function_modes())
             if isinstance(mode, DeviceContext)
         )
         device = next(contexts, None)
@@ -99,7 +105,7 @@ def tensor(data, *, dtype=None, device=None, requires_grad=False,
     device = _default(device)
     if device.type not in ("cuda", "cpu"):
         return raw(data, dtype=dtype, device=device, requires_grad=requires_grad)
-    with torch._C.DisableTorchFunction():  # or the mode would send it here again
+    with DisableTorchFunction():  # or the mode would send it here again
         made = raw(data, dtype=dtype, device="cpu")
     made = _made(made, device)
     _log_read_back(data)
@@ -178,7 +184,7 @@ def _sparse_factory(name: str):
             key: value.to(device) if isinstance(value, torch.Tensor) else value
             for key, value in kwargs.items()
         }
-        with torch._C.DisableTorchFunction():  # or the mode would send it here again
+        with DisableTorchFunction():  # or the mode would send it here again
             made = raw(*args, device="cpu", **kwargs)
         return place(made, find_gpu(device))
 
@@ -195,7 +201,7 @@ def new_tensor_object(*args, **kwargs):
     """
     if args[0] is torch.Tensor:
         return _raw_new_object(*args, **kwargs)
-    with torch._C._DisableTorchDispatch():
+    with DisableTorchDispatch():
         return _raw_new_object(*args, **kwargs)
 
 
@@ -212,4 +218,4 @@ def make_wrapper_subclass(cls, *args, **kwargs):
             args = (*args[:_DEVICE], HOST, *args[_DEVICE + 1 :])
         else:
             kwargs["device"] = HOST
-    return _raw_make_wrapper(cls, *args, **kwargs)
+    return raw_make_wrapper_subclass(cls, *args, **kwargs)

@@ -4,11 +4,18 @@ A move is a differentiable copy; the copy itself is `dispatch/copies.py`.
 """
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import forward_ad
 
 from simgpu import _runtime as runtime
 from simgpu._api.naming import as_device
+from simgpu._compat import (
+    DisableTorchFunctionSubclass,
+    FakeTensor,
+    add_batch_dim,
+    forward_ad_level,
+    is_legacy_batchedtensor,
+    raw_parse_to,
+    remove_batch_dim,
+)
 from simgpu._dispatch.devices import find_gpu
 from simgpu._dispatch.placement import gpu_of, inner_tensors, is_plain
 
@@ -16,7 +23,6 @@ _raw_to = torch.Tensor.to
 _raw_cpu = torch.Tensor.cpu
 _raw_copy = torch.Tensor.copy_
 _raw_setitem = torch.Tensor.__setitem__
-_raw_parse_module_to = torch._C._nn._parse_to
 
 
 class _Move(torch.autograd.Function):
@@ -63,17 +69,17 @@ def move(tensor, device: torch.device, dtype=None, copy=False, memory_format=Non
     if gpu_of(tensor) is target:
         keep = {} if memory_format is None else {"memory_format": memory_format}
         return _raw_to(tensor, dtype or tensor.dtype, copy=copy, **keep)
-    if torch._C._functorch.is_legacy_batchedtensor(tensor):  # of is_grads_batched=True
-        whole = torch._remove_batch_dim(tensor, 1, 1, 0)
+    if is_legacy_batchedtensor(tensor):  # of is_grads_batched=True
+        whole = remove_batch_dim(tensor, 1, 1, 0)
         moved = move(whole, device, dtype, copy, memory_format, non_blocking)
-        return torch._add_batch_dim(moved, 0, 1)
+        return add_batch_dim(moved, 0, 1)
     if dtype is tensor.dtype:
         dtype = None
     device = target.device if target else device
-    tangents = forward_ad._current_level >= 0
+    tangents = forward_ad_level() >= 0
     if torch.is_grad_enabled() and tensor.requires_grad or tangents:
         return _Move.apply(tensor, device, dtype, memory_format, non_blocking)
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         if tensor.requires_grad:
             tensor = tensor.detach()
         moved = _move(tensor, device, dtype, memory_format, non_blocking)
@@ -184,4 +190,4 @@ def parse_module_to(*args, **kwargs):
         args = (torch.device("cuda", args[0]), *args[1:])
     if isinstance(kwargs.get("device"), int):
         kwargs = {**kwargs, "device": torch.device("cuda", kwargs["device"])}
-    return _raw_parse_module_to(*args, **kwargs)
+    return raw_parse_to(*args, **kwargs)

@@ -4,13 +4,12 @@ import functools
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
 
-import torch
-
 from simgpu import _runtime as runtime
+from simgpu._compat import builtin_table, is_absent
 
 _ABSENT = object()
 # id of a function -> the operation that TorchScript has for it
-_torchscript_names = torch.jit._builtins._get_builtin_table()
+_torchscript_names = builtin_table()
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,8 @@ class Patches:
     def apply(self, table: list[Patch]) -> None:
         """Put everything in place; whatever fails leaves the rest to `undo`."""
         for patch in table:
+            if is_absent(patch.owner):
+                continue  # what PyTorch does not have, it does not ask either
             if patch.where == "item":
                 self._undo_items.append(
                     (patch.owner, patch.name, patch.owner.get(patch.name, _ABSENT))

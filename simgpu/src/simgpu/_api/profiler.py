@@ -16,13 +16,13 @@ import json
 import time
 
 import torch
-from torch._C._profiler import _ExperimentalConfig  # noqa: F401 - loads the profiler
 from torch.autograd import DeviceType, ProfilerActivity, ProfilerState
 from torch.autograd.profiler import emit_nvtx, profile
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
 from simgpu import _runtime as runtime
 from simgpu._api.patch import Patch, patches
+from simgpu._compat import raw_parse_kineto_results, raw_start_trace
 
 ACTIVITIES = {ProfilerActivity.CPU, ProfilerActivity.CUDA}
 _MODE = "PythonDispatchMode"  # a row for each operation that our mode sees
@@ -32,9 +32,7 @@ _NOTE = (
 )
 _PROCESS = 1_000_000  # of the first GPU in a trace; real processes have smaller numbers
 _raw_init = profile.__init__
-_raw_start = profile._start_trace
 _raw_exit = profile.__exit__
-_raw_parse = profile._parse_kineto_results
 _raw_export = profile.export_chrome_trace
 _raw_table = EventList.table
 
@@ -68,7 +66,7 @@ def init(self, *args, use_cpu=True, **kwargs):
 
 
 def start_trace(self):
-    _raw_start(self)
+    raw_start_trace(self)
     if self.use_device == "cuda":
         clock = runtime.current().clock
         self._simgpu = _Recording(clock)
@@ -86,7 +84,7 @@ def exit_profile(self, *exception):
 
 def parse_results(self, result, *args, **kwargs):
     """The host's events without ours, and the GPUs'."""
-    events = _raw_parse(self, result, *args, **kwargs)
+    events = raw_parse_kineto_results(self, result, *args, **kwargs)
     recording = getattr(self, "_simgpu", None)
     if recording is None:
         return events

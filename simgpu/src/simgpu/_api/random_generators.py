@@ -5,9 +5,10 @@ import struct
 import torch
 
 from simgpu import _runtime as runtime
+from simgpu._compat import Generator
 from simgpu._dispatch.devices import find_gpu, gpu_named
 
-_raw_generator = torch._C.Generator
+_raw_generator = Generator
 
 
 class _GeneratorMeta(type(_raw_generator)):

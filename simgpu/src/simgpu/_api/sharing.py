@@ -18,10 +18,10 @@ from multiprocessing.reduction import ForkingPickler
 import torch
 from torch.multiprocessing import reductions
 from torch.storage import UntypedStorage
-from torch.utils._pytree import tree_leaves
 
 from simgpu import _runtime as runtime
 from simgpu._api.events import CudaEvent
+from simgpu._compat import new_shared_filename, raw_share_cuda, tree_leaves
 from simgpu._dispatch.devices import find_gpu
 from simgpu._dispatch.placement import memory_of, memory_of_storage, storage_of
 from simgpu._dispatch.shared_memory import (
@@ -39,9 +39,6 @@ _SENT_ON = (
 )
 _ADVICE = "A spawned process has simulated GPUs only under python -m simgpu."
 _raw_put = Queue.put
-_raw_share_cuda = UntypedStorage._share_cuda_
-_raw_new_shared_cuda = UntypedStorage._new_shared_cuda
-_raw_release = UntypedStorage._release_ipc_counter_cuda
 
 
 def rebuild_event(device: torch.device, handle: bytes) -> torch.cuda.Event:
@@ -70,7 +67,7 @@ def share_cuda(storage) -> tuple:
     """
     memory = memory_of_storage(storage)
     if memory is None:
-        return _raw_share_cuda(storage)
+        return raw_share_cuda(storage)
     now = runtime.current()
     if now.forked:
         raise torch.AcceleratorError("CUDA error: initialization error")
@@ -106,7 +103,7 @@ def new_shared_cuda(
         raise torch.AcceleratorError("CUDA error: invalid device context")
     try:
         slot = sharing().slot_of(counters[0], index)
-        storage = UntypedStorage._new_shared_filename_cpu(*handle)
+        storage = new_shared_filename(*handle)
     except RuntimeError as error:
         raise torch.AcceleratorError(
             "CUDA error: invalid resource handle (the process that has sent the "

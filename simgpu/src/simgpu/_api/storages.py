@@ -1,9 +1,10 @@
 """What storages say and do: device, address, size, copies."""
 
 import torch
-from torch.storage import UntypedStorage, _StorageBase
+from torch.storage import UntypedStorage
 
 from simgpu._api.naming import as_device
+from simgpu._compat import PythonStorageBase, StorageBase
 from simgpu._dispatch.devices import find_gpu, kept_on
 from simgpu._dispatch.placement import gpu_of_storage, memory_of_storage, place_storage
 from simgpu._dispatch.shared_memory import check_size
@@ -11,9 +12,9 @@ from simgpu._dispatch.shared_memory import check_size
 _raw_device = UntypedStorage.device
 _raw_data_ptr = UntypedStorage.data_ptr
 _raw_resize = UntypedStorage.resize_
-_raw_clone = _StorageBase.clone
-_raw_to = _StorageBase.to
-_raw_new = torch._C.StorageBase.__new__
+_raw_clone = PythonStorageBase.clone
+_raw_to = PythonStorageBase.to
+_raw_new = StorageBase.__new__
 
 
 def new(cls, *args, device=None, **kwargs):

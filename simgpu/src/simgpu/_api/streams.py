@@ -13,10 +13,10 @@ Taught in 05-overlap-with-streams.
 import ctypes
 
 import torch
-from torch.cuda._utils import _get_device_index
 
 from simgpu import _runtime as runtime
 from simgpu._api.events import CudaEvent, Event
+from simgpu._compat import get_device_index
 from simgpu._device.blocks import stream_handle
 from simgpu._dispatch.devices import find_gpu, gpu_named
 from simgpu._errors import NotSimulated
@@ -220,7 +220,7 @@ def default_stream(device=None) -> CudaStream:
 
 def _index(device) -> int:
     """The GPU that `device` names, for calls that look for a stream of it."""
-    index = _get_device_index(device, optional=True)
+    index = get_device_index(device, optional=True)
     count = runtime.current().fix_visible()
     if index >= count:
         raise RuntimeError(

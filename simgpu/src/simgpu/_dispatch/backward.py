@@ -7,9 +7,9 @@ is meant.
 
 from collections import deque
 
-import torch
 from torch.autograd.function import BackwardCFunction
 
+from simgpu._compat import current_autograd_node
 from simgpu._device.gpu import Gpu
 from simgpu._dispatch.placement import gpu_of
 
@@ -48,7 +48,7 @@ def gpu_of_backward(chosen_in=None) -> Gpu | None:
         chosen_in: the node whose own code has chosen the current GPU; there the choice
             counts.
     """
-    node = torch._C._current_autograd_node()
+    node = current_autograd_node()
     if node is None or node is chosen_in:
         return None
     if isinstance(node, BackwardCFunction):

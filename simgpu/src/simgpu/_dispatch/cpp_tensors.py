@@ -11,6 +11,13 @@ from pathlib import Path
 
 import torch
 
+from simgpu._compat import (
+    current_autograd_node,
+    pad_packed_sequence,
+    raw_run_backward,
+    torch_compile,
+    torch_ops,
+)
 from simgpu._dispatch.backward import gpu_of_node
 from simgpu._dispatch.placement import gpu_of, is_plain, place, storage_of, tensors_in
 
@@ -19,13 +26,13 @@ _DISPATCH = Path(__file__).parent
 # torch._disable_dynamo's
 _MACHINERY = {
     *map(str, _DISPATCH.glob("*.py")),
-    torch._compile.__file__,
+    torch_compile.__file__,
     str(Path(torch.__file__).parent / "_dynamo" / "eval_frame.py"),
 }
-_OPERATIONS = torch._ops.__file__
+_OPERATIONS = torch_ops.__file__
 _FUNCTION_MODE = str(_DISPATCH / "function_mode.py")
-_BACKWARD_CODE = torch.autograd.graph._engine_run_backward.__code__
-_HAS_HOST_RESULT = torch._VF._pad_packed_sequence  # its lengths are on the host
+_BACKWARD_CODE = raw_run_backward.__code__
+_HAS_HOST_RESULT = pad_packed_sequence  # its lengths are on the host
 
 
 def _call_into_cpp(runtime):
@@ -87,7 +94,7 @@ def note(runtime, tensor) -> None:
         return
     call = _call_into_cpp(runtime)
     if call == "backward":
-        known, gpu = gpu_of_node(torch._C._current_autograd_node())
+        known, gpu = gpu_of_node(current_autograd_node())
         if known:
             place(tensor, gpu)
             return

@@ -9,8 +9,7 @@ Source: the list in the docstring of `torch.use_deterministic_algorithms`.
 
 import warnings
 
-import torch
-
+from simgpu._compat import are_deterministic, warn_of_nondeterminism
 from simgpu._dispatch.call import Call
 from simgpu._dispatch.operation import handles
 
@@ -61,7 +60,7 @@ def run_undetermined(call: Call):
     """The usual way, unless the program has asked for determinism."""
     __tracebackhide__ = True
     gpu = call.common_gpu()
-    if torch._C._get_deterministic_algorithms() and gpu is not None:
+    if are_deterministic() and gpu is not None:
         if _is_undetermined(call):
             _alert(_NAMES[call.operation.name])
     return call.run_on(gpu)
@@ -82,7 +81,7 @@ def _is_undetermined(call: Call) -> bool:
 
 def _alert(name: str) -> None:
     __tracebackhide__ = True
-    if torch._C._get_deterministic_algorithms_warn_only():
+    if warn_of_nondeterminism():
         words = _WORDS.format(name, ", warn_only=True") + _REPORT.format("")
         warnings.warn(words, stacklevel=2)
     else:

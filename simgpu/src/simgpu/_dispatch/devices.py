@@ -1,9 +1,9 @@
 """From what a program calls a device to the simulated GPU that it means."""
 
 import torch
-from torch.cuda._utils import _get_device_index
 
 from simgpu import _runtime as runtime
+from simgpu._compat import get_device_index
 from simgpu._device.gpu import Gpu
 from simgpu._dispatch.backward import gpu_of_backward
 from simgpu._errors import NotSimulated
@@ -56,7 +56,7 @@ def gpu_named(device=None) -> Gpu:
     Raises:
         ValueError: if it is not a CUDA device.
     """
-    index = _get_device_index(device, optional=True)
+    index = get_device_index(device, optional=True)
     return find_gpu(torch.device("cuda") if index < 0 else index)
 
 

@@ -6,6 +6,7 @@ devices. The method names in a few messages are the CPU's (a real GPU says `cudn
 
 import torch
 
+from simgpu._compat import DisableTorchFunction
 from simgpu._dispatch.declarations import declaration
 from simgpu._dispatch.devices import HOST
 from simgpu._dispatch.placement import gpu_of, tensors_in
@@ -26,7 +27,7 @@ TYPE_NAMES = {
 
 def type_name(tensor) -> str:
     """What `tensor.type()` says: "torch.cuda.sparse.FloatTensor"."""
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         name = _raw_type(tensor)
     if gpu_of(tensor):
         return "torch.cuda." + name.removeprefix("torch.")

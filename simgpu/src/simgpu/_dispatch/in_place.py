@@ -17,6 +17,11 @@ import sys
 
 import torch
 
+from simgpu._compat import (
+    DisableTorchFunction,
+    current_autograd_node,
+    storage_use_count,
+)
 from simgpu._device.gpu import Gpu
 from simgpu._dispatch.call import Call
 from simgpu._dispatch.cpp_tensors import is_called_by_engine
@@ -40,7 +45,7 @@ def run_on_common_gpu(call: Call):
 def run(call: Call, gpu: Gpu | None):
     """`call.run_on(gpu)`, on the block of its first argument where CUDA would do so."""
     __tracebackhide__ = True
-    node = torch._C._current_autograd_node()
+    node = current_autograd_node()
     if node is None or gpu is None or not _is_in_place(call):
         return call.run_on(gpu)
     compute, memory = call.func, memory_of(call.args[0])
@@ -74,13 +79,13 @@ def _is_in_place(call: Call) -> bool:
         return False
     indexes = call.operation.name == "index_put"
     first = call.args[0]
-    with torch._C.DisableTorchFunction():  # no mode need see this
+    with DisableTorchFunction():  # no mode need see this
         if any(tensor.layout is not torch.strided for tensor in call.tensors):
             return False
         storage = storage_of(first)
         return (
             first._use_count() <= (_HOLD_TENSOR_TO_INDEX if indexes else _HOLD_TENSOR)
-            and torch._C._storage_Use_Count(storage._cdata) <= _HOLD_STORAGE
+            and storage_use_count(storage._cdata) <= _HOLD_STORAGE
             and first.nbytes == storage.nbytes()
             and memory_of(first) is not None
         )

@@ -3,11 +3,19 @@
 import contextlib
 
 import torch
-from torch._ops import HigherOrderOperator
-from torch.utils import _python_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from simgpu import _runtime as state
+from simgpu._compat import (
+    DispatchKey,
+    HigherOrderOperator,
+    TorchDispatchMode,
+    TorchDispatchModeKey,
+    dispatch_modes,
+    get_dispatch_mode,
+    len_dispatch_stack,
+    set_dispatch_mode,
+    unset_dispatch_mode,
+)
 from simgpu._dispatch.call import Call
 from simgpu._dispatch.factories import name_devices
 from simgpu._dispatch.function_mode import FunctionMode
@@ -15,10 +23,10 @@ from simgpu._dispatch.operation import known_operations, operation_of
 from simgpu._dispatch.without_values import CallWithoutValues
 from simgpu._errors import NotSimulated
 
-_active_mode = torch._C._get_dispatch_mode
-_modes_below = torch._C._len_torch_dispatch_stack
-_FAKE = torch._C._TorchDispatchModeKey.FAKE
-_PROXY = torch._C._TorchDispatchModeKey.PROXY
+_active_mode = get_dispatch_mode
+_modes_below = len_dispatch_stack
+_FAKE = TorchDispatchModeKey.FAKE
+_PROXY = TorchDispatchModeKey.PROXY
 _PLAIN = torch.Tensor.__torch_dispatch__
 _NO_KWARGS: dict = {}  # never changed: who has other arguments makes a new one
 
@@ -71,7 +79,7 @@ def trace(call: Call, types):
     name_devices(call)
     thread = call.runtime.thread
     device = call.kwargs.get("device")
-    tracer = torch._C._unset_dispatch_mode(_PROXY)
+    tracer = unset_dispatch_mode(_PROXY)
     thread.asked_for_copy = device is not None
     before, thread.asked_for_cpu = thread.asked_for_cpu, str(device) == "cpu"
     try:
@@ -79,7 +87,7 @@ def trace(call: Call, types):
             return tracer.__torch_dispatch__(call.func, types, call.args, call.kwargs)
     finally:
         thread.asked_for_copy, thread.asked_for_cpu = False, before
-        torch._C._set_dispatch_mode(tracer)
+        set_dispatch_mode(tracer)
 
 
 def _run_higher_order(runtime: state.Runtime, func, args, kwargs):
@@ -88,7 +96,7 @@ def _run_higher_order(runtime: state.Runtime, func, args, kwargs):
     Raises:
         NotSimulated: for one that has code for compilers only.
     """
-    keys = (torch._C.DispatchKey.CUDA, torch._C.DispatchKey.CompositeExplicitAutograd)
+    keys = (DispatchKey.CUDA, DispatchKey.CompositeExplicitAutograd)
     code = next((func.py_kernels[k] for k in keys if k in func.py_kernels), None)
     if code is None:
         raise NotSimulated(func.name())
@@ -107,7 +115,7 @@ def settle_streams(runtime: state.Runtime, namespace: str = "aten") -> None:
 @contextlib.contextmanager
 def modes_in_this_thread(runtime: state.Runtime):
     """Modes are per thread: enter them, unless this thread has."""
-    stack = _python_dispatch._get_current_dispatch_mode_stack()
+    stack = dispatch_modes()
     if any(isinstance(mode, DispatchMode) for mode in stack):
         yield
     else:

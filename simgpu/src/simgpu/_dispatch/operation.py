@@ -10,11 +10,12 @@ from collections.abc import Callable
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from simgpu._compat import OPDEFS, DispatchKey, has_computed_kernel, has_kernel
 from simgpu._dispatch import working_memory
 from simgpu._timing.kernel_cost import TRAFFIC
 
-_has_kernel = torch._C._dispatch_has_computed_kernel_for_dispatch_key
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_has_kernel = has_computed_kernel
+_COMPOSITE = DispatchKey.CompositeImplicitAutograd
 
 # what launches nothing on a GPU: views, and memory that nobody fills
 _SILENT = {
@@ -90,7 +91,7 @@ class Operation:
             return _handlers["kernel of CUDA only"]
         if self.name.startswith(("_foreach_", "_fused_")):
             return _handlers["foreach"]
-        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE):
+        if has_kernel(func.name(), _COMPOSITE):
             return _handlers["composite"]
         return _handlers["factory" if self.has_device else "usual"]
 
@@ -116,7 +117,7 @@ def _has_python_kernel(func) -> bool:
     registered = getattr(torch.library, "_impls", set())
     overload = f".{func._schema.overload_name}" if func._schema.overload_name else ""
     kernels_of_pytorch = _kernels_of_pytorch() if space == "aten" else ()
-    return name in torch._library.custom_ops.OPDEFS or any(
+    return name in OPDEFS or any(
         f"{space}/{rest}{overload}/{key}" in registered
         and (f"{rest}{overload}", key) not in kernels_of_pytorch
         for key in keys

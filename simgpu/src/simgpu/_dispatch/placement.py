@@ -6,16 +6,25 @@ back when the storage dies.
 """
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from simgpu import _runtime as runtime
+from simgpu._compat import (
+    DisableTorchDispatch,
+    DisableTorchFunction,
+    FakeTensor,
+    TensorBase,
+    get_unwrapped,
+    is_functorch_tensor,
+    is_legacy_batchedtensor,
+    remove_batch_dim,
+)
 from simgpu._device.gpu import Gpu
 from simgpu._device.host_memory import PinnedBlock
 
-_Base = torch._C.TensorBase
+_Base = TensorBase
 _Tensor = torch.Tensor
 storage_of = _Base.untyped_storage
-_no_torch_function = torch._C.DisableTorchFunction
+_no_torch_function = DisableTorchFunction
 _PLAIN = torch.Tensor.__torch_dispatch__  # of tensors that PyTorch's own kernels run on
 
 
@@ -114,12 +123,12 @@ def parts_of(tensor) -> list[torch.Tensor]:
     """What a tensor without a storage is made of: sparse ones, and those of vmap."""
     if not is_plain(tensor):
         return []
-    if torch._C._functorch.is_legacy_batchedtensor(tensor):  # of is_grads_batched=True
-        with torch._C._DisableTorchDispatch(), torch.no_grad():
-            return [torch._remove_batch_dim(tensor, 1, 1, 0)]
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return [torch._C._functorch.get_unwrapped(tensor)]
-    with torch._C._DisableTorchDispatch(), torch.no_grad():
+    if is_legacy_batchedtensor(tensor):  # of is_grads_batched=True
+        with DisableTorchDispatch(), torch.no_grad():
+            return [remove_batch_dim(tensor, 1, 1, 0)]
+    if is_functorch_tensor(tensor):
+        return [get_unwrapped(tensor)]
+    with DisableTorchDispatch(), torch.no_grad():
         return [part(tensor) for part in _PARTS.get(tensor.layout, ())]
 
 

@@ -7,6 +7,8 @@ that a real card draws.
 
 import torch
 
+from simgpu._compat import Generator
+
 _MASK = 2**64 - 1
 _STEP = 4  # the offset is a multiple of it
 
@@ -17,7 +19,7 @@ def draw(call, generator):
     with call.runtime.random_lock:
         seed = _mixed(generator.key, generator.offset)
         if call.generator is not None:
-            torch._C.Generator.manual_seed(generator, seed)
+            Generator.manual_seed(generator, seed)
             out = call.func(*call.args, **call.kwargs)
         else:
             before = host.get_state()

@@ -4,6 +4,7 @@ import functools
 
 import torch
 
+from simgpu._compat import DisableTorchFunction, conj, neg_view
 from simgpu._dispatch.placement import (
     DeviceMemory,
     block_of,
@@ -119,20 +120,20 @@ def _accesses(call) -> tuple[list, list]:
 
 def _copy_of_bytes(tensor) -> torch.Tensor:
     """What the memory of a tensor holds, all of it, as a host tensor."""
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         return torch.empty(0, dtype=torch.uint8).set_(storage_of(tensor)).clone()
 
 
 def _as_before(tensor, block) -> torch.Tensor:
     """What a tensor would be if its memory still held what it did before."""
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         before = block.before
         if before is None:  # fresh memory: zeros, as CUDA's mostly is
             before = torch.zeros(storage_of(tensor).nbytes(), dtype=torch.uint8)
         where = (tensor.storage_offset(), tensor.shape, tensor.stride())
         seen = torch.empty(0, dtype=tensor.dtype).set_(storage_of(before), *where)
-        seen = torch._conj(seen) if tensor.is_conj() else seen
-        return torch._neg_view(seen) if tensor.is_neg() else seen
+        seen = conj(seen) if tensor.is_conj() else seen
+        return neg_view(seen) if tensor.is_neg() else seen
 
 
 def _swap(value, other: dict):

@@ -17,6 +17,11 @@ import torch
 from torch.storage import UntypedStorage
 
 from simgpu import _runtime as runtime
+from simgpu._compat import (
+    DisableTorchDispatch,
+    DisableTorchFunction,
+    new_shared_filename,
+)
 from simgpu._device.blocks import Block
 from simgpu._device.gpu import Gpu
 from simgpu._dispatch.call import Call, run_on_common_gpu
@@ -87,7 +92,7 @@ class Sharing:
     def slot_of(self, handle: tuple, index: int) -> Slot:
         """A sending of another process."""
         if handle not in self._opened:
-            self._opened[handle] = UntypedStorage._new_shared_filename_cpu(*handle)
+            self._opened[handle] = new_shared_filename(*handle)
         return Slot(self._opened[handle], index)
 
     def end(self) -> None:
@@ -182,7 +187,7 @@ def move_to_shared_memory(storage: UntypedStorage) -> SentMemory:
 
 def share(storage: UntypedStorage) -> tuple:
     """Move a storage to shared memory, unless it is there; returns PyTorch's handle."""
-    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+    with DisableTorchDispatch(), DisableTorchFunction():
         return storage._share_filename_cpu_()
 
 

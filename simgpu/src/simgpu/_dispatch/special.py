@@ -5,6 +5,7 @@ Factories and copies have files of their own.
 
 import torch
 
+from simgpu._compat import DispatchKey, DispatchKeySet, SetExcludeDispatchKeyGuard
 from simgpu._dispatch import in_place
 from simgpu._dispatch.call import Call
 from simgpu._dispatch.copies import log_copy
@@ -15,11 +16,11 @@ from simgpu._dispatch.operation import handles
 from simgpu._dispatch.placement import gpu_of, gpus_of, place_all, tensors_in
 from simgpu._errors import NotSimulated
 
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-_CONJUGATE = torch._C.DispatchKey.Conjugate
-_NEGATIVE = torch._C.DispatchKey.Negative
-_CPU_KERNEL = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-_CUDA_KERNEL = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+_COMPOSITE = DispatchKey.CompositeImplicitAutograd
+_CONJUGATE = DispatchKey.Conjugate
+_NEGATIVE = DispatchKey.Negative
+_CPU_KERNEL = DispatchKeySet(DispatchKey.CPU)
+_CUDA_KERNEL = DispatchKeySet(DispatchKey.CUDA)
 _ON_HOST_OR_SAME = (
     "indices should be either on cpu or on the same device as the indexed tensor ({})"
 )
@@ -177,4 +178,4 @@ def run_python_kernel(call: Call):
 
 def _including(key):
     """A mode may run with this key off, and then a lazy `conj()` would be lost."""
-    return torch._C._SetExcludeDispatchKeyGuard(key, False)
+    return SetExcludeDispatchKeyGuard(key, False)

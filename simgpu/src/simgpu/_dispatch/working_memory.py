@@ -15,6 +15,7 @@ import math
 
 import torch
 
+from simgpu._compat import current_autograd_node
 from simgpu._device.cards import Card
 from simgpu._device.gpu import Gpu
 from simgpu._device.workspaces import OF_AUTOGRAD
@@ -41,7 +42,7 @@ def take_workspace(call, gpu: Gpu, outputs: list) -> None:
     """
     __tracebackhide__ = True
     runtime, workspaces = call.runtime, gpu.workspaces
-    backward = torch._C._current_autograd_node() is not None
+    backward = current_autograd_node() is not None
     handles = runtime.thread.cublas_handles
     handle = OF_AUTOGRAD if backward else handles.on(workspaces)
     key = handle, runtime.stream_of(gpu)

@@ -5,6 +5,7 @@ import warnings
 import torch
 import torch.distributed as dist
 
+from simgpu._compat import tree_leaves
 from simgpu._dispatch.placement import gpu_of
 from simgpu._distributed.groups import backends_of
 
@@ -110,7 +111,7 @@ def _check_contiguous(name: str, args, tensors: list[torch.Tensor]) -> None:
         raise ValueError("Tensors must be non-overlapping and dense")
     if name in _CONTIGUOUS:
         places = [args[place] for place in _CONTIGUOUS[name]]
-        tensors = [x for x in torch.utils._pytree.tree_leaves(places)
+        tensors = [x for x in tree_leaves(places)
                    if isinstance(x, torch.Tensor)]  # fmt: skip
     if not all(map(_is_contiguous, tensors)):
         raise ValueError("Tensors must be contiguous")

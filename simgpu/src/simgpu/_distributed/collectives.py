@@ -8,9 +8,16 @@ import os
 import sys
 
 import torch
-from torch._C._distributed_c10d import Work
-from torch.utils._pytree import tree_leaves
 
+from simgpu._compat import (
+    Work,
+    current_autograd_node,
+    current_graph_task_id,
+    raw_end_coalescing,
+    raw_run_backward,
+    raw_start_coalescing,
+    tree_leaves,
+)
 from simgpu._dispatch.call import Call
 from simgpu._dispatch.operation import handles
 from simgpu._dispatch.placement import blocks_of, gpu_of, memory_of, place
@@ -29,10 +36,8 @@ from simgpu._distributed.groups import communicator_of
 from simgpu._frames import called_from
 from simgpu._timing import collective_cost
 
-_raw_start_coalescing = torch.distributed.ProcessGroup._start_coalescing
-_raw_end_coalescing = torch.distributed.ProcessGroup._end_coalescing
 _DISTRIBUTED = os.path.dirname(torch.distributed.__file__) + os.sep
-_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+_ENGINE = raw_run_backward.__code__
 
 
 @handles("c10d::")
@@ -153,7 +158,7 @@ def start_coalescing(group, device) -> None:
     """`batch_isend_irecv` begins, or several collectives that go together."""
     communicator = communicator_of(group)
     if communicator is None or torch.device(device).type != "cuda":
-        _raw_start_coalescing(group, device)
+        raw_start_coalescing(group, device)
     else:
         communicator.batch = []
 
@@ -162,7 +167,7 @@ def end_coalescing(group, device) -> Work:
     """A `Work` for all that was told since."""
     communicator = communicator_of(group)
     if communicator is None or communicator.batch is None:
-        return _raw_end_coalescing(group, device)
+        return raw_end_coalescing(group, device)
     batch, communicator.batch = communicator.batch, None
     return work.new(batch, [])
 
@@ -240,7 +245,7 @@ def _tell_sanitizer(now, key, one: exchange.Exchange, written: list) -> None:
 def _title(communicator, one: exchange.Exchange, channel: Channel) -> str:
     """How the timeline names it: "all_reduce", "all_gather blocks.0", "send to 1"."""
     if one.name == "all_reduce" and _called_by_engine():
-        backward = torch._C._current_graph_task_id()
+        backward = current_graph_task_id()
         return f"all_reduce {communicator.buckets.next(backward)}"
     if one.name in ("all_gather", "reduce_scatter", "all_reduce"):
         return f"{one.name} {subjects.sharded_module()}".rstrip()
@@ -259,14 +264,14 @@ def _wait_where_nobody_will(now, done: Work, is_async: bool) -> None:
         work.wait(done)  # in DDP's constructor, or before a forward pass
     elif not _called_by_engine():
         return
-    elif torch._C._current_autograd_node() is None:
+    elif current_autograd_node() is None:
         work.wait(done)  # backward is over: the reducer of a static graph does all now
     else:
         work.before_backward_ends(work.launched(done).wait)
 
 
 def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return current_graph_task_id() != -1
 
 
 def _called_by_engine() -> bool:

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parallel.distributed import _DDPJoinHook
 
 from simgpu import _runtime as runtime
+from simgpu._compat import DDPJoinHook
 from simgpu._dispatch.placement import gpu_of
 from simgpu._errors import NotSimulated
 
@@ -85,7 +85,7 @@ def cast_in_order(raw):
 
 def in_join(name: str):
     """The same for what a rank does in `join()` that has no more data."""
-    raw = getattr(_DDPJoinHook, name)
+    raw = getattr(DDPJoinHook, name)
 
     @functools.wraps(raw)
     def method(hook, *args, **kwargs):

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from simgpu._compat import DisableTorchDispatch, DisableTorchFunction
+
 _REFUSED = {
     "BAND": "Cannot use ReduceOp.BAND with NCCL",
     "BOR": "Cannot use ReduceOp.BOR with NCCL",
@@ -69,7 +71,7 @@ class Exchange(NamedTuple):
 def plain() -> Iterator[None]:
     """Inside, tensors are what C++ knows of them, and nothing is simulated."""
     with (
-        torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch(),
+        DisableTorchFunction(), DisableTorchDispatch(),
         torch.no_grad(),
     ):  # fmt: skip
         yield

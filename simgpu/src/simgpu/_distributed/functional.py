@@ -4,8 +4,8 @@ They return new tensors, and `wait_tensor` makes the current stream wait for one
 """
 
 import torch
-from torch.distributed import distributed_c10d
 
+from simgpu._compat import process_group_named
 from simgpu._dispatch.call import Call
 from simgpu._dispatch.mode import modes_in_this_thread
 from simgpu._dispatch.operation import handles
@@ -47,7 +47,7 @@ def _communicator(named: dict):
     """Of the group among the arguments, which is given itself or by its name."""
     group = named.get("group_name")
     if isinstance(group, str):
-        group = distributed_c10d._resolve_process_group(group)
+        group = process_group_named(group)
     return None if group is None else communicator_of(group)
 
 

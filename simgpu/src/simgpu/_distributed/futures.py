@@ -10,16 +10,16 @@ import functools
 
 import torch
 from torch.futures import Future
-from torch.utils._pytree import tree_leaves
 
 from simgpu import _runtime as runtime
 from simgpu._api.naming import as_device
+from simgpu._compat import CppFuture, tree_leaves
 from simgpu._dispatch.devices import find_gpu
 from simgpu._dispatch.mode import modes_in_this_thread
 from simgpu._dispatch.placement import blocks_of, gpu_of
 from simgpu._distributed.work import HOOKS
 
-_raw_init = torch._C.Future.__init__
+_raw_init = CppFuture.__init__
 _raw_set_result = Future.set_result
 _raw_then = Future.then
 

@@ -7,10 +7,20 @@ import sys
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import distributed_c10d
 
 from simgpu import _runtime as runtime
+from simgpu._compat import (
+    FakeProcessGroup,
+    backend_plugins,
+    ensure_backend,
+    fake_backend,
+    is_absent,
+    process_groups,
+    raw_get_backend,
+    raw_new_process_group,
+    raw_object_device,
+)
 from simgpu._distributed.cluster import Cluster
 from simgpu._distributed.communicator import Communicator
 from simgpu._errors import NotSimulated
@@ -23,9 +33,6 @@ _LOOPBACK_ADDRESSES = ("localhost", "127.0.0.1", "::1")
 # PyTorch's own backend that does nothing: it stands where NCCL's would
 _STAND_IN = "fake"
 
-_raw_new_group = distributed_c10d._new_process_group_helper
-_raw_object_device = distributed_c10d._get_object_coll_device
-_raw_get_backend = dist.ProcessGroup._get_backend
 _raw_shutdown = dist.ProcessGroup.shutdown
 _raw_barrier = dist.ProcessGroup.barrier
 _raw_rendezvous = distributed_c10d.rendezvous
@@ -42,7 +49,9 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
     asked = str(backend)
     engine = next(filter(_is_engine, _backends(asked).values()), None)
     if engine is None:
-        return _raw_new_group(size, rank, ranks, backend, store, name, *args, **kwargs)
+        return raw_new_process_group(
+            size, rank, ranks, backend, store, name, *args, **kwargs
+        )
     options = kwargs.pop("backend_options", None)
     if options is None:
         options = dist.ProcessGroupNCCL.Options()
@@ -50,7 +59,7 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
         raise AssertionError(
             "Expected backend_options argument to be of type ProcessGroupNCCL.Options"
         )
-    import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers it
+    fake_backend()
 
     if "gloo" in _backends(asked).values():
         _bind_to_loopback()
@@ -58,17 +67,16 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
         f"{device}:{_STAND_IN if _is_engine(its) else its}"
         for device, its in _backends(asked).items()
     )
-    group, its_store = _raw_new_group(
+    group, its_store = raw_new_process_group(
         size, rank, ranks, distributed_c10d.Backend(stand_in), store, name, *args,
         **kwargs,
     )  # fmt: skip
     if not isinstance(group, dist.ProcessGroup):
         return group, its_store
     _call_it_nccl(group)
-    world = distributed_c10d._world
-    world.pg_map[group] = (asked, its_store)  # for get_backend()
+    process_groups.pg_map[group] = (asked, its_store)  # for get_backend()
     config = ",".join(f"{kind}:{its}" for kind, its in _backends(asked).items())
-    world.pg_backend_config[group] = config
+    process_groups.pg_backend_config[group] = config
     if not ranks:
         _begin_job(now, store, rank, size)
     bound = kwargs.get("device_id")
@@ -89,7 +97,7 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
 def _call_it_nccl(group: dist.ProcessGroup) -> None:
     """C++, such as DDP's logger, knows a group's backend by this."""
     kind, device = dist.ProcessGroup.BackendType.NCCL, torch.device("cuda")
-    group._register_backend(device, kind, _raw_get_backend(group, device))
+    group._register_backend(device, kind, raw_get_backend(group, device))
     group._set_default_backend(kind)
 
 
@@ -189,7 +197,7 @@ def _backends(asked: str) -> dict[str, str]:
 
 
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
-    asked, _ = distributed_c10d._world.pg_map.get(group, ("gloo", None))
+    asked, _ = process_groups.pg_map.get(group, ("gloo", None))
     return _backends(str(asked))
 
 
@@ -207,13 +215,11 @@ def is_nccl(group: dist.ProcessGroup) -> bool:
 def names_of_nccl() -> frozenset[str]:
     """Under which names this PyTorch has NCCL: more than one since 2.14."""
     kin = ("nccl-legacy", "nccl2", "nccl-lazy")
-    ensure = getattr(distributed_c10d.Backend, "_ensure_backend_registered", None)
-    if ensure is None:
+    if is_absent(ensure_backend):
         return frozenset({"nccl"})
     for name in ("nccl", *kin):
-        ensure(name)
-    known = distributed_c10d.Backend._plugins
-    return frozenset({"nccl", *(name for name in kin if name.upper() in known)})
+        ensure_backend(name)
+    return frozenset({"nccl", *(n for n in kin if n.upper() in backend_plugins)})
 
 
 def _is_engine(backend: str) -> bool:
@@ -224,7 +230,7 @@ def object_device(group: dist.ProcessGroup | None = None) -> str:
     """On which kind of device pickled objects travel."""
     if is_nccl(group or dist.group.WORLD):
         return "cuda"
-    return _raw_object_device(group)
+    return raw_object_device(group)
 
 
 def shutdown(group: dist.ProcessGroup) -> None:

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves
+
+from simgpu._compat import process_group_named, tree_leaves
 
 # operation of c10d -> the collective, and which argument holds what the rank gives
 _OPERATIONS = {
@@ -130,4 +131,4 @@ def _size_of_named(name: str, args, kwargs) -> int:
     group = [v for v in values if isinstance(v, (str, dist.ProcessGroup))][-1]
     if isinstance(group, dist.ProcessGroup):
         return group.size()
-    return torch._C._distributed_c10d._resolve_process_group(group).size()
+    return process_group_named(group).size()

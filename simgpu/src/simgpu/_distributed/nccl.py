@@ -15,24 +15,24 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FakeProcessGroup
-from torch.distributed import distributed_c10d
 
 from simgpu import _runtime as runtime
+from simgpu._compat import (
+    ErrorType,
+    FakeProcessGroup,
+    backend_plugins,
+    raw_backend_name,
+    raw_begin_sequence,
+    raw_enable_timing,
+    raw_get_backend,
+    raw_sequence_number,
+)
 from simgpu._distributed import groups
 from simgpu._distributed.communicator import Communicator
 from simgpu._errors import NotSimulated
 
 _NOT_SET = -(2**31)  # what NCCL calls NCCL_CONFIG_UNDEF_INT
-_raw_get_backend = dist.ProcessGroup._get_backend
 _raw_abort = dist.ProcessGroup.abort
-_raw_sequence_number = dist.ProcessGroup._get_sequence_number_for_group
-# until 2.13
-_raw_begin_sequence = getattr(
-    dist.ProcessGroup, "_set_sequence_number_for_group", None
-)
-_raw_backend_name = dist.ProcessGroup._get_backend_name
-_raw_enable_timing = dist.ProcessGroup._enable_collectives_timing
 _raw_name = dist.ProcessGroup.name
 _raw_set_timeout = getattr(dist.ProcessGroup, "set_timeout", None)  # since 2.14
 
@@ -127,7 +127,7 @@ class _Engine:
         return self._communicator.splits
 
     def get_error(self):
-        return torch._C._distributed_c10d.ErrorType.SUCCESS
+        return ErrorType.SUCCESS
 
     @staticmethod
     def get_build_nccl_version() -> tuple[int, int, int]:
@@ -165,7 +165,6 @@ class _Engine:
 
     def supports_tensor_alloc(self, device) -> bool:
         return False
-
 
 
 class ProcessGroupNCCL(_Engine):
@@ -215,7 +214,7 @@ _LEFT_OUT = frozenset({
 
 def _class_of(backend: str) -> type[_Engine]:
     """The class of PyTorch's that "nccl" or one of its kin stands for."""
-    plugin = distributed_c10d.Backend._plugins.get(backend.upper())
+    plugin = backend_plugins.get(backend.upper())
     creator = None if plugin is None else plugin.creator_fn.__name__
     return _ENGINES.get(creator, ProcessGroupNCCL)
 
@@ -235,7 +234,7 @@ def get_backend(group: dist.ProcessGroup, device):
     """`ProcessGroup._get_backend`: for GPUs, NCCL's."""
     communicator = groups.communicator_of(group)
     if communicator is None or torch.device(device).type != "cuda":
-        return _raw_get_backend(group, device)
+        return raw_get_backend(group, device)
     if communicator.backend is None:
         kind = _class_of(communicator.engine)
         communicator.backend = kind.of(group, communicator.options)
@@ -254,7 +253,7 @@ def backend_name(group: dist.ProcessGroup) -> str:
     """`ProcessGroup._get_backend_name`"""
     communicator = groups.communicator_of(group)
     if communicator is None:
-        return _raw_backend_name(group)
+        return raw_backend_name(group)
     return _class_of(communicator.engine).own_name
 
 
@@ -273,21 +272,21 @@ def since_2_14() -> dict[str, object]:
 def enable_timing(group: dist.ProcessGroup) -> None:
     """`_enable_collectives_timing`: the timeline has the times anyway."""
     if groups.communicator_of(group) is None:
-        _raw_enable_timing(group)
+        raw_enable_timing(group)
 
 
 def sequence_number(group: dist.ProcessGroup) -> int:
     """`ProcessGroup._get_sequence_number_for_group`: collectives so far."""
     communicator = groups.communicator_of(group)
     if communicator is None:
-        return _raw_sequence_number(group)
+        return raw_sequence_number(group)
     return communicator.channel.launched
 
 
 def begin_sequence(group: dist.ProcessGroup) -> None:
     """`ProcessGroup._set_sequence_number_for_group`: NCCL counts anyway."""
     if groups.communicator_of(group) is None:
-        _raw_begin_sequence(group)
+        raw_begin_sequence(group)
 
 
 def unique_id() -> bytes:

@@ -10,15 +10,24 @@ from multiprocessing.queues import Queue
 
 import torch
 import torch.cuda.nccl
-from torch._C._distributed_c10d import FakeProcessGroup
 from torch.autograd import profiler_util
 from torch.distributed import constants, device_mesh, distributed_c10d
 from torch.distributed.rpc import api, internal
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parallel.distributed import _DDPJoinHook
 
 from simgpu._api import refused, sharing
 from simgpu._api.patch import Patch, patches
+from simgpu._compat import (
+    CppFuture,
+    DDPJoinHook,
+    FakeProcessGroup,
+    RPCPickler,
+    Work,
+    distributed_C,
+    raw_root_copy_hook,
+    raw_wrap_process_group,
+    rpc_C,
+)
 from simgpu._distributed import (
     children,
     collectives,
@@ -45,7 +54,7 @@ def table() -> list[Patch]:
             _new_process_group_helper=groups.new_group, rendezvous=groups.rendezvous,
             _get_object_coll_device=groups.object_device,
             _create_process_group_wrapper=nccl.unwrapped(
-                distributed_c10d._create_process_group_wrapper
+                raw_wrap_process_group
             ),
             is_nccl_available=lambda: True, **nccl.engines(), **limit,
         ),
@@ -70,7 +79,7 @@ def table() -> list[Patch]:
         ),
         *patches(profiler_util.FunctionEvent, "a collective ends later",
                  __init__=profiling.new_event),
-        *patches(torch._C._distributed_c10d, "only builds with NCCL have it",
+        *patches(distributed_C, "only builds with NCCL have it",
                  _hash_tensors=nccl.hash_tensors,
                  **{name: refused.refuse(f"torch._C._distributed_c10d.{name}")
                     for name in ("_dump_nccl_trace", "_dump_nccl_trace_json")}),
@@ -82,12 +91,12 @@ def table() -> list[Patch]:
             for patch in patches(options, "C++ does not give the factor back",
                                  reduceOp=reductions.noting_factor(options))
         ],
-        *patches(torch._C.Future, "hooks run in our modes, on a stream of their own",
+        *patches(CppFuture, "hooks run in our modes, on a stream of their own",
                  then=work.then),
-        *patches(torch._C.Future, "streams wait, and not the program",
+        *patches(CppFuture, "streams wait, and not the program",
                  wait=work.future_wait, value=work.future_value),
         *patches(
-            torch._C._distributed_c10d.Work, "streams wait, and not the program",
+            Work, "streams wait, and not the program",
             wait=work.wait, synchronize=work.synchronize, get_future=work.get_future,
             is_completed=work.is_completed, result=work.result,
         ),
@@ -99,10 +108,10 @@ def table() -> list[Patch]:
         ),
         *patches(
             DistributedDataParallel, "its stream does not wait for the optimizer",
-            _root_copy_hook=ddp.cast_in_order(DistributedDataParallel._root_copy_hook),
+            _root_copy_hook=ddp.cast_in_order(raw_root_copy_hook),
         ),
         *patches(
-            _DDPJoinHook, "its reducer makes tensors in C++",
+            DDPJoinHook, "its reducer makes tensors in C++",
             main_hook=ddp.in_join("main_hook"), post_hook=ddp.in_join("post_hook"),
         ),
         *patches(
@@ -130,12 +139,12 @@ def _rpc() -> list[Patch]:
     """torch.distributed.rpc, whose C++ knows CPU tensors."""
     why = "C++ takes a GPU tensor for one of the CPU"
     return [
-        *patches(internal._InternalRPCPickler, why,
+        *patches(RPCPickler, why,
                  serialize=rpc.serialize, deserialize=rpc.deserialize),
         *patches(api, why, **rpc.INVOKE),
         *patches(torch.distributed.rpc.PyRRef, why, to_here=rpc.to_here),
         *patches(torch.distributed.rpc, why, TensorPipeAgent=rpc.new_agent),
-        *patches(torch._C._distributed_rpc.TensorPipeAgent, why,
+        *patches(rpc_C.TensorPipeAgent, why,
                  _get_device_map=rpc.get_device_map),
         *patches(torch.distributed.autograd, why,
                  backward=rpc.backward, get_gradients=rpc.get_gradients),

@@ -7,6 +7,8 @@ long it takes. The event is as long as the launch; the timeline has simulated ti
 import torch
 from torch.autograd.profiler_util import FunctionEvent
 
+from simgpu._compat import RecordFunctionFast, profiler_enabled
+
 _raw_new_event = FunctionEvent.__init__
 _NCCL = "nccl:"
 # operation of c10d -> its name there, where it is another
@@ -24,14 +26,14 @@ _NAMES = {
 }  # fmt: skip
 
 
-is_on = torch._C._autograd._profiler_enabled
+is_on = profiler_enabled
 
 
 def note(operation: str, tensors: list[torch.Tensor]) -> None:
     """Tell a profiler that runs of a collective: an operation of c10d, or its name."""
     if is_on():
         name = _NCCL + _NAMES.get(operation, operation)
-        with torch._C._profiler._RecordFunctionFast(name, tensors):
+        with RecordFunctionFast(name, tensors):
             pass
 
 

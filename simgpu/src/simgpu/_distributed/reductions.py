@@ -1,13 +1,13 @@
 """`ReduceOp.PREMUL_SUM`, whose factor PyTorch's C++ keeps to itself."""
 
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
 
 from simgpu import _runtime as runtime
+from simgpu._compat import distributed_C
 
 OPTIONS = (
-    c10d.AllreduceOptions, c10d.AllreduceCoalescedOptions, c10d.ReduceOptions,
-    c10d.ReduceScatterOptions,
+    distributed_C.AllreduceOptions, distributed_C.AllreduceCoalescedOptions,
+    distributed_C.ReduceOptions, distributed_C.ReduceScatterOptions,
 )  # fmt: skip
 
 

@@ -19,10 +19,19 @@ import torch
 import torch.distributed.autograd
 from torch.distributed import rpc
 from torch.distributed.rpc import api, internal
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from simgpu import _runtime as runtime
+from simgpu._compat import (
+    DisableTorchDispatch,
+    DisableTorchFunction,
+    RPCPickler,
+    TorchDispatchMode,
+    disable_modes,
+    raw_run_rpc_function,
+    rpc_agent,
+    rpc_pickler,
+    tree_leaves,
+)
 from simgpu._dispatch.devices import find_gpu
 from simgpu._dispatch.mode import modes_in_this_thread
 from simgpu._dispatch.placement import blocks_of, gpu_of, memory_of, parts_of, place
@@ -37,9 +46,8 @@ _ONLY_CPU = (
     "`TensorPipeRpcBackendOptions` to explicitly configure device mapping. {} device "
     "mapping is not available for destination {}"
 )
-_raw_serialize = internal._InternalRPCPickler.serialize
-_raw_deserialize = internal._InternalRPCPickler.deserialize
-_raw_run_function = internal._run_function
+_raw_serialize = RPCPickler.serialize
+_raw_deserialize = RPCPickler.deserialize
 _raw_to_here = rpc.PyRRef.to_here
 _raw_agent = rpc.TensorPipeAgent
 _raw_get_gradients = torch.distributed.autograd.get_gradients
@@ -63,7 +71,7 @@ def serialize(pickler, obj) -> tuple[bytes, list[torch.Tensor]]:
     if not tensors:
         return data, tensors
     gpus = [gpu_of(tensor) for tensor in tensors]
-    sender = api._get_current_rpc_agent().get_worker_info().name
+    sender = rpc_agent().get_worker_info().name
     note = sender, [None if gpu is None else gpu.index for gpu in gpus]
     pairs = zip(tensors, gpus, strict=True)
     return _with_note(data, note), [t if gpu is None else _copy(t) for t, gpu in pairs]
@@ -72,7 +80,7 @@ def serialize(pickler, obj) -> tuple[bytes, list[torch.Tensor]]:
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     """What the tensor holds now: the program may write to it before it is sent."""
     _settle(tensor)
-    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+    with DisableTorchDispatch(), DisableTorchFunction():
         return tensor.clone()
 
 
@@ -157,7 +165,7 @@ def _device_map(worker: str) -> dict[int | None, int | None]:
 
 def _at_home(callee: str, places: list) -> list:
     """The caller's GPUs for results on GPUs of the callee."""
-    caller = api._get_current_rpc_agent().get_worker_info().name
+    caller = rpc_agent().get_worker_info().name
     reverse = {theirs: ours for ours, theirs in _device_map(callee).items()}
     return _mapped(reverse, places, "Response", caller)
 
@@ -197,7 +205,7 @@ def invoke_builtin(name: str):
         if not _names_gpu(args, kwargs):
             return _raw_invoke[name](worker, operation, timeout, *args, **kwargs)
         call = internal.PythonUDF(_run_builtin, (operation, args, kwargs), {})
-        return send(worker, *api._default_pickler.serialize(call), timeout, False)
+        return send(worker, *rpc_pickler.serialize(call), timeout, False)
 
     return invoke
 
@@ -238,7 +246,7 @@ def run_function(call):
     now = runtime.current()
     now.clock.host = max(now.clock.host, now.clock.latest)
     with modes_in_this_thread(now):
-        return _raw_run_function(call)
+        return raw_run_rpc_function(call)
 
 
 def new_agent(store, name: str, rank: int, size: int | None, options, *maps):
@@ -279,7 +287,7 @@ class _Collectives(TorchDispatchMode):
 
 def backward(*args, **kwargs) -> None:
     """`dist_autograd.backward`: in C++ alone, on all workers alike."""
-    with _disable_current_modes(), _Collectives():
+    with disable_modes(), _Collectives():
         _raw_backward(*args, **kwargs)
 
 

@@ -10,18 +10,24 @@ import os
 from collections.abc import Iterator
 
 import torch
-from torch._C._distributed_c10d import Work, _create_work_from_future
 from torch.distributed import DistBackendError
 
 from simgpu import _runtime as runtime
+from simgpu._compat import (
+    CppFuture,
+    Work,
+    current_graph_task_id,
+    execution_engine,
+    work_from_future,
+)
 from simgpu._dispatch.mode import modes_in_this_thread
 from simgpu._timing.events import StreamPosition
 
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 HOOKS = 999  # the number of the stream on which hooks of futures run
-_raw_then = torch._C.Future.then
-_raw_value = torch._C.Future.value
-_raw_future_wait = torch._C.Future.wait
+_raw_then = CppFuture.then
+_raw_value = CppFuture.value
+_raw_future_wait = CppFuture.wait
 _raw = {
     name: getattr(Work, name)
     for name in ("wait", "synchronize", "get_future", "is_completed", "result")
@@ -110,7 +116,7 @@ def new(collectives: list, outputs: list, host_waits: bool = False,
         stacked: bool = False) -> Work:  # fmt: skip
     """A `Work` for collectives that have been launched."""
     ours = Launched(collectives, outputs, host_waits, stacked)
-    return _create_work_from_future(_future_of(ours))
+    return work_from_future(_future_of(ours))
 
 
 def _future_of(ours: Launched) -> torch.futures.Future:
@@ -260,5 +266,5 @@ def _wait_for_positions(positions: list[StreamPosition]) -> None:
 
 def before_backward_ends(wait_for_it) -> None:
     """DDP's reducer waits in C++, at the end of backward: wait before it does."""
-    if torch._C._current_graph_task_id() != -1:
-        torch.autograd.Variable._execution_engine.queue_callback(wait_for_it)
+    if current_graph_task_id() != -1:
+        execution_engine.queue_callback(wait_for_it)

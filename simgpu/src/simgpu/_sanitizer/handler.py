@@ -37,7 +37,7 @@ _STACKS = SimpleNamespace(
 
 @cache
 def _handler_class() -> type:
-    from torch.cuda._sanitizer import EventHandler
+    from simgpu._compat import EventHandler
 
     raw = EventHandler._handle_kernel_launch
     names = {**raw.__globals__, "traceback": _STACKS}

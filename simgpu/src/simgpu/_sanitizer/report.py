@@ -5,9 +5,9 @@ import traceback
 from pathlib import Path
 
 import torch
-from torch.cuda._sanitizer import AccessType, CUDASanitizerErrors
 
 from simgpu import _frames as frames
+from simgpu._compat import AccessType, CUDASanitizerErrors
 
 _TORCH = str(Path(torch.__file__).parent)
 _STREAMS = 1000  # the name of a stream: of its GPU, and so many times its number

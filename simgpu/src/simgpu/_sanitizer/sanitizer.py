@@ -256,7 +256,7 @@ class StreamSanitizer:
         number, key, func, code, line = block.writer
         if number <= self.seen.get(key, 0):
             return
-        from torch.cuda._sanitizer import Access, AccessType
+        from simgpu._compat import Access, AccessType
 
         stack = traceback.StackSummary.from_list(
             [(code.co_filename, line, code.co_name, None)]
