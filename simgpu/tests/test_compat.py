@@ -90,12 +90,173 @@ def test_what_this_pytorch_does_not_have_is_known():
         if _compat.is_absent(getattr(_compat, name))
     }
     version = tuple(map(int, torch.__version__.split(".")[:2]))
-    expected = set()
-    if version >= (2, 14):
-        expected.add("raw_begin_sequence")
-    else:
-        expected.add("ensure_backend")
-    if version < (2, 15):
-        expected.add("check_stray_context")
-    assert absent - {"raw_begin_sequence"} == expected - {"raw_begin_sequence"}
-    assert ("raw_begin_sequence" in absent) == (version >= (2, 14))
+    known = {"ensure_backend"} if version < (2, 14) else {"raw_begin_sequence"}
+    known |= {"check_stray_context"} if version < (2, 15) else set()
+    assert absent == known
+
+
+# -- one name is missing ---------------------------------------------------------------
+
+# each in a fork of one process: delete the name, start, add two numbers on a GPU
+WITHOUT = """if True:
+    import os, sys, warnings
+    warnings.simplefilter("ignore")
+    import torch, torch.distributed, torch.distributed.rpc
+    from simgpu import _compat
+
+    paths = {ours: path for names in _compat._NAMES.values()
+             for ours, path in names.items()}
+    chosen = sys.argv[1:] or list(paths)
+    for path in paths.values():
+        try:
+            _compat._find(path)
+        except (AttributeError, ImportError):
+            pass
+    for module in [name for name in sys.modules if name.startswith("simgpu")]:
+        del sys.modules[module]
+    del _compat
+    for ours in chosen:
+        sys.stdout.flush()
+        if os.fork():
+            os.wait()
+            continue
+        path = paths[ours]
+        owner, _, last = path.rpartition(".")
+        try:
+            from simgpu import _compat
+            delattr(_compat._find(owner), last)
+            sys.modules[path] = None
+        except (AttributeError, TypeError):
+            print(ours, "stays")  # it belongs to a type of C, or is not here anyway
+            os._exit(0)
+        try:
+            import simgpu
+            simgpu.start(2)
+            print(ours, "started", end=" ")
+            assert torch.ones(3, device="cuda").add(1).sum().item() == 6
+            print("added", end=" ")
+            weight = torch.ones(3, device="cuda", requires_grad=True)
+            weight.sum().backward()
+            print("trained")
+        except Exception as error:
+            print(type(error).__name__, " ".join(str(error).split()))
+        sys.stdout.flush()
+        os._exit(0)
+"""
+needs_forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+
+
+def without(*names: str) -> dict[str, str]:
+    """What happens where a name is missing: {our name: how far a program came}."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, *names], capture_output=True, text=True,
+        timeout=900, env={**os.environ, "PYTHONWARNINGS": "ignore"},
+    )  # fmt: skip
+    lines = [line.partition(" ") for line in done.stdout.splitlines()]
+    assert lines, done.stderr
+    return {name: rest for name, _, rest in lines}
+
+
+@needs_forks
+def test_a_missing_name_disables_its_feature_and_not_the_start():
+    reached = without(
+        "raw_run_backward",
+        "current_autograd_node",
+        "sdp_priority_order",
+        "take_tensors",
+    )
+    for name in ("raw_run_backward", "current_autograd_node"):
+        assert reached[name].startswith("started added NotSimulated backward is not")
+        assert f"PyTorch {torch.__version__} has no torch." in reached[name]
+        assert "tested with PyTorch 2.11 to 2.15" in reached[name]
+    assert reached["sdp_priority_order"] == reached["take_tensors"]
+    assert reached["take_tensors"] == "started added trained"
+
+
+@needs_forks
+def test_a_missing_name_raises_where_its_feature_is_used():
+    script = """if True:
+        import torch, torch.nn.functional as F
+        del torch._C._get_sdp_priority_order
+        import simgpu
+        simgpu.start(1)
+        x = torch.ones(1, 1, 2, 2, device="cuda")
+        print((x @ x).sum().item())
+        F.scaled_dot_product_attention(x, x, x)
+    """
+    done = run(script)
+    assert done.stdout.strip() == "8.0"
+    assert "NotSimulated: scaled_dot_product_attention is not simulated" in done.stderr
+    assert "has no torch._C._get_sdp_priority_order" in done.stderr
+
+
+# without these nothing of PyTorch works, or nothing of the simulator
+ESSENTIAL = {
+    "torch_C", "torch_ops", "TorchDispatchMode", "HigherOrderOperator", "DispatchKey",
+    "DispatchKeySet", "Generator", "builtin_table", "push_function_mode",
+    "push_dispatch_mode", "distributed_C",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@needs_forks
+def test_no_name_but_the_essential_ones_stops_the_start():
+    reached = without()
+    failed = {
+        name: how
+        for name, how in reached.items()
+        if not how.startswith("started") and how != "stays"
+    }
+    assert failed.keys() <= ESSENTIAL, failed
+    assert sum(how.startswith("started") for how in reached.values()) > 90
+
+
+# -- versions --------------------------------------------------------------------------
+
+
+def with_version(version: str, then: str) -> subprocess.CompletedProcess:
+    return run(f"import torch; torch.__version__ = {version!r}; import simgpu; {then}")
+
+
+def test_a_newer_pytorch_than_tested_is_named_in_one_line():
+    then = "simgpu.start(1); simgpu.stop(); simgpu.start(1)"
+    done = with_version("2.99.0+cpu", then)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if "simgpu is tested" in line]
+    assert len(lines) == 1
+    assert "tested with PyTorch 2.11 to 2.15, and this is 2.99.0+cpu" in lines[0]
+    assert "please report" in lines[0]
+
+
+def test_a_pytorch_that_was_tested_is_not_worth_a_word():
+    done = run("import simgpu; simgpu.start(1)")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_pytorch_that_is_too_old_is_named_with_what_to_do():
+    done = with_version("2.9.1", "simgpu.start(1)")
+    last = done.stderr.splitlines()[-1]
+    assert last == (
+        "ImportError: simgpu needs PyTorch 2.11 to 2.15, and this is 2.9.1: "
+        "pip install --upgrade torch"
+    )
+
+
+@pytest.mark.parametrize("package", ["torch", "numpy"])
+def test_a_missing_package_is_named_with_what_to_do(package, tmp_path):
+    hide = (
+        "import importlib.util; find = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *more: "
+        f"None if name == {package!r} else find(name, *more)\n"
+    )
+    sentence = f"simgpu needs {package}, which is not installed here: pip install "
+    done = run(hide + "import simgpu; simgpu.start(1)")
+    assert done.stderr.splitlines()[-1] == f"ImportError: {sentence}{package}"
+    script = tmp_path / "script.py"
+    script.write_text("print('not reached')", encoding="utf-8")
+    done = run(
+        f"{hide}import sys; sys.argv = ['simgpu', {str(script)!r}]\n"
+        "from simgpu.__main__ import main; main()"
+    )
+    assert (done.stdout, done.stderr.strip()) == ("", sentence + package)
+    assert done.returncode == 1

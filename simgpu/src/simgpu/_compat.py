@@ -15,6 +15,7 @@ import functools
 import importlib
 import importlib.util
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from simgpu._errors import NotSimulated
@@ -223,11 +224,22 @@ _NAMES: dict[str, dict[str, str]] = {
     },
 }
 # names without which a feature would go wrong unnoticed -> functions that are refused
+_BACKWARD = ("torch.autograd.backward", "torch.autograd.grad")
 DOORS = {
-    "raw_run_backward": ("torch.autograd.backward", "torch.autograd.grad"),
-    "raw_new_process_group": ("torch.distributed.distributed_c10d.init_process_group",
-                          "torch.distributed.init_process_group"),
-}  # fmt: skip
+    "raw_run_backward": _BACKWARD,
+    "current_autograd_node": _BACKWARD,
+    "current_graph_task_id": _BACKWARD,
+    "raw_new_process_group": (
+        "torch.distributed.distributed_c10d.init_process_group",
+        "torch.distributed.init_process_group",
+    ),
+}
+# what stands for names that are asked for everywhere: true where no backward runs
+_ANSWERS: dict[str, Any] = {
+    "current_autograd_node": lambda: None,
+    "current_graph_task_id": lambda: -1,
+}
+_missing: dict[str, "_Absent"] = {}  # our names of what was looked up in vain
 
 
 class _Absent(type):
@@ -250,6 +262,9 @@ class _Absent(type):
     def __instancecheck__(cls, instance) -> bool:
         return False
 
+    def __contains__(cls, item) -> bool:
+        raise cls.error()
+
     def error(cls) -> NotSimulated:
         import torch
 
@@ -263,6 +278,7 @@ class _Absent(type):
 @functools.cache
 def _absent(path: str, feature: str) -> _Absent:
     known = {"path": path, "feature": feature, "__code__": None, "__file__": ""}
+    known |= {"__enter__": None}  # what other files keep of it when they are loaded
     return _Absent("Absent", (), known)
 
 
@@ -294,7 +310,8 @@ def __getattr__(name: str) -> Any:
             try:
                 value = _find(names[name])
             except (AttributeError, ImportError):
-                value = _absent(names[name], feature)
+                _missing[name] = _absent(names[name], feature)
+                value = _ANSWERS.get(name, _missing[name])
             globals()[name] = value
             return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -320,18 +337,21 @@ def forward_ad_level() -> int:
     return torch.autograd.forward_ad._current_level
 
 
+def _refuse(absent: _Absent) -> Callable:
+    def refuse(*args, **kwargs):
+        raise absent.error()
+
+    return refuse
+
+
 def refusals() -> list[tuple[object, str, object]]:
     """(owner, name, what raises) for each function that is not to be called."""
     rows = []
     for name, doors in DOORS.items():
-        value = __getattr__(name)
-        for door in doors if is_absent(value) else ():
+        __getattr__(name)
+        for door in doors if name in _missing else ():
             owner, _, attribute = door.rpartition(".")
-
-            def refuse(*args, _missing=value, **kwargs):
-                raise _missing.error()
-
-            rows.append((_find(owner), attribute, refuse))
+            rows.append((_find(owner), attribute, _refuse(_missing[name])))
     return rows
 
 

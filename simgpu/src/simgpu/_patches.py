@@ -58,6 +58,7 @@ from simgpu._api.patch import Patch, patches
 from simgpu._compat import (
     PythonStorageBase,
     device_constructors,
+    is_absent,
     parallel_functions,
     pin_memory_utils,
     refusals,
@@ -68,7 +69,8 @@ from simgpu._distributed import patches as ranks
 from simgpu._request import MOST_GPUS
 
 # it keeps what it finds at its first call: PyTorch's own functions, and not ours
-device_constructors()
+if not is_absent(device_constructors):
+    device_constructors()
 
 
 def table(runtime) -> list[Patch]:

@@ -214,5 +214,5 @@ def stop(now: runtime.Runtime) -> None:
     if now.autocast_kernels is not None:
         now.autocast_kernels._destroy()
         now.autocast_kernels = None
+        include_dispatch_key(_KEY, False)
     now.autocast_cache.clear()
-    include_dispatch_key(_KEY, False)

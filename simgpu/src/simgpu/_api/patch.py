@@ -50,6 +50,8 @@ class Patches:
                 patch.owner[patch.name] = patch.new
                 continue
             old = vars(patch.owner).get(patch.name, _ABSENT)
+            if patch.where != "attribute" and not hasattr(patch.owner, patch.name):
+                continue  # nobody can call it
             if patch.where != "attribute":
                 self.functions[getattr(patch.owner, patch.name)] = patch.new
             if patch.where != "call":

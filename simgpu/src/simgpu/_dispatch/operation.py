@@ -117,7 +117,7 @@ def _has_python_kernel(func) -> bool:
     registered = getattr(torch.library, "_impls", set())
     overload = f".{func._schema.overload_name}" if func._schema.overload_name else ""
     kernels_of_pytorch = _kernels_of_pytorch() if space == "aten" else ()
-    return name in OPDEFS or any(
+    return (space != "aten" and name in OPDEFS) or any(
         f"{space}/{rest}{overload}/{key}" in registered
         and (f"{rest}{overload}", key) not in kernels_of_pytorch
         for key in keys

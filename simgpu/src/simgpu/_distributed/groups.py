@@ -245,6 +245,10 @@ def shutdown(group: dist.ProcessGroup) -> None:
     _raw_shutdown(group)
 
 
+def split_source(group: dist.ProcessGroup, *args) -> None:
+    """`_get_split_source`: a new group is never made by NCCL's split of another."""
+
+
 def split_group(parent_pg=None, split_ranks=None, timeout=None, pg_options=None,
                 group_desc=None, **kwargs):  # fmt: skip
     """`split_group`: this rank's part of a group, as a group of its own."""

@@ -53,6 +53,7 @@ def table() -> list[Patch]:
             split_group=groups.split_group,
             _new_process_group_helper=groups.new_group, rendezvous=groups.rendezvous,
             _get_object_coll_device=groups.object_device,
+            _get_split_source=groups.split_source,
             _create_process_group_wrapper=nccl.unwrapped(
                 raw_wrap_process_group
             ),

@@ -1,13 +1,13 @@
 """`ReduceOp.PREMUL_SUM`, whose factor PyTorch's C++ keeps to itself."""
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from simgpu import _runtime as runtime
-from simgpu._compat import distributed_C
 
 OPTIONS = (
-    distributed_C.AllreduceOptions, distributed_C.AllreduceCoalescedOptions,
-    distributed_C.ReduceOptions, distributed_C.ReduceScatterOptions,
+    distributed_c10d.AllreduceOptions, distributed_c10d.AllreduceCoalescedOptions,
+    distributed_c10d.ReduceOptions, distributed_c10d.ReduceScatterOptions,
 )  # fmt: skip
 
 
