@@ -255,7 +255,7 @@ def test_a_missing_package_is_named_with_what_to_do(package, tmp_path):
     script = tmp_path / "script.py"
     script.write_text("print('not reached')", encoding="utf-8")
     done = run(
-        f"{hide}import sys; sys.argv = ['simgpu', {str(script)!r}]\n"
+        f"{hide}import sys; sys.argv = ['simgpu', '--gpus', '1', {str(script)!r}]\n"
         "from simgpu.__main__ import main; main()"
     )
     assert (done.stdout, done.stderr.strip()) == ("", sentence + package)

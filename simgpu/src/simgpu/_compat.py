@@ -89,7 +89,10 @@ _NAMES: dict[str, dict[str, str]] = {
         "raw_run_backward": "torch.autograd._engine_run_backward",
         "execution_engine": "torch.autograd.Variable._execution_engine",
     },
-    "backward in place": {"storage_use_count": "torch._C._storage_Use_Count"},
+    "backward in place": {
+        "disable_modes": "torch.utils._python_dispatch._disable_current_modes",
+        "storage_use_count": "torch._C._storage_Use_Count",
+    },
     "torch.func": {
         "is_legacy_batchedtensor": "torch._C._functorch.is_legacy_batchedtensor",
         "is_functorch_tensor": "torch._C._functorch.is_functorch_wrapped_tensor",
@@ -220,7 +223,6 @@ _NAMES: dict[str, dict[str, str]] = {
         "rpc_pickler": "torch.distributed.rpc.api._default_pickler",
         "rpc_agent": "torch.distributed.rpc.api._get_current_rpc_agent",
         "raw_run_rpc_function": "torch.distributed.rpc.internal._run_function",
-        "disable_modes": "torch.utils._python_dispatch._disable_current_modes",
     },
 }
 # names without which a feature would go wrong unnoticed -> functions that are refused

@@ -11,9 +11,16 @@ from torch.autograd.function import BackwardCFunction
 from simgpu import _runtime as runtime
 from simgpu._api import fake_tensors
 from simgpu._api.streams import join_streams
-from simgpu._compat import function_modes, is_legacy_batchedtensor, raw_run_backward
+from simgpu._compat import (
+    disable_modes,
+    function_modes,
+    is_absent,
+    is_legacy_batchedtensor,
+    raw_run_backward,
+)
+from simgpu._dispatch import in_place
 from simgpu._dispatch.function_mode import FunctionMode
-from simgpu._dispatch.mode import modes_in_this_thread
+from simgpu._dispatch.mode import DispatchMode, modes_in_this_thread
 from simgpu._dispatch.placement import gpu_of, place, tensors_in
 
 # a method of the class, of Python's; since 2.14 of C++'s
@@ -36,6 +43,9 @@ def run_backward(outputs, gradients, *args, **kwargs):
                     f"returned an invalid gradient at index {i} - expected device "
                     f"{output.device} but got {gradient.device}"
                 )
+    if not in_place.is_measured() and not is_absent(disable_modes):
+        with disable_modes(), DispatchMode(runtime.current()):
+            in_place.measure()
     thread = runtime.current().thread
     chosen = thread.device, thread.device_chosen_in
     try:
