@@ -81,7 +81,7 @@ def ranks_of_nodes(function) -> None:
             raise Wrong(f"a dict is wanted, not {type(found).__name__}")
         if set(found) != set(addresses):
             raise Wrong(f"for {addresses} the keys are {list(found)}")
-        right = _by_node(sorted(addresses), gpus)
+        right = by_node(sorted(addresses), gpus)
         try:
             mine = {address: list(ranks) for address, ranks in found.items()}
         except TypeError:
@@ -91,12 +91,12 @@ def ranks_of_nodes(function) -> None:
         first = min(addresses)
         why = f"with {gpus} GPUs on each of {addresses}, {first!r} has the ranks "
         why += f"{right[first]}, not {mine[first]}"
-        if mine == _by_node(addresses, gpus):
+        if mine == by_node(addresses, gpus):
             why += ": addresses are sorted as words, whoever is named first"
         raise Wrong(why)
 
 
-def _by_node(addresses: list[str], gpus: int) -> dict[str, list[int]]:
+def by_node(addresses: list[str], gpus: int) -> dict[str, list[int]]:
     """Consecutive ranks for each address, in this order."""
     return {
         address: list(range(node * gpus, (node + 1) * gpus))
@@ -182,68 +182,3 @@ def solution_3():
         return each * sent_by_a_gpu
 
     return hybrid_bytes
-
-
-# -- answers ---------------------------------------------------------------------------
-
-
-def ring_of_machines(parameters, machines, each):
-    return 2 * (machines - 1) / machines * 4 * parameters
-
-
-def all_rings(parameters, machines, each):
-    part = 4 * parameters / each
-    return round(each * 2 * part * (machines - 1) / machines)
-
-
-def by_sorted(addresses, gpus):
-    every = sorted(addresses)
-    return {a: [every.index(a) * gpus + g for g in range(gpus)] for a in addresses}
-
-
-def by_given(addresses, gpus):
-    return _by_node(addresses, gpus)
-
-
-RIGHT = {
-    "my_gpu": [
-        lambda environ: int(environ["LOCAL_RANK"]),
-        lambda environ: int(environ["RANK"]) % int(environ["LOCAL_WORLD_SIZE"]),
-    ],
-    "ranks_of_nodes": [by_sorted, lambda a, g: _by_node(sorted(a), g)],
-    "hybrid_bytes": [ring_of_machines, all_rings],
-}
-WRONG = {
-    "my_gpu": [
-        (lambda environ: int(environ["RANK"]), "no such GPU"),
-        (lambda environ: int(environ["GROUP_RANK"]), "number of the node"),
-        (lambda environ: environ["LOCAL_RANK"], "is a word"),
-        (lambda environ: 7, "not 7"),
-        (lambda environ: environ["GPU"], "KeyError"),
-    ],
-    "ranks_of_nodes": [
-        (by_given, "sorted as words"),
-        (lambda a, g: sorted(a), "a dict is wanted"),
-        (lambda a, g: {}, "the keys are"),
-        (lambda a, g: dict.fromkeys(a, 0), "a list of ranks"),
-        (lambda a, g: {x: [0] for x in a}, "has the ranks"),
-    ],
-    "hybrid_bytes": [
-        (lambda p, m, e: ring_of_machines(p, m, e) / e, "one GPU's part"),
-        (lambda p, m, e: 4 * p, "2 (n - 1) / n"),
-        (lambda p, m, e: 8 * p, "not twice the whole"),
-        (lambda p, m, e: 8 * p * (m * e - 1) / (m * e), "one GPU of each"),
-        (lambda p, m, e: ring_of_machines(p, m, e) / 2, "4 bytes"),
-        (lambda p, m, e: ring_of_machines(p, m, e) + 4 * p, "gathered"),
-        (lambda p, m, e: ring_of_machines(p, m, e) * e, "a part of the"),
-        (lambda p, m, e: 8 * p * (m - 1) / e, "carries 2 (m - 1) / m of it"),
-        (lambda p, m, e: 8 * p * (m - 1), "of one machine"),
-        (
-            lambda p, m, e: 8 * p * (m * e - 1) / (m * e) / e,
-            "part in a ring through all",
-        ),
-        (lambda p, m, e: 5.5 * p, "how many such rings"),
-        (lambda p, m, e: "many", "give a number, not 'many'"),
-        (lambda p, m, e: 1 / 0, "ZeroDivisionError"),
-    ],
-}
