@@ -3,13 +3,7 @@
 import torch
 
 from exercises.counted import counted, number
-from exercises.exercise import (
-    Wrong,
-    call,
-    exercise,
-    must_be_callable,
-    solution,
-)
+from exercises.exercise import Wrong, call, exercise, must_be_callable, solution
 from exercises.results import equal, sequence, tensor
 
 IMAGES = 16384 * 64 * 4  # bytes

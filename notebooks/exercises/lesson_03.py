@@ -11,13 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from exercises.counted import number
-from exercises.exercise import (
-    Wrong,
-    call,
-    exercise,
-    must_be_callable,
-    solution,
-)
+from exercises.exercise import Wrong, call, exercise, must_be_callable, solution
 from exercises.in_ranks import in_ranks
 
 TWO, THREE = 2, 3  # ranks

@@ -7,13 +7,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from exercises.counted import MIB, name_mistake, number
-from exercises.exercise import (
-    Wrong,
-    call,
-    exercise,
-    must_be_callable,
-    solution,
-)
+from exercises.exercise import Wrong, call, exercise, must_be_callable, solution
 from exercises.results import near, sequence, tensor
 
 

@@ -8,13 +8,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
 from exercises.counted import GB, counted, is_near, number
-from exercises.exercise import (
-    Wrong,
-    call,
-    exercise,
-    must_be_callable,
-    solution,
-)
+from exercises.exercise import Wrong, call, exercise, must_be_callable, solution
 from exercises.learning import weights
 from exercises.results import equal
 from helpers import digits

@@ -6,19 +6,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel._functions import Scatter
 
 from exercises import ring
-from exercises.counted import (
-    MB,
-    MIB,
-    counted,
-)
-from exercises.exercise import (
-    NotYet,
-    Wrong,
-    call,
-    exercise,
-    run,
-    solution,
-)
+from exercises.counted import MB, MIB, counted
+from exercises.exercise import NotYet, Wrong, call, exercise, run, solution
 from exercises.learning import gradients
 from exercises.results import a, near, tensor
 from helpers.gpus import count_copies

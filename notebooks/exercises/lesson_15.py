@@ -4,18 +4,8 @@ import torch
 import torch.distributed as dist
 
 from exercises import ring
-from exercises.counted import (
-    counted,
-    number,
-)
-from exercises.exercise import (
-    NotYet,
-    Wrong,
-    exercise,
-    must_be_callable,
-    run,
-    solution,
-)
+from exercises.counted import counted, number
+from exercises.exercise import NotYet, Wrong, exercise, must_be_callable, run, solution
 from exercises.in_ranks import in_ranks
 
 HANGS = 5.0  # seconds after which a few messages are stuck, on a busy machine too

@@ -14,14 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from exercises.counted import counted, is_near, name_mistake
-from exercises.exercise import (
-    NotYet,
-    Wrong,
-    exercise,
-    must_be_callable,
-    run,
-    solution,
-)
+from exercises.exercise import NotYet, Wrong, exercise, must_be_callable, run, solution
 from exercises.in_ranks import device, in_ranks
 from exercises.learning import factor, gradients, off
 from exercises.results import near

@@ -14,14 +14,7 @@ from torch.distributed.tensor import parallel
 from torch.nn.functional import cross_entropy, silu
 
 from exercises.counted import counted, is_near
-from exercises.exercise import (
-    Wrong,
-    call,
-    exercise,
-    must_be_callable,
-    run,
-    solution,
-)
+from exercises.exercise import Wrong, call, exercise, must_be_callable, run, solution
 from exercises.in_ranks import device, in_ranks
 from exercises.learning import flat
 from exercises.results import a, near

@@ -4,13 +4,7 @@ import torch
 from torch import nn
 
 from exercises.counted import number
-from exercises.exercise import (
-    Wrong,
-    call,
-    exercise,
-    must_be_callable,
-    solution,
-)
+from exercises.exercise import Wrong, call, exercise, must_be_callable, solution
 from exercises.results import near, tensor
 
 TOKENS, WIDTH, EXPERTS = 40, 8, 4

@@ -1,13 +1,7 @@
 """The exercises of lesson 23: who has the same shard, bytes of a network, a mesh."""
 
 from exercises.counted import number
-from exercises.exercise import (
-    Wrong,
-    call,
-    exercise,
-    must_be_callable,
-    solution,
-)
+from exercises.exercise import Wrong, call, exercise, must_be_callable, solution
 
 GPUS, NODES = 4, 2  # of the third exercise: on each node, and nodes
 NVLINK, NETWORK = 200e9, 3e9  # bytes/s of a rank

@@ -2,14 +2,7 @@
 
 from exercises import ring
 from exercises.counted import counted, number
-from exercises.exercise import (
-    NotYet,
-    Wrong,
-    call,
-    exercise,
-    must_be_callable,
-    solution,
-)
+from exercises.exercise import NotYet, Wrong, call, exercise, must_be_callable, solution
 
 
 @exercise(

@@ -5,16 +5,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from exercises import ring
-from exercises.counted import (
-    counted,
-    number,
-)
-from exercises.exercise import (
-    Wrong,
-    call,
-    exercise,
-    solution,
-)
+from exercises.counted import counted, number
+from exercises.exercise import Wrong, call, exercise, solution
 from exercises.learning import gradients
 from exercises.results import equal, near, tensor
 

@@ -87,10 +87,7 @@ def but(number: int, device) -> tuple:
 
 
 RIGHT = {
-    "five_devices": [
-        DEVICES,
-        tuple(map(torch.device, DEVICES)),
-    ],
+    "five_devices": [DEVICES, tuple(map(torch.device, DEVICES))],
     "place": [to_fastest, in_the_older_way, by_counting],
     "visible_devices": ["3,1", "3, 1"],
 }

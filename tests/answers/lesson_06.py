@@ -119,18 +119,12 @@ WRONG = {
         (lambda x, copier: _doubled(x, copier, after=_host_waits), "held up"),
         (lambda x, copier: _doubled(x, copier, on_copier=False), "stay on `copier`"),
         (lambda x, copier: 2 * x, "not on the GPU"),
-        (
-            lambda x, copier: _doubled(x, copier, after=_here_waits) + 1,
-            "wrong values",
-        ),
+        (lambda x, copier: _doubled(x, copier, after=_here_waits) + 1, "wrong values"),
     ],
     "variance": [
         (lambda x: _means(x, _side_waits), "nothing makes it wait"),
         (lambda x: _means(x, _here_waits), "nothing makes it wait"),
-        (
-            lambda x: _means(x, _side_waits, _side_waits),
-            "nothing makes it wait",
-        ),
+        (lambda x: _means(x, _side_waits, _side_waits), "nothing makes it wait"),
         (lambda x: _means(x, _side_waits, _host_waits), "held up"),
         (lambda x: _means(x, sides=False), "on one stream"),
         (in_turn, "the second mean waits for the first"),

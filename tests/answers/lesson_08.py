@@ -30,10 +30,7 @@ WRONG = {
         (("arithmetic",) * 5, "number 2"),
         (("arithmetic", "memory", "arithmetic", "memory", "memory"), "mber 3"),
         (("arithmetic", "memory", "memory", "memory", "memory"), "number 4"),
-        (
-            ("arithmetic", "memory", "memory", "launches", "arithmetic"),
-            "number 5",
-        ),
+        (("arithmetic", "memory", "memory", "launches", "arithmetic"), "number 5"),
         (("bytes", "memory", "memory", "launches", "memory"), "say launches"),
         (("arithmetic", "memory"), "5 answers are asked for, not 2"),
     ],

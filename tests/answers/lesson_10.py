@@ -123,20 +123,13 @@ def with_sgd(model):
 
 
 RIGHT = {
-    "best_segments": [
-        20,
-        20.0,
-        torch.tensor(20),
-    ],
+    "best_segments": [20, 20.0, torch.tensor(20)],
     "one_step": [
         by_samples,
         in_parts("step", "schedule", begin=["zero"]),
         with_a_closure,
     ],
-    "within_32": [
-        trainer(segments_of(20, 1)),
-        trainer(segments_of(20, 2)),
-    ],
+    "within_32": [trainer(segments_of(20, 1)), trainer(segments_of(20, 2))],
 }
 
 WRONG = {
@@ -188,10 +181,7 @@ WRONG = {
         (trainer(segments_of(0, 0)), "more than 32 MiB"),
         (trainer(segments_of(40, 40)), "more than 32 MiB"),
         (trainer(segments_of(40, 5)), "it fits, and 5.1 ms are enough"),
-        (
-            trainer(segments_of(20, 1), {"foreach": True}),
-            "how many kernels does Adam",
-        ),
+        (trainer(segments_of(20, 1), {"foreach": True}), "how many kernels does Adam"),
         (trainer(segments_of(0, 0), parts=2), "BatchNorm has seen 1024 samples"),
         (part_of_the_samples, "has seen 256 samples, not all 2048 together"),
         (autocast, "is anything of lower precision?"),

@@ -204,10 +204,7 @@ class NoNoise(Jittered):
 
 RIGHT = {
     "prefetch_safely": [with_errors],
-    "feeding": [
-        (20, 40, 385.4),
-        (np.int64(20), torch.tensor(40), np.float64(385)),
-    ],
+    "feeding": [(20, 40, 385.4), (np.int64(20), torch.tensor(40), np.float64(385))],
     "jitter": [ByGenerator],
 }
 

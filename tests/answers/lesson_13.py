@@ -157,10 +157,7 @@ class InATuple(Once):
 RIGHT = {
     "bubble": [by_formula, from_the_speed],
     "balanced_cut": [try_all, fill_up_to],
-    "skip_on_two": [
-        OnceFromAnywhere,
-        OtherOrder,
-    ],
+    "skip_on_two": [OnceFromAnywhere, OtherOrder],
 }
 
 WRONG = {

@@ -222,15 +222,8 @@ RIGHT = {
         ("no", "no", "yes", "yes", "no", "no"),
         (False, False, True, True, False, False),
     ],
-    "delivers_all": [
-        makes_new_ones,
-        waits_between,
-    ],
-    "parallel_accuracy": [
-        shared,
-        inherited,
-        spawned,
-    ],
+    "delivers_all": [makes_new_ones, waits_between],
+    "parallel_accuracy": [shared, inherited, spawned],
 }
 
 WRONG = {
@@ -247,10 +240,7 @@ WRONG = {
             ("no", "no", "no", "yes", "no", "no"),
             "number 3 is not no: an argument of a spawned",
         ),
-        (
-            ("no", "no", "yes", "no", "no", "no"),
-            "number 4 is not no: sending shares",
-        ),
+        (("no", "no", "yes", "no", "no", "no"), "number 4 is not no: sending shares"),
         (("no", "no", "yes", "yes", "yes", "no"), "number 5 is not yes: the clone"),
         (("no", "no", "yes", "yes", "no", "yes"), "number 6 is not yes: `x + 1`"),
         (("no", "no", "yes", "yes", "no", 1.5), 'answer "yes" or "no"'),

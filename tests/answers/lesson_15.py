@@ -252,14 +252,8 @@ def misspelt(x):
 
 RIGHT = {
     "sent_round_the_ring": [6_400_000, 6.4e6],
-    "all_gather_in_a_ring": [
-        gathered_in_turn,
-        gathered_in_batches,
-    ],
-    "rotate_without_a_deadlock": [
-        one_listens,
-        from_anyone,
-    ],
+    "all_gather_in_a_ring": [gathered_in_turn, gathered_in_batches],
+    "rotate_without_a_deadlock": [one_listens, from_anyone],
 }
 
 WRONG = {

@@ -168,13 +168,7 @@ def one_number(state, bucket):
 RIGHT = {
     "average_by_sum": [summed, divides_first],
     "messages_and_bytes": [(4, 8 * NUMBERS)],
-    "send_bfloat16": [
-        hook,
-        divides_later,
-        waits,
-        stays_bfloat16,
-        guarded,
-    ],
+    "send_bfloat16": [hook, divides_later, waits, stays_bfloat16, guarded],
 }
 
 WRONG = {

@@ -80,10 +80,7 @@ def packed(scores, targets, first):
 
 
 RIGHT = {
-    "sliced_bytes": [
-        (SLICES, 3072),
-        (SLICES, 3073),
-    ],
+    "sliced_bytes": [(SLICES, 3072), (SLICES, 3073)],
     "loss_in_slices": [three_numbers, packed],
 }
 
@@ -114,10 +111,7 @@ WRONG = {
             ),
             "one all-reduce is enough",
         ),
-        (
-            plan(down=lambda: RowwiseParallel(output_layouts=Shard(0))),
-            "another output",
-        ),
+        (plan(down=lambda: RowwiseParallel(output_layouts=Shard(0))), "another output"),
         ([ColwiseParallel()], "dictionary"),
     ],
     "loss_in_slices": [

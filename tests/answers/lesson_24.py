@@ -171,12 +171,7 @@ RIGHT = {
         by_remainder,
         lambda step, every, damaged: np.int64(by_remainder(step, every, damaged)),
     ],
-    "keep": [
-        with_os,
-        with_its_own_names,
-        with_the_folder,
-        syncs_all,
-    ],
+    "keep": [with_os, with_its_own_names, with_the_folder, syncs_all],
     "save_every": [
         (1677, 1.79),
         (SQUARE / 3, 9000 / SQUARE),

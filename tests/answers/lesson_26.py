@@ -18,15 +18,8 @@ def tokens_up(gpus, gigabit, flops):
 
 RIGHT = {
     "training_days": [days],
-    "machines_needed": [
-        (np.int64(4), torch.tensor(7)),
-        (float(4), np.float32(7)),
-    ],
-    "tokens_that_hide": [
-        tokens,
-        tokens_up,
-        lambda g, n, f: round(tokens(g, n, f), -1),
-    ],
+    "machines_needed": [(np.int64(4), torch.tensor(7)), (float(4), np.float32(7))],
+    "tokens_that_hide": [tokens, tokens_up, lambda g, n, f: round(tokens(g, n, f), -1)],
 }
 
 WRONG = {
@@ -56,10 +49,7 @@ WRONG = {
         (lambda g, n, f: tokens(g, n, f) * 8, "the ring once"),
         (lambda g, n, f: tokens(g, n, f) / 64, "of the whole machine"),
         (lambda g, n, f: f / (n * 1e9 / 8), "(n - 1) / n of a message"),
-        (
-            lambda g, n, f: f * (g - 8) / g / (n * 1e9 / 8),
-            "not one of each machine",
-        ),
+        (lambda g, n, f: f * (g - 8) / g / (n * 1e9 / 8), "not one of each machine"),
         (lambda g, n, f: tokens(g, n, f) * 4 / 3, "computed again"),
         (lambda g, n, f: tokens(g, n, f) * g, "not of all"),
         (lambda g, n, f: tokens(g, n, f) * 1e9, "10⁹ bits"),

@@ -116,9 +116,7 @@ def of_one_row(step, rows, width):
 
 
 RIGHT = {
-    "moved_to_16": [
-        (np.int64(4), np.float64(2 * 15 / 16 * 124e6 * 4)),
-    ],
+    "moved_to_16": [(np.int64(4), np.float64(2 * 15 / 16 * 124e6 * 4))],
     "padded": [weighted],
     "steady_mask": [of_a_table],
 }

@@ -147,11 +147,7 @@ def one_by_one(average):
 RIGHT = {
     "repaired_sum": [lambda loss, ranks: sum([loss] * ranks)],
     "careful_judge": [careful],
-    "finds_the_liars": [
-        by_hand,
-        as_a_tensor,
-        as_numpy,
-    ],
+    "finds_the_liars": [by_hand, as_a_tensor, as_numpy],
 }
 
 WRONG = {
