@@ -15,7 +15,14 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from exercises.counted import counted, listed, number, word
-from exercises.exercise import NotYet, Wrong, call, exercise, solution
+from exercises.exercise import (
+    NotYet,
+    Wrong,
+    call,
+    exercise,
+    must_be_callable,
+    solution,
+)
 from exercises.results import tensor
 
 ROWS = 11  # of the accuracy: a prime number, so that parts cannot be equal
@@ -85,17 +92,6 @@ def solution_1():
     return (*answers,)
 
 
-class _Noted:
-    """An event; `asked` is set once anybody does anything with it."""
-
-    def __init__(self, event, asked):
-        self._event, self._asked = event, asked
-
-    def __getattr__(self, name: str):
-        self._asked.set()
-        return getattr(self._event, name)
-
-
 MUST_WAIT = "with the default sharing strategy it must wait for `received`"
 
 
@@ -113,63 +109,12 @@ MUST_WAIT = "with the default sharing strategy it must wait for `received`"
 )
 def delivers_all(produce) -> None:
     """A producer (queue, received) of four tensors that stays until they are there."""
-    if not callable(produce):
-        raise Wrong(f"give a function, not {produce!r}")
-    fork = mp.get_context("fork")
-    queue, errors = fork.Queue(), fork.SimpleQueue()
-    received, asked = fork.Event(), fork.Event()
-
-    def work():
-        torch.set_num_threads(1)
-        try:
-            produce(queue, _Noted(received, asked))
-        except BaseException as error:
-            errors.put(f"{type(error).__name__}: {error}")
-
-    producer = fork.Process(target=work)
-    producer.start()
-    try:
-        # On a busy machine the clock does not tell how far the producer has come.
-        limit = time.monotonic() + ASKS
-        while not asked.is_set() and producer.is_alive() and time.monotonic() < limit:
-            producer.join(0.05)
-        producer.join(0.5)  # the slow consumer
-        ended = not producer.is_alive()
-        if not errors.empty():
-            raise Wrong(f"your code raised {errors.get()}")
-        if producer.exitcode:
-            raise Wrong(f"the producer was ended by signal {-producer.exitcode}")
-        if ended and queue.empty():
-            raise NotYet("your function puts nothing so far")
-        tensors = [_take(queue, number, ended) for number in range(4)]
-        time.sleep(0.3)  # what the producer writes now must not change them
-        values = [tensor[0].item() for tensor in tensors]
-        if len(set(values)) == 1:
-            raise Wrong(
-                f"all four tensors are full of {values[0]:g}: `put` sends a handle "
-                "to one memory, and you write into it again; put a clone"
-            )
-        if values != [0.0, 1.0, 2.0, 3.0]:
-            raise Wrong(
-                f"the tensors are full of {', '.join(f'{v:g}' for v in values)}"
-            )
-        producer.join(STAYS)
-        with contextlib.suppress(queues.Empty, OSError, EOFError):
-            queue.get(timeout=0.2)
-            raise Wrong("more than four tensors arrive")
-        if not producer.is_alive():
-            raise Wrong(f"the producer ended before `received` was set; {MUST_WAIT}")
-        if not asked.is_set():
-            raise Wrong("the producer never asks `received`; a sleep only guesses")
-        received.set()
-        producer.join(ENDS)
-        if producer.is_alive():
-            raise Wrong("the producer goes on after `received` is set; let it end")
-    finally:
-        received.set()
-        _empty(queue)
-        producer.kill()
-        producer.join()
+    must_be_callable(produce)
+    with _Producer(produce) as producer:
+        producer.let_it_work()
+        _check_tensors([producer.take(number) for number in range(4)])
+        producer.must_stay()
+        producer.must_end()
 
 
 @solution("14.2")
@@ -195,32 +140,123 @@ def solution_2():
     return produce
 
 
-def _empty(queue) -> None:
-    """Take what is left: memory that is sent by name stays until it is fetched."""
-    for _ in range(100):  # a producer may go on and on
-        if queue.empty():
-            return
-        with contextlib.suppress(Exception):  # of whatever the learner has sent
-            queue.get(timeout=1)
-
-
-def _take(queue, number: int, ended: bool) -> torch.Tensor:
-    """The next tensor."""
-    try:
-        item = queue.get(timeout=3)
-    except queues.Empty:
-        raise Wrong(f"{number} tensors arrive, not four") from None
-    except (OSError, EOFError) as error:
+def _check_tensors(tensors: list[torch.Tensor]) -> None:
+    """They hold 0, 1, 2 and 3, also when the producer has had time to write more."""
+    time.sleep(0.3)
+    values = [tensor[0].item() for tensor in tensors]
+    if len(set(values)) == 1:
         raise Wrong(
-            f"fetching a tensor raised {type(error).__name__}: the producer has ended, "
-            f"and its memory cannot be asked for; {MUST_WAIT}"
-        ) from None
-    tensor(item, "what arrives is")
-    if item.shape != (3,) or len(set(item.tolist())) != 1:
-        raise Wrong(f"a tensor arrives that holds {item.tolist()}")
-    if ended:
-        raise Wrong(f"the producer ends before its tensors are fetched; {MUST_WAIT}")
-    return item
+            f"all four tensors are full of {values[0]:g}: `put` sends a handle "
+            "to one memory, and you write into it again; put a clone"
+        )
+    if values != [0.0, 1.0, 2.0, 3.0]:
+        raise Wrong(f"the tensors are full of {', '.join(f'{v:g}' for v in values)}")
+
+
+class _Producer:
+    """The learner's producer in a process of its own, and what its consumer sees.
+
+    Behind the `with` block it has ended, whatever it does.
+    """
+
+    def __init__(self, produce):
+        fork = mp.get_context("fork")
+        self._queue, self._errors = fork.Queue(), fork.SimpleQueue()
+        self._received, self._asked = fork.Event(), fork.Event()
+        self._process = fork.Process(target=self._work, args=(produce,))
+        self._ended_early = False
+
+    def _work(self, produce) -> None:
+        """In the process: call what the learner has written."""
+        torch.set_num_threads(1)
+        try:
+            produce(self._queue, _Noted(self._received, self._asked))
+        except BaseException as error:
+            self._errors.put(f"{type(error).__name__}: {error}")
+
+    def __enter__(self) -> "_Producer":
+        self._process.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._received.set()
+        self._empty()
+        self._process.kill()
+        self._process.join()
+
+    def _empty(self) -> None:
+        """Take what is left: memory that is sent by name stays until it is fetched."""
+        for _ in range(100):  # a producer may go on and on
+            if self._queue.empty():
+                return
+            with contextlib.suppress(Exception):  # of whatever the learner has sent
+                self._queue.get(timeout=1)
+
+    def let_it_work(self) -> None:
+        """Wait until it asks `received` or ends, and then a little, as if busy."""
+        # On a busy machine the clock does not tell how far the producer has come.
+        limit = time.monotonic() + ASKS
+        while not self._asked.is_set() and time.monotonic() < limit:
+            self._process.join(0.05)
+            if not self._process.is_alive():
+                break
+        self._process.join(0.5)  # the slow consumer
+        self._ended_early = not self._process.is_alive()
+        if not self._errors.empty():
+            raise Wrong(f"your code raised {self._errors.get()}")
+        if self._process.exitcode:
+            number = -self._process.exitcode
+            raise Wrong(f"the producer was ended by signal {number}")
+        if self._ended_early and self._queue.empty():
+            raise NotYet("your function puts nothing so far")
+
+    def take(self, number: int) -> torch.Tensor:
+        """The tensor of this number."""
+        try:
+            item = self._queue.get(timeout=3)
+        except queues.Empty:
+            raise Wrong(f"{number} tensors arrive, not four") from None
+        except (OSError, EOFError) as error:
+            raise Wrong(
+                f"fetching a tensor raised {type(error).__name__}: the producer has "
+                f"ended, and its memory cannot be asked for; {MUST_WAIT}"
+            ) from None
+        tensor(item, "what arrives is")
+        if item.shape != (3,) or len(set(item.tolist())) != 1:
+            raise Wrong(f"a tensor arrives that holds {item.tolist()}")
+        if self._ended_early:
+            why = "the producer ends before its tensors are fetched"
+            raise Wrong(f"{why}; {MUST_WAIT}")
+        return item
+
+    def must_stay(self) -> None:
+        """It puts nothing more, and lives because it waits for `received`."""
+        self._process.join(STAYS)
+        with contextlib.suppress(queues.Empty, OSError, EOFError):
+            self._queue.get(timeout=0.2)
+            raise Wrong("more than four tensors arrive")
+        if not self._process.is_alive():
+            raise Wrong(f"the producer ended before `received` was set; {MUST_WAIT}")
+        if not self._asked.is_set():
+            raise Wrong("the producer never asks `received`; a sleep only guesses")
+
+    def must_end(self) -> None:
+        """It ends soon after `received` is set."""
+        self._received.set()
+        self._process.join(ENDS)
+        if self._process.is_alive():
+            raise Wrong("the producer goes on after `received` is set; let it end")
+
+
+class _Noted:
+    """An event; `asked` is set once anybody does anything with it."""
+
+    def __init__(self, event, asked):
+        self._event, self._asked = event, asked
+
+    def __getattr__(self, name: str):
+        self._asked.set()
+        return getattr(self._event, name)
 
 
 COPY_OF_WEIGHTS = 100_000 * 100 * 4  # bytes
