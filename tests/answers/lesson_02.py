@@ -55,9 +55,13 @@ def stretched_uniform(x):
 
 
 class Compared(nn.Module):
+    """Compares positions with lengths; subclasses do one thing in another way."""
+
+    def positions(self, x):
+        return torch.arange(x.shape[1], device=x.device)
+
     def forward(self, x, lengths):
-        positions = torch.arange(x.shape[1], device=x.device)
-        return x * (positions < lengths[:, None])[..., None]
+        return x * (self.positions(x) < lengths[:, None])[..., None]
 
 
 class Filled(nn.Module):
@@ -73,70 +77,65 @@ class Where(nn.Module):
         return torch.where(hidden, torch.zeros_like(x), x)
 
 
-class AsGiven(nn.Module):
-    def forward(self, x, lengths):
-        keep = torch.zeros(x.shape[0], x.shape[1], 1)
-        for row, length in enumerate(lengths):
-            keep[row, :length] = 1
-        return x * keep.to("cuda:0")
-
-
 class LoopBeside(nn.Module):
+    def empty(self, x):
+        return x.new_zeros(x.shape[0], x.shape[1], 1)
+
     def forward(self, x, lengths):
-        keep = x.new_zeros(x.shape[0], x.shape[1], 1)
+        keep = self.empty(x)
         for row, length in enumerate(lengths):
             keep[row, :length] = 1
-        return x * keep
+        return x * keep.to(x.device)
 
 
-class OnTheCpu(nn.Module):
+class AsGiven(LoopBeside):
+    def empty(self, x):
+        return torch.zeros(x.shape[0], x.shape[1], 1)
+
+
+class OnTheCpu(Compared):
+    def positions(self, x):
+        return torch.arange(x.shape[1])
+
+
+class HardCoded(Compared):
+    def positions(self, x):
+        return torch.arange(x.shape[1], device="cuda:0")
+
+
+class Moved(Compared):
+    def positions(self, x):
+        return torch.arange(x.shape[1]).to(x.device)
+
+
+class OneTooMany(Compared):
+    def positions(self, x):
+        return super().positions(x) - 1
+
+
+class FixedLength(Compared):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("five", torch.arange(5))
+
+    def positions(self, x):
+        return self.five
+
+
+class FloatMask(Compared):
     def forward(self, x, lengths):
-        return x * (torch.arange(x.shape[1]) < lengths[:, None])[..., None]
+        return x * (self.positions(x) < lengths[:, None]).float()[..., None]
 
 
-class HardCoded(nn.Module):
+class InPlace(Compared):
     def forward(self, x, lengths):
-        positions = torch.arange(x.shape[1], device="cuda:0")
-        return x * (positions < lengths[:, None])[..., None]
-
-
-class Moved(nn.Module):
-    def forward(self, x, lengths):
-        positions = torch.arange(x.shape[1]).to(x.device)
-        return x * (positions < lengths[:, None])[..., None]
-
-
-class FloatMask(nn.Module):
-    def forward(self, x, lengths):
-        positions = torch.arange(x.shape[1], device=x.device)
-        return x * (positions < lengths[:, None]).float()[..., None]
-
-
-class OneTooMany(nn.Module):
-    def forward(self, x, lengths):
-        positions = torch.arange(x.shape[1], device=x.device)
-        return x * (positions <= lengths[:, None])[..., None]
-
-
-class InPlace(nn.Module):
-    def forward(self, x, lengths):
-        positions = torch.arange(x.shape[1], device=x.device)
-        x *= (positions < lengths[:, None])[..., None]
+        x *= (self.positions(x) < lengths[:, None])[..., None]
         return x
 
 
-class FixedLength(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("positions", torch.arange(5))
-
+class ToTheHost(Compared):
     def forward(self, x, lengths):
-        return x * (self.positions < lengths[:, None])[..., None]
-
-
-class ToTheHost(nn.Module):
-    def forward(self, x, lengths):
-        return Compared()(x, lengths).cpu()
+        return super().forward(x, lengths).cpu()
 
 
 RIGHT = {

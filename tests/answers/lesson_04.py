@@ -12,38 +12,16 @@ def parameters_only(model):
     return sum(p.nbytes for p in model.parameters())
 
 
-def without_moments(model):
-    return 2 * parameters_only(model)
-
-
-def one_moment(model):
-    return 3 * parameters_only(model)
-
-
-def without_roots(model):
-    return 4 * parameters_only(model)
-
-
 def numbers_of(model):
     return sum(p.numel() for p in model.parameters())
 
 
-def twice_bytes(model):
-    return 20 * parameters_only(model)
+def so_many_times(count):
+    return lambda model: count * parameters_only(model)
 
 
 def with_buffers(model):
     return 5 * sum(value.nbytes for value in model.state_dict().values())
-
-
-def with_clones(model, batches):
-    losses, rows = [], []
-    for x, y in batches:
-        with torch.no_grad():
-            output = model(x)
-            losses.append(cross_entropy(output, y).clone())
-            rows.append(output[0].clone())
-    return losses, rows
 
 
 @torch.inference_mode()
@@ -57,18 +35,29 @@ def stacked(model, batches):
     return torch.stack(losses), torch.stack(rows)
 
 
-def as_given(model, batches):
-    losses, rows = [], []
-    for x, y in batches:
-        output = model(x)
-        losses.append(cross_entropy(output, y))
-        rows.append(output[0])
-    return losses, rows
+def evaluation(of_loss, of_row):
+    """Keeps of each batch what these two functions make of its loss and first row."""
+
+    def evaluate(model, batches):
+        losses, rows = [], []
+        for x, y in batches:
+            output = model(x)
+            losses.append(of_loss(cross_entropy(output, y)))
+            rows.append(of_row(output[0]))
+        return losses, rows
+
+    return evaluate
 
 
-def detached(model, batches):
-    losses, rows = as_given(model, batches)
-    return [loss.detach() for loss in losses], [row.detach() for row in rows]
+def as_it_is(tensor):
+    return tensor
+
+
+as_given = evaluation(as_it_is, as_it_is)
+cloned_with_graph = evaluation(torch.Tensor.detach, lambda row: row.detach().clone())
+
+
+with_clones = torch.no_grad()(evaluation(torch.clone, torch.clone))
 
 
 def no_grad_only(model, batches):
@@ -76,28 +65,14 @@ def no_grad_only(model, batches):
         return as_given(model, batches)
 
 
-def cloned_late(model, batches):
-    losses, rows = no_grad_only(model, batches)
-    return losses, [row.clone() for row in rows]
+def afterwards(evaluate, of_loss, of_row):
+    """Changes the two lists when they are complete."""
 
+    def change(model, batches):
+        losses, rows = evaluate(model, batches)
+        return [of_loss(loss) for loss in losses], [of_row(row) for row in rows]
 
-def cloned_with_graph(model, batches):
-    losses, rows = [], []
-    for x, y in batches:
-        output = model(x)
-        losses.append(cross_entropy(output, y).detach())
-        rows.append(output[0].detach().clone())
-    return losses, rows
-
-
-def on_the_cpu(model, batches):
-    losses, rows = no_grad_only(model, batches)
-    return [loss.cpu() for loss in losses], [row.cpu() for row in rows]
-
-
-def numbers(model, batches):
-    losses, rows = no_grad_only(model, batches)
-    return [loss.item() for loss in losses], [row.clone() for row in rows]
+    return change
 
 
 def whole_outputs(model, batches):
@@ -142,41 +117,26 @@ def inside_the_block(train, samples):
     return samples
 
 
-def any_runtime_error(train, samples):
-    while samples:
-        try:
-            train(samples)
-            return samples
-        except RuntimeError:
-            pass
-        samples //= 2
-    return 0
+def tries(error=torch.OutOfMemoryError, smaller=lambda samples: samples // 2):
+    def first_that_fits(train, samples):
+        while samples:
+            try:
+                train(samples)
+                return samples
+            except error:
+                pass
+            samples = smaller(samples)
+        return 0
+
+    return first_that_fits
 
 
 def one_less(train, samples):
     return after_the_block(train, samples // 2)
 
 
-def never_halves(train, samples):
-    try:
-        train(samples)
-        return samples
-    except torch.OutOfMemoryError:
-        return 0
-
-
 def never_zero(train, samples):
     return after_the_block(train, samples) or 1
-
-
-def with_a_half(train, samples):
-    while samples:
-        try:
-            train(samples)
-            return samples
-        except torch.OutOfMemoryError:
-            pass
-        samples = samples / 2
 
 
 RIGHT = {
@@ -188,23 +148,29 @@ RIGHT = {
 WRONG = {
     "peak_of_step": [
         (parameters_only, "parameters alone"),
-        (without_moments, "moments are missing"),
-        (one_moment, "two parts are missing"),
-        (without_roots, "makes and drops"),
+        (so_many_times(2), "moments are missing"),
+        (so_many_times(3), "two parts are missing"),
+        (so_many_times(4), "makes and drops"),
         (numbers_of, "4 bytes"),
-        (twice_bytes, "in bytes already"),
+        (so_many_times(20), "in bytes already"),
         (with_buffers, "buffers"),
         (lambda model: 12345, "12,345 bytes for a model"),
         (17, "give a function"),
     ],
     "lean_evaluation": [
         (as_given, "still has its graph"),
-        (detached, "detach() is not enough"),
+        (afterwards(as_given, torch.detach, torch.detach), "detach() is not enough"),
         (no_grad_only, "keeps a storage of"),
-        (cloned_late, "its peak is"),
+        (afterwards(no_grad_only, as_it_is, torch.clone), "its peak is"),
         (cloned_with_graph, "without gradients"),
-        (on_the_cpu, "leave it on the GPU"),
-        (numbers, "is a float, not a tensor"),
+        (
+            afterwards(no_grad_only, torch.Tensor.cpu, torch.Tensor.cpu),
+            "leave it on the GPU",
+        ),
+        (
+            afterwards(no_grad_only, torch.Tensor.item, torch.clone),
+            "is a float, not a tensor",
+        ),
         (whole_outputs, "row of scores 0 is (2048, 10)"),
         (last_rows, "another value"),
         (kept_elsewhere, "who holds them"),
@@ -213,11 +179,11 @@ WRONG = {
     ],
     "first_that_fits": [
         (inside_the_block, "the error holds"),
-        (any_runtime_error, "swallows"),
+        (tries(RuntimeError), "swallows"),
         (one_less, "try all of them first"),
-        (never_halves, "16 fit"),
+        (tries(smaller=lambda samples: 0), "16 fit"),
         (never_zero, "not even one"),
-        (with_a_half, "whole number"),
+        (tries(smaller=lambda samples: samples / 2), "whole number"),
         (17, "give a function"),
     ],
 }

@@ -8,27 +8,44 @@ def _load(copier, batch):
         return batch.to("cuda", non_blocking=True)
 
 
-def ahead(batches):
-    copier, here = torch.cuda.Stream(), torch.cuda.current_stream()
-    following = None
-    for batch in batches:
-        current = following
-        here.wait_stream(copier)
-        following = _load(copier, batch)
-        if current is not None:
-            yield current
-            current.record_stream(here)
-    if following is not None:
-        here.wait_stream(copier)
-        yield following
+def one_ahead(waits="before", records=True, last=True):
+    """Loads a batch while another one is computed.
+
+    Args:
+        waits: for the copy of this batch, "before" the next one is begun; "after" it,
+            which is a wait for both; or never.
+        records: that the batch is used on another stream.
+        last: whether the last batch is yielded.
+    """
+
+    def prefetch(batches):
+        copier, here = torch.cuda.Stream(), torch.cuda.current_stream()
+        following = None
+        for batch in batches:
+            current = following
+            if waits == "before":
+                here.wait_stream(copier)
+            following = _load(copier, batch)
+            if waits == "after":
+                here.wait_stream(copier)
+            if current is not None:
+                if records:
+                    current.record_stream(here)
+                yield current
+        if following is not None and last:
+            if waits == "before":
+                here.wait_stream(copier)
+            yield following
+
+    return prefetch
+
+
+ahead = one_ahead()
 
 
 def with_next(batches):
-    copier, here, batches = (
-        torch.cuda.Stream(),
-        torch.cuda.current_stream(),
-        iter(batches),
-    )
+    copier, here = torch.cuda.Stream(), torch.cuda.current_stream()
+    batches = iter(batches)
 
     def load():
         batch = next(batches, None)
@@ -84,43 +101,6 @@ def as_in_the_lesson(batches):
         yield x
 
 
-def waits_for_the_next(batches):
-    copier, here = torch.cuda.Stream(), torch.cuda.current_stream()
-    following = None
-    for batch in batches:
-        current, following = following, _load(copier, batch)
-        here.wait_stream(copier)
-        if current is not None:
-            current.record_stream(here)
-            yield current
-    if following is not None:
-        yield following
-
-
-def waits_for_nothing(batches):
-    copier, following = torch.cuda.Stream(), None
-    for batch in batches:
-        current, following = following, _load(copier, batch)
-        if current is not None:
-            current.record_stream(torch.cuda.current_stream())
-            yield current
-    if following is not None:
-        yield following
-
-
-def records_nothing(batches):
-    copier, here, following = torch.cuda.Stream(), torch.cuda.current_stream(), None
-    for batch in batches:
-        current = following
-        here.wait_stream(copier)
-        following = _load(copier, batch)
-        if current is not None:
-            yield current
-    if following is not None:
-        here.wait_stream(copier)
-        yield following
-
-
 def one_buffer(batches):
     copier, here, buffer = torch.cuda.Stream(), torch.cuda.current_stream(), None
     for batch in batches:
@@ -146,23 +126,9 @@ def all_at_once(batches):
     yield from loaded
 
 
-def loses_the_last(batches):
-    copier, here, following = torch.cuda.Stream(), torch.cuda.current_stream(), None
-    for batch in batches:
-        current = following
-        here.wait_stream(copier)
-        following = _load(copier, batch)
-        if current is not None:
-            current.record_stream(here)
-            yield current
-
-
 def never_ends(batches):
-    copier, here, batches = (
-        torch.cuda.Stream(),
-        torch.cuda.current_stream(),
-        iter(batches),
-    )
+    copier, here = torch.cuda.Stream(), torch.cuda.current_stream()
+    batches = iter(batches)
     following = _load(copier, next(batches))
     while following is not None:
         here.wait_stream(copier)
@@ -228,13 +194,13 @@ WRONG = {
         (ends_with_none, "it yields None"),
         (not_blocking, "on the stream of the work"),
         (as_in_the_lesson, "before you yield"),
-        (waits_for_the_next, "its own batch only"),
-        (waits_for_nothing, "nothing makes it wait"),
-        (records_nothing, "given back or filled again too early"),
+        (one_ahead(waits="after"), "its own batch only"),
+        (one_ahead(waits="never"), "nothing makes it wait"),
+        (one_ahead(records=False), "given back or filled again too early"),
         (one_buffer, "given back or filled again too early"),
         (holds_the_host, "the host is held up (wait for cuda:0)"),
         (all_at_once, "at most two ahead"),
-        (loses_the_last, "6 batches went in, 5 came out"),
+        (one_ahead(last=False), "6 batches went in, 5 came out"),
         (never_ends, "no batch left; there were 0"),
         (doubles, "wrong values"),
         (lambda batches: batches, "not a tensor on the GPU"),

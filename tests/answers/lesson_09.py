@@ -10,18 +10,6 @@ def forward(model, x, y, enabled=True):
         return cross_entropy(model(x), y)
 
 
-def right_step(model, optimizer, scaler, x, y):
-    optimizer.zero_grad()
-    loss = forward(model, x, y)
-    scaler.scale(loss).backward()
-    scaler.unscale_(optimizer)
-    clip_grad_norm_(model.parameters(), 1.0)
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad()
-    return loss
-
-
 def with_upcast(model, optimizer, scaler, x, y):
     with torch.autocast("cuda", dtype=torch.float16):
         loss = cross_entropy(model(x).float(), y)
@@ -34,13 +22,22 @@ def with_upcast(model, optimizer, scaler, x, y):
     return loss.item()
 
 
-def in_order(*lines, amp=True, norm=1.0, leave=False):
-    """A step whose lines after the loss come in this order."""
+def in_order(*lines, amp=True, norm=1.0, leave=False, of_loss=lambda loss: loss):
+    """A step whose lines after the loss come in this order.
+
+    Args:
+        lines: their names.
+        amp: whether the forward pass is under autocast.
+        norm: to clip to.
+        leave: the gradients, for the next step to find.
+        of_loss: what is made of the loss, or of the scaled loss, before `backward()`.
+    """
 
     def step(model, optimizer, scaler, x, y):
         loss = forward(model, x, y, amp)
         actions = {
-            "scale": lambda: scaler.scale(loss).backward(),
+            "scale": lambda: of_loss(scaler.scale(loss)).backward(),
+            "scale only": lambda: scaler.scale(loss),
             "backward": lambda: loss.backward(),
             "unscale": lambda: scaler.unscale_(optimizer),
             "clip": lambda: clip_grad_norm_(model.parameters(), norm),
@@ -58,69 +55,30 @@ def in_order(*lines, amp=True, norm=1.0, leave=False):
 
 
 WHOLE = ("scale", "unscale", "clip", "step", "update")
+right_step = in_order(*WHOLE)
 
 
-def only_if_finite(also_zero):
-    """Leaves out more than the step when a gradient is infinite."""
+def only_if_finite(*lines):
+    """Leaves out these lines when a gradient is infinite."""
 
     def step(model, optimizer, scaler, x, y):
         loss = forward(model, x, y)
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
-        norm = clip_grad_norm_(model.parameters(), 1.0)
-        if norm.isfinite():
+        finite = clip_grad_norm_(model.parameters(), 1.0).isfinite()
+        if finite or "step" not in lines:
             scaler.step(optimizer)
+        if finite or "update" not in lines:
             scaler.update()
-        if norm.isfinite() or also_zero:
+        if finite or "zero_grad" not in lines:
             optimizer.zero_grad()
         return loss
 
     return step
 
 
-def keeps_infinite(model, optimizer, scaler, x, y):
-    loss = forward(model, x, y)
-    scaler.scale(loss).backward()
-    scaler.unscale_(optimizer)
-    norm = clip_grad_norm_(model.parameters(), 1.0)
-    scaler.step(optimizer)
-    scaler.update()
-    if norm.isfinite():
-        optimizer.zero_grad()
-    return loss
-
-
 def own_scaler(model, optimizer, scaler, x, y):
     return right_step(model, optimizer, torch.amp.GradScaler("cuda"), x, y)
-
-
-def throws_away(model, optimizer, scaler, x, y):
-    scaler.scale(forward(model, x, y))
-    return in_order("backward", "unscale", "clip", "step", "update")(
-        model, optimizer, scaler, x, y
-    )
-
-
-def divides_twice(model, optimizer, scaler, x, y):
-    loss = forward(model, x, y)
-    (scaler.scale(loss) / 100).backward()
-    scaler.unscale_(optimizer)
-    clip_grad_norm_(model.parameters(), 1.0)
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad()
-    return loss
-
-
-def turns_back(model, optimizer, scaler, x, y):
-    loss = forward(model, x, y)
-    scaler.scale(-loss).backward()
-    scaler.unscale_(optimizer)
-    clip_grad_norm_(model.parameters(), 1.0)
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad()
-    return loss
 
 
 def repairs_inf(model, optimizer, scaler, x, y):
@@ -216,13 +174,13 @@ WRONG = {
         (in_order("scale", "update", "unscale", "clip", "step"), "code"),
         (in_order("unscale", "scale", "clip", "step", "update"),
          "after backward()"),
-        (only_if_finite(True), "as large as before"),
-        (only_if_finite(False), "as large as before"),
-        (keeps_infinite, "leaves gradients behind when"),
+        (only_if_finite("step", "update"), "as large as before"),
+        (only_if_finite("step", "update", "zero_grad"), "as large as before"),
+        (only_if_finite("zero_grad"), "leaves gradients behind when"),
         (own_scaler, "scaler that it is given"),
-        (throws_away, "is not the scaled one"),
-        (divides_twice, "clip to a norm of 1"),
-        (turns_back, "not those after one step"),
+        (in_order("scale only", "backward", *WHOLE[1:]), "is not the scaled one"),
+        (in_order(*WHOLE, of_loss=lambda loss: loss / 100), "clip to a norm of 1"),
+        (in_order(*WHOLE, of_loss=lambda loss: -loss), "not those after one step"),
         (repairs_inf, "reached the weights"),
         (lambda *args: 0.0, "does not call model(x)"),
         (lambda model, optimizer, scaler, x, y:

@@ -13,25 +13,47 @@ from torch.utils.data import Dataset
 END = object()
 
 
-def with_errors(batches, depth):
-    box = queue.Queue(depth)
+def ahead(fill):
+    """Yields what a thread puts into a queue: `fill(batches, put)`, then `END`."""
 
-    def fill():
-        try:
-            for batch in batches:
-                box.put((batch, None))
-            box.put((END, None))
-        except Exception as error:
-            box.put((END, error))
+    def prefetch(batches, depth):
+        box = queue.Queue(depth)
 
-    threading.Thread(target=fill, daemon=True).start()
-    while True:
-        batch, error = box.get()
-        if error is not None:
-            raise error
-        if batch is END:
-            return
-        yield batch
+        def work():
+            fill(batches, box.put)
+
+        threading.Thread(target=work, daemon=True).start()
+        while (batch := box.get()) is not END:
+            if isinstance(batch, Exception):
+                raise batch
+            yield batch
+
+    return prefetch
+
+
+def all_of_them(batches, put):
+    for batch in batches:
+        put(batch)
+    put(END)
+
+
+def and_errors(batches, put):
+    try:
+        all_of_them(batches, put)
+    except Exception as error:
+        put(error)
+
+
+def no_errors(batches, put):
+    try:
+        all_of_them(batches, put)
+    except Exception:
+        put(END)
+
+
+with_errors, loses_errors, ends_quietly = map(
+    ahead, (and_errors, all_of_them, no_errors)
+)
 
 
 def of_the_lesson(batches, depth):
@@ -44,36 +66,6 @@ def of_the_lesson(batches, depth):
 
     threading.Thread(target=fill, daemon=True).start()
     while (batch := box.get()) is not None:
-        yield batch
-
-
-def loses_errors(batches, depth):
-    box = queue.Queue(depth)
-
-    def fill():
-        for batch in batches:
-            box.put(batch)
-        box.put(END)
-
-    threading.Thread(target=fill, daemon=True).start()
-    while (batch := box.get()) is not END:
-        yield batch
-
-
-def ends_quietly(batches, depth):
-    box = queue.Queue(depth)
-
-    def fill():
-        try:
-            for batch in batches:
-                box.put(batch)
-        except Exception:
-            pass
-        finally:
-            box.put(END)
-
-    threading.Thread(target=fill, daemon=True).start()
-    while (batch := box.get()) is not END:
         yield batch
 
 
@@ -114,6 +106,8 @@ def error_overtakes(batches, depth):
 
 
 class Jittered(Dataset):
+    """An answer: where an item's generator starts from, and the noise that it draws."""
+
     def __init__(self, x, seed):
         self.x, self.seed, self.epoch = x, seed, 0
 
@@ -123,9 +117,14 @@ class Jittered(Dataset):
     def __len__(self):
         return len(self.x)
 
+    def starts_from(self, i):
+        return [self.seed, self.epoch, i]
+
+    def noise(self, rng):
+        return torch.from_numpy(rng.normal(size=16)).float()
+
     def __getitem__(self, i):
-        rng = np.random.default_rng([self.seed, self.epoch, i])
-        return self.x[i] + torch.from_numpy(rng.normal(size=16)).float()
+        return self.x[i] + self.noise(np.random.default_rng(self.starts_from(i)))
 
 
 class ByGenerator(Jittered):
@@ -141,65 +140,57 @@ class OwnGenerator(Jittered):
         self.rng = np.random.default_rng(seed)
 
     def __getitem__(self, i):
-        return self.x[i] + torch.from_numpy(self.rng.normal(size=16)).float()
+        return self.x[i] + self.noise(self.rng)
 
 
 class NoEpoch(Jittered):
-    def __getitem__(self, i):
-        rng = np.random.default_rng([self.seed, i])
-        return self.x[i] + torch.from_numpy(rng.normal(size=16)).float()
+    def starts_from(self, i):
+        return [self.seed, i]
 
 
 class NoItem(Jittered):
-    def __getitem__(self, i):
-        rng = np.random.default_rng([self.seed, self.epoch])
-        return self.x[i] + torch.from_numpy(rng.normal(size=16)).float()
-
-
-class FromTorch(Jittered):
-    def __getitem__(self, i):
-        return self.x[i] + torch.randn(16)
+    def starts_from(self, i):
+        return [self.seed, self.epoch]
 
 
 class NoSeed(Jittered):
-    def __getitem__(self, i):
-        rng = np.random.default_rng([self.epoch, i])
-        return self.x[i] + torch.from_numpy(rng.normal(size=16)).float()
+    def starts_from(self, i):
+        return [self.epoch, i]
 
 
 class AddsThem(Jittered):
-    def __getitem__(self, i):
-        rng = np.random.default_rng(self.seed + self.epoch + i)
-        return self.x[i] + torch.from_numpy(rng.normal(size=16)).float()
+    def starts_from(self, i):
+        return self.seed + self.epoch + i
+
+
+class FromTorch(Jittered):
+    def noise(self, rng):
+        return torch.randn(16)
 
 
 class OneNumber(Jittered):
-    def __getitem__(self, i):
-        rng = np.random.default_rng([self.seed, self.epoch, i])
-        return self.x[i] + float(rng.normal())
+    def noise(self, rng):
+        return float(rng.normal())
+
+
+class InFloat64(Jittered):
+    def noise(self, rng):
+        return rng.normal(size=16)
+
+
+class Uniform(Jittered):
+    def noise(self, rng):
+        return torch.from_numpy(rng.random(size=16)).float()
+
+
+class NoNoise(Jittered):
+    def noise(self, rng):
+        return 0
 
 
 class NoiseAlone(Jittered):
     def __getitem__(self, i):
-        rng = np.random.default_rng([self.seed, self.epoch, i])
-        return torch.from_numpy(rng.normal(size=16)).float()
-
-
-class InFloat64(Jittered):
-    def __getitem__(self, i):
-        rng = np.random.default_rng([self.seed, self.epoch, i])
-        return self.x[i] + rng.normal(size=16)
-
-
-class Uniform(Jittered):
-    def __getitem__(self, i):
-        rng = np.random.default_rng([self.seed, self.epoch, i])
-        return self.x[i] + torch.from_numpy(rng.random(size=16)).float()
-
-
-class NoNoise(Jittered):
-    def __getitem__(self, i):
-        return self.x[i]
+        return super().__getitem__(i) - self.x[i]
 
 
 RIGHT = {

@@ -6,55 +6,44 @@ from torch.nn.functional import cross_entropy
 from exercises.lesson_12 import Base, Undivided
 
 
-class Summed(Base):
-    def forward(self, x, y, total):
-        return cross_entropy(self.model(x), y, reduction="sum")[None] / total
+def scored_by(loss, returned=lambda loss, scores, total: loss[None]):
+    """A class whose loss is `loss(scores, y, total)`, and what is returned of it."""
+
+    class Answer(Base):
+        def forward(self, x, y, total):
+            scores = self.model(x)
+            return returned(loss(scores, y, total), scores, total)
+
+    return Answer
 
 
-class Weighted(Base):
-    def forward(self, x, y, total):
-        return (cross_entropy(self.model(x), y) * len(x) / total).reshape(1)
+def summed(scores, y, total):
+    return cross_entropy(scores, y, reduction="sum") / total
 
 
-class Each(Base):
-    def forward(self, x, y, total):
-        return cross_entropy(self.model(x), y, reduction="none") / total
+def weighted(scores, y, total):
+    return cross_entropy(scores, y) * len(y) / total
 
 
-class Mean(Base):
-    def forward(self, x, y, total):
-        return cross_entropy(self.model(x), y)[None]
+def each(scores, y, total):
+    return cross_entropy(scores, y, reduction="none") / total
 
 
-class Quarter(Base):
-    def forward(self, x, y, total):
-        return cross_entropy(self.model(x), y)[None] / 4
+def mean(scores, y, total):
+    return cross_entropy(scores, y)
 
 
-class Scores(Base):
-    def forward(self, x, y, total):
-        return self.model(x)
+def a_quarter(scores, y, total):
+    return cross_entropy(scores, y) / 4
 
 
-class Number(Base):
-    def forward(self, x, y, total):
-        return cross_entropy(self.model(x), y).item()
-
-
-class Scalar(Base):
-    def forward(self, x, y, total):
-        return cross_entropy(self.model(x), y, reduction="sum") / total
-
-
-class Detached(Base):
-    def forward(self, x, y, total):
-        loss = cross_entropy(self.model(x), y, reduction="sum")[None] / total
-        return loss.detach()
+def as_it_is(loss, scores, total):
+    return loss
 
 
 RIGHT = {
     "sent_by_one_gpu": [(700, 100, 175), (700.0, 100.0, 175.0)],
-    "fair_loss": [Summed, Weighted, Each],
+    "fair_loss": [scored_by(summed), scored_by(weighted), scored_by(each, as_it_is)],
     "sizes_of_parts": [
         [362, 562, 562, 562],
         ((369, 560, 560, 559),),
@@ -90,13 +79,16 @@ WRONG = {
         (({}, 100, 175), "give a number"),
     ],
     "fair_loss": [
-        (Mean, "divided by the rows of the whole batch"),
-        (Quarter, "must weigh less"),
+        (scored_by(mean), "divided by the rows of the whole batch"),
+        (scored_by(a_quarter), "must weigh less"),
         (Undivided, "not divided"),
-        (Scores, "come back"),
-        (Number, "forward returns a float, not a tensor"),
-        (Detached, "no gradient"),
-        (Scalar, "a scalar"),
+        (scored_by(mean, lambda loss, scores, total: scores), "come back"),
+        (
+            scored_by(mean, lambda loss, *_: loss.item()),
+            "forward returns a float, not a tensor",
+        ),
+        (scored_by(summed, lambda loss, *_: loss[None].detach()), "no gradient"),
+        (scored_by(summed, as_it_is), "a scalar"),
         (nn.Identity, "your code raised"),
     ],
     "sizes_of_parts": [

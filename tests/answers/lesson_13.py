@@ -69,21 +69,24 @@ def greedy(ms, stages):
 
 
 class Once(nn.Module):
+    """Sends the output of `down` on, once; subclasses do one thing in another way."""
+
     def __init__(self, down, middle, up):
         super().__init__()
         self.down = down.to("cuda:0")
         self.middle, self.up = middle.to("cuda:1"), up.to("cuda:1")
 
+    def sent(self, h):
+        return h.to("cuda:1")
+
     def forward(self, x):
-        h = self.down(x).to("cuda:1")
+        h = self.sent(self.down(x))
         return self.up(h + self.middle(h))
 
 
 class OnceFromAnywhere(Once):
     def forward(self, x):
-        h = self.down(x.to("cuda:0"))
-        h = h.to(self.up.weight.device)
-        return self.up(self.middle(h) + h)
+        return super().forward(x.to("cuda:0"))
 
 
 class OtherOrder(Once):
@@ -104,9 +107,8 @@ class ATuple(Once):
 
 
 class ThroughTheCPU(Once):
-    def forward(self, x):
-        h = self.down(x).cpu().to("cuda:1")
-        return self.up(h + self.middle(h))
+    def sent(self, h):
+        return h.cpu().to("cuda:1")
 
 
 class Twice(Once):
@@ -116,9 +118,8 @@ class Twice(Once):
 
 
 class Detached(Once):
-    def forward(self, x):
-        h = self.down(x).detach().to("cuda:1")
-        return self.up(h + self.middle(h))
+    def sent(self, h):
+        return h.detach().to("cuda:1")
 
 
 class NoSkip(Once):

@@ -8,49 +8,80 @@ def who():
     return dist.get_rank(), dist.get_world_size()
 
 
+# -- one hop: a message to the right, and one from the left ----------------------------
+
+
+def at_once(outgoing, incoming):
+    rank, size = who()
+    sending = dist.isend(outgoing, (rank + 1) % size)
+    dist.recv(incoming, (rank - 1) % size)
+    sending.wait()
+
+
+def batched(outgoing, incoming):
+    rank, size = who()
+    pair = [
+        dist.P2POp(dist.isend, outgoing, (rank + 1) % size),
+        dist.P2POp(dist.irecv, incoming, (rank - 1) % size),
+    ]
+    for work in dist.batch_isend_irecv(pair):
+        work.wait()
+
+
+def is_even(rank):
+    return rank % 2 == 0
+
+
+def in_order(sends_first, to=1):
+    """Blocking calls: the ranks for which `sends_first` holds send before they receive.
+
+    They send `to` so many ranks further on.
+    """
+
+    def hop(outgoing, incoming):
+        rank, size = who()
+        calls = [
+            lambda: dist.send(outgoing, (rank + to) % size),
+            lambda: dist.recv(incoming, (rank - to) % size),
+        ]
+        for call in calls if sends_first(rank) else calls[::-1]:
+            call()
+
+    return hop
+
+
+def from_anyone(outgoing, incoming):
+    rank, size = who()
+    if is_even(rank):
+        dist.send(outgoing, (rank + 1) % size)
+        dist.recv(incoming)
+    else:
+        dist.recv(incoming)
+        dist.send(outgoing, (rank + 1) % size)
+
+
 # -- all_gather ------------------------------------------------------------------------
 
 
-def gathered(x):
-    rank, size = who()
-    found = [torch.empty_like(x) for _ in range(size)]
-    found[rank] = x.clone()
-    for step in range(size - 1):
-        sending = dist.isend(found[(rank - step) % size], (rank + 1) % size)
-        dist.recv(found[(rank - step - 1) % size], (rank - 1) % size)
-        sending.wait()
-    return found
+def gather_by(hop, more=0):
+    """An all-gather in a ring of such hops, and so many hops more."""
+
+    def gather(x):
+        rank, size = who()
+        found = [x.clone() for _ in range(size)]
+        for step in range(size - 1 + more):
+            hop(found[(rank - step) % size], found[(rank - step - 1) % size])
+        return found
+
+    return gather
+
+
+gathered = gather_by(at_once)
 
 
 def gathered_in_turn(x):
     """Blocking calls only; the result is one tensor."""
-    rank, size = who()
-    found = torch.empty(size, len(x))
-    found[rank] = x
-    for step in range(size - 1):
-        mine, other = found[(rank - step) % size], found[(rank - step - 1) % size]
-        if rank % 2:
-            dist.recv(other, (rank - 1) % size)
-            dist.send(mine, (rank + 1) % size)
-        else:
-            dist.send(mine, (rank + 1) % size)
-            dist.recv(other, (rank - 1) % size)
-    return found
-
-
-def gathered_in_batches(x):
-    rank, size = who()
-    found, moving = {rank: x}, x
-    for step in range(size - 1):
-        box = torch.empty_like(x)
-        pair = [
-            dist.P2POp(dist.isend, moving, (rank + 1) % size),
-            dist.P2POp(dist.irecv, box, (rank - 1) % size),
-        ]
-        for work in dist.batch_isend_irecv(pair):
-            work.wait()
-        found[(rank - step - 1) % size] = moving = box
-    return [found[r] for r in range(size)]
+    return torch.stack(gather_by(in_order(is_even))(x))
 
 
 def by_arrival(x):
@@ -60,13 +91,7 @@ def by_arrival(x):
 
 
 def always_its_own(x):
-    rank, size = who()
-    found = [x.clone() for _ in range(size)]
-    for step in range(size - 1):
-        sending = dist.isend(x, (rank + 1) % size)
-        dist.recv(found[(rank - step - 1) % size], (rank - 1) % size)
-        sending.wait()
-    return found
+    return gather_by(lambda outgoing, incoming: at_once(x, incoming))(x)
 
 
 def to_everyone(x):
@@ -87,21 +112,8 @@ def all_in_every_step(x):
     found[rank] = x
     for _ in range(size - 1):
         box = torch.empty_like(found)
-        sending = dist.isend(found, (rank + 1) % size)
-        dist.recv(box, (rank - 1) % size)
-        sending.wait()
+        at_once(found, box)
         found = found.maximum(box)
-    return found
-
-
-def too_far(x):
-    rank, size = who()
-    found = [torch.empty_like(x) for _ in range(size)]
-    found[rank] = x.clone()
-    for step in range(size):
-        sending = dist.isend(found[(rank - step) % size], (rank + 1) % size)
-        dist.recv(found[(rank - step - 1) % size], (rank - 1) % size)
-        sending.wait()
     return found
 
 
@@ -111,27 +123,12 @@ def with_the_library(x):
     return found
 
 
-def sends_first(x):
-    rank, size = who()
-    found = [x.clone() for _ in range(size)]
-    for step in range(size - 1):
-        dist.send(found[(rank - step) % size], (rank + 1) % size)
-        dist.recv(found[(rank - step - 1) % size], (rank - 1) % size)
-    return found
-
-
 def into_x(x):
-    rank, size = who()
-    found = [torch.empty_like(x) for _ in range(size)]
-    found[rank] = x.clone()
-    for step in range(size - 1):
-        box = torch.empty_like(x)
-        sending = dist.isend(x, (rank + 1) % size)
-        dist.recv(box, (rank - 1) % size)
-        sending.wait()
-        found[(rank - step - 1) % size] = box
-        x.copy_(box)
-    return found
+    def hop(outgoing, incoming):
+        at_once(x, incoming)
+        x.copy_(incoming)
+
+    return gather_by(hop)(x)
 
 
 def with_a_barrier(x):
@@ -152,40 +149,13 @@ def without_handles(x):
 # -- rotate ----------------------------------------------------------------------------
 
 
-def even_first(x):
-    rank, size = who()
-    box = torch.empty_like(x)
-    if rank % 2 == 0:
-        dist.send(x, (rank + 1) % size)
-        dist.recv(box, (rank - 1) % size)
-    else:
-        dist.recv(box, (rank - 1) % size)
-        dist.send(x, (rank + 1) % size)
-    return box
+def rotate_by(hop):
+    def rotate(x):
+        box = torch.empty_like(x)
+        hop(x, box)
+        return box
 
-
-def one_listens(x):
-    rank, size = who()
-    box = torch.empty_like(x)
-    calls = [
-        lambda: dist.send(x, (rank + 1) % size),
-        lambda: dist.recv(box, (rank - 1) % size),
-    ]
-    for call in calls if rank > 0 else calls[::-1]:
-        call()
-    return box
-
-
-def from_anyone(x):
-    rank, size = who()
-    box = torch.empty_like(x)
-    if rank % 2 == 0:
-        dist.send(x, (rank + 1) % size)
-        dist.recv(box)
-    else:
-        dist.recv(box)
-        dist.send(x, (rank + 1) % size)
-    return box
+    return rotate
 
 
 def in_turn(x):
@@ -200,46 +170,9 @@ def in_turn(x):
     return box
 
 
-def all_send(x):
-    rank, size = who()
-    box = torch.empty_like(x)
-    dist.send(x, (rank + 1) % size)
-    dist.recv(box, (rank - 1) % size)
-    return box
-
-
-def all_listen(x):
-    rank, size = who()
-    box = torch.empty_like(x)
-    dist.recv(box, (rank - 1) % size)
-    dist.send(x, (rank + 1) % size)
-    return box
-
-
-def without_waiting(x):
-    rank, size = who()
-    box = torch.empty_like(x)
-    sending = dist.isend(x, (rank + 1) % size)
-    dist.recv(box, (rank - 1) % size)
-    sending.wait()
-    return box
-
-
 def returns_x(x):
-    even_first(x)
+    rotate_by(in_order(is_even))(x)
     return x
-
-
-def to_the_left(x):
-    rank, size = who()
-    box = torch.empty_like(x)
-    if rank % 2 == 0:
-        dist.send(x, (rank - 1) % size)
-        dist.recv(box, (rank + 1) % size)
-    else:
-        dist.recv(box, (rank + 1) % size)
-        dist.send(x, (rank - 1) % size)
-    return box
 
 
 def gathers(x):
@@ -252,8 +185,11 @@ def misspelt(x):
 
 RIGHT = {
     "sent_round_the_ring": [6_400_000, 6.4e6],
-    "all_gather_in_a_ring": [gathered_in_turn, gathered_in_batches],
-    "rotate_without_a_deadlock": [one_listens, from_anyone],
+    "all_gather_in_a_ring": [gathered_in_turn, gather_by(batched)],
+    "rotate_without_a_deadlock": [
+        rotate_by(in_order(lambda rank: rank > 0)),
+        rotate_by(from_anyone),
+    ],
 }
 
 WRONG = {
@@ -280,9 +216,9 @@ WRONG = {
         (always_its_own, "item 1 of rank 0 is the x of rank 3"),
         (to_everyone, "rank 0 sends to [1, 2, 3]"),
         (all_in_every_step, "only what has just come"),
-        (too_far, "80 bytes in 4 messages"),
+        (gather_by(at_once, more=1), "80 bytes in 4 messages"),
         (with_the_library, "calls the collective allgather"),
-        (sends_first, "it hangs: ranks 0, 1, 2, 3"),
+        (gather_by(in_order(lambda rank: True)), "it hangs: ranks 0, 1, 2, 3"),
         (into_x, "own x has changed"),
         (with_a_barrier, "calls the collective barrier"),
         (without_handles, "did you wait for every handle?"),
@@ -292,11 +228,11 @@ WRONG = {
         (misspelt, "no attribute 'sent'"),
     ],
     "rotate_without_a_deadlock": [
-        (all_send, "dist.send"),
-        (all_listen, "dist.recv"),
-        (without_waiting, "only the order may change"),
+        (rotate_by(in_order(lambda rank: True)), "dist.send"),
+        (rotate_by(in_order(lambda rank: False)), "dist.recv"),
+        (rotate_by(at_once), "only the order may change"),
         (returns_x, "returns its own x"),
-        (to_the_left, "its right neighbour"),
+        (rotate_by(in_order(is_even, to=-1)), "its right neighbour"),
         (gathers, "allgather"),
         (in_turn, "barrier"),
         (misspelt, "no attribute 'sent'"),

@@ -23,26 +23,18 @@ def sum_only(model):
         dist.all_reduce(p.grad)
 
 
-def halved(model):
-    sum_only(model)
-    for p in model.parameters():
-        p.grad /= 2
+def divided_by(count, first=lambda model: None):
+    def average(model):
+        first(model)
+        for p in model.parameters():
+            p.grad /= count or dist.get_world_size()
 
-
-def divided_twice(model):
-    summed(model)
-    for p in model.parameters():
-        p.grad /= dist.get_world_size()
+    return average
 
 
 def with_avg(model):
     for p in model.parameters():
         dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)
-
-
-def only_divides(model):
-    for p in model.parameters():
-        p.grad /= dist.get_world_size()
 
 
 def first_only(model):
@@ -56,15 +48,39 @@ def clears(model):
     model.zero_grad()
 
 
+# -- hooks -----------------------------------------------------------------------------
+
+
+def averaging(prepare, finish=torch.Tensor.float):
+    """A hook that adds up `prepare(buffer)` and holds `finish` of the sum."""
+
+    def hook(state, bucket):
+        small = prepare(bucket.buffer())
+        future = dist.all_reduce(small, async_op=True).get_future()
+        return future.then(lambda f: finish(f.value()[0]))
+
+    return hook
+
+
+def share(gradients):
+    return gradients.bfloat16() / dist.get_world_size()
+
+
+def in_bfloat16(gradients):
+    return gradients.bfloat16()
+
+
+def divided(total):
+    return total.float() / dist.get_world_size()
+
+
+def as_it_is(total):
+    return total
+
+
 def hook(state, bucket):
-    small = bucket.buffer().bfloat16() / dist.get_world_size()
-    work = dist.all_reduce(small, async_op=True)
+    work = dist.all_reduce(share(bucket.buffer()), async_op=True)
     return work.get_future().then(lambda f: bucket.buffer().copy_(f.value()[0]))
-
-
-def divides_later(state, bucket):
-    future = dist.all_reduce(bucket.buffer().bfloat16(), async_op=True).get_future()
-    return future.then(lambda f: f.value()[0].float() / dist.get_world_size())
 
 
 def waits(state, bucket):
@@ -75,39 +91,10 @@ def waits(state, bucket):
     return future
 
 
-def stays_bfloat16(state, bucket):
-    small = bucket.buffer().bfloat16() / dist.get_world_size()
-    future = dist.all_reduce(small, async_op=True).get_future()
-    return future.then(lambda f: f.value()[0])
-
-
 def guarded(state, bucket):
     if bucket is None:
         return None
     return hook(state, bucket)
-
-
-def sends_float32(state, bucket):
-    big = bucket.buffer().bfloat16().float() / dist.get_world_size()
-    future = dist.all_reduce(big, async_op=True).get_future()
-    return future.then(lambda f: f.value()[0])
-
-
-def sends_fp16(state, bucket):
-    small = bucket.buffer().half() / dist.get_world_size()
-    future = dist.all_reduce(small, async_op=True).get_future()
-    return future.then(lambda f: f.value()[0].float())
-
-
-def sums(state, bucket):
-    future = dist.all_reduce(bucket.buffer().bfloat16(), async_op=True).get_future()
-    return future.then(lambda f: f.value()[0].float())
-
-
-def divides_twice(state, bucket):
-    small = bucket.buffer().bfloat16() / dist.get_world_size()
-    future = dist.all_reduce(small, async_op=True).get_future()
-    return future.then(lambda f: f.value()[0].float() / dist.get_world_size())
 
 
 def sends_nothing(state, bucket):
@@ -117,9 +104,7 @@ def sends_nothing(state, bucket):
 
 
 def throws_the_result_away(state, bucket):
-    small = bucket.buffer().bfloat16() / dist.get_world_size()
-    future = dist.all_reduce(small, async_op=True).get_future()
-    return future.then(lambda f: bucket.buffer())
+    return averaging(share, lambda total: bucket.buffer())(state, bucket)
 
 
 def no_future(state, bucket):
@@ -128,26 +113,15 @@ def no_future(state, bucket):
 
 
 def forgets_to_return(state, bucket):
-    small = bucket.buffer().bfloat16() / dist.get_world_size()
-    dist.all_reduce(small, async_op=True).get_future().then(lambda f: f.value()[0])
+    hook(state, bucket)
 
 
 def without_then(state, bucket):
-    small = bucket.buffer().bfloat16() / dist.get_world_size()
-    return dist.all_reduce(small, async_op=True).get_future()
+    return dist.all_reduce(share(bucket.buffer()), async_op=True).get_future()
 
 
 def other_name(state, b):
     return hook(state, b)
-
-
-def divides_by(count):
-    def fixed(state, bucket):
-        small = bucket.buffer().bfloat16() / count
-        future = dist.all_reduce(small, async_op=True).get_future()
-        return future.then(lambda f: f.value()[0].float())
-
-    return fixed
 
 
 def gathers(state, bucket):
@@ -168,16 +142,22 @@ def one_number(state, bucket):
 RIGHT = {
     "average_by_sum": [summed, divides_first],
     "messages_and_bytes": [(4, 8 * NUMBERS)],
-    "send_bfloat16": [hook, divides_later, waits, stays_bfloat16, guarded],
+    "send_bfloat16": [
+        hook,
+        averaging(in_bfloat16, divided),
+        waits,
+        averaging(share, as_it_is),
+        guarded,
+    ],
 }
 
 WRONG = {
     "average_by_sum": [
         (sum_only, "the sum over the ranks"),
-        (halved, "ask how many"),
-        (divided_twice, "divided twice"),
+        (divided_by(2, sum_only), "ask how many"),
+        (divided_by(None, summed), "divided twice"),
         (with_avg, "this time without AVG"),
-        (only_divides, "nothing is added up"),
+        (divided_by(None), "nothing is added up"),
         (first_only, "a later one is not"),
         (clears, "no `.grad` any more"),
         (3, "give a function"),
@@ -198,18 +178,18 @@ WRONG = {
         ((4, [8 * NUMBERS]), "give a number"),
     ],
     "send_bfloat16": [
-        (sends_float32, "as many as without a hook"),
-        (sends_fp16, "not bfloat16"),
-        (sums, "a mean is wanted"),
-        (divides_twice, "divided twice"),
+        (averaging(lambda x: share(x).float()), "as many as without a hook"),
+        (averaging(lambda x: x.half() / dist.get_world_size()), "not bfloat16"),
+        (averaging(in_bfloat16), "a mean is wanted"),
+        (averaging(share, divided), "divided twice"),
         (sends_nothing, "nothing was sent"),
         (throws_the_result_away, "has it arrived"),
         (no_future, "the hook returned Tensor; DDP wants a future"),
         (forgets_to_return, "the hook returned NoneType"),
         (without_then, "holds a list; take [0] with .then"),
         (other_name, "call the second parameter `bucket`"),
-        (divides_by(2), "1.50 times the mean over 3 ranks"),
-        (divides_by(4), "0.75 times the mean over 3 ranks"),
+        (averaging(lambda x: x.bfloat16() / 2), "1.50 times the mean over 3 ranks"),
+        (averaging(lambda x: x.bfloat16() / 4), "0.75 times the mean over 3 ranks"),
         (gathers, "it uses all_gather"),
         (one_number, "holds 1 numbers instead of"),
         (None, "a function is wanted"),

@@ -58,67 +58,61 @@ def as_parameter(part):
     return p
 
 
-def adds_norms(parts, most):
-    norm = torch.cat(parts).norm()
-    dist.all_reduce(norm)
-    [p.mul_(most / norm) for p in parts]
+def norm_of_all(squares_of, root=True, op=dist.ReduceOp.SUM):
+    """The root of what the ranks' `squares_of(parts)` are together."""
+
+    def norm(parts):
+        squares = squares_of(parts)
+        dist.all_reduce(squares, op)
+        return squares.sqrt() if root else squares
+
     return norm
 
 
-def adds_norms_of_parts(parts, most):
-    square = sum(part.norm() for part in parts) ** 2
-    dist.all_reduce(square)
-    [p.mul_(most / square.sqrt()) for p in parts]
-    return square.sqrt()
+def of_all_parts(parts):
+    return torch.cat(parts).square().sum()
 
 
-def decides_alone(parts, most):
-    own = torch.cat(parts).norm()
-    square = own**2
-    dist.all_reduce(square)
-    if own > most:
-        [p.mul_(most / square.sqrt()) for p in parts]
-    return square.sqrt()
+def scales(
+    norm_of, by=lambda norm, most: most / norm, if_=lambda parts, norm, most: True
+):
+    """Scales where `if_` says so, and returns the norm."""
+
+    def clip(parts, most):
+        norm = norm_of(parts)
+        if if_(parts, norm, most):
+            for part in parts:
+                part.mul_(by(norm, most))
+        return norm
+
+    return clip
 
 
-def takes_the_largest(parts, most):
-    norm = torch.cat(parts).norm()
-    dist.all_reduce(norm, op=dist.ReduceOp.MAX)
-    [p.mul_(most / norm) for p in parts]
-    return norm
+whole_norm = norm_of_all(of_all_parts)
+adds_norms = scales(norm_of_all(lambda parts: torch.cat(parts).norm(), root=False))
+adds_norms_of_parts = scales(
+    norm_of_all(lambda parts: sum(part.norm() for part in parts) ** 2)
+)
+decides_alone = scales(
+    whole_norm, if_=lambda parts, norm, most: torch.cat(parts).norm() > most
+)
+takes_the_largest = scales(norm_of_all(of_all_parts, op=dist.ReduceOp.MAX))
+always_scales = scales(whole_norm)
+scales_by_the_square = scales(whole_norm, by=lambda norm, most: most / norm**2)
 
 
 def without_root(parts, most):
-    squares = torch.cat(parts).square().sum()
-    dist.all_reduce(squares)
-    return squares
+    return norm_of_all(of_all_parts, root=False)(parts)
 
 
 def averages(parts, most):
-    squares = torch.cat(parts).square().sum()
-    dist.all_reduce(squares)
-    return (squares / dist.get_world_size()).sqrt()
+    return whole_norm(parts) / dist.get_world_size() ** 0.5
 
 
 def only_looks(parts, most):
-    squares = torch.cat(parts).square().sum()
-    dist.all_reduce(squares)
-    parts = [p * most / squares.sqrt() for p in parts]
-    return squares.sqrt()
-
-
-def always_scales(parts, most):
-    squares = torch.cat(parts).square().sum()
-    dist.all_reduce(squares)
-    [p.mul_(most / squares.sqrt()) for p in parts]
-    return squares.sqrt()
-
-
-def scales_by_the_square(parts, most):
-    squares = torch.cat(parts).square().sum()
-    dist.all_reduce(squares)
-    [p.mul_(most / squares) for p in parts]
-    return squares.sqrt()
+    norm = whole_norm(parts)
+    parts = [part * most / norm for part in parts]
+    return norm
 
 
 def returns_the_new_norm(parts, most):
@@ -133,42 +127,36 @@ def rank_0_alone(parts, most):
     return norm
 
 
-def stays_whole(model, mesh):
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=False)
-    fully_shard(model, mesh=mesh)
-    return model
-
-
 def root_alone(model, mesh):
     return fully_shard(model, mesh=mesh)
 
 
-def blocks_alone(model, mesh):
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    return model
+def each_of(groups, root=True, **options):
+    """Shards each of `groups(model)`, and then the model."""
+
+    def shard_it(model, mesh):
+        for group in groups(model):
+            fully_shard(group, mesh=mesh, **options)
+        return fully_shard(model, mesh=mesh) if root else model
+
+    return shard_it
 
 
-def each_block(model, mesh):
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+def blocks(model):
+    return model.blocks
 
 
-def each_linear(model, mesh):
-    for block in model.blocks:
-        fully_shard(block.up, mesh=mesh)
-        fully_shard(block.down, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+def linears(model):
+    return [linear for block in model.blocks for linear in (block.up, block.down)]
 
 
-def pairs_and_ends(model, mesh):
-    for i in range(0, 6, 2):
-        fully_shard([model.blocks[i], model.blocks[i + 1]], mesh=mesh)
-    fully_shard(model.embed, mesh=mesh)
-    fully_shard(model.head, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+def threes(model):
+    return list(model.blocks[:3]), list(model.blocks[3:])
+
+
+def pairs_and_ends(model):
+    pairs = [list(model.blocks[i : i + 2]) for i in range(0, 6, 2)]
+    return [*pairs, model.embed, model.head]
 
 
 def root_first(model, mesh):
@@ -176,12 +164,6 @@ def root_first(model, mesh):
     for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=False)
     return model
-
-
-def threes(model, mesh):
-    fully_shard(list(model.blocks[:3]), mesh=mesh)
-    fully_shard(list(model.blocks[3:]), mesh=mesh)
-    return fully_shard(model, mesh=mesh)
 
 
 def nothing(model, mesh):
@@ -202,7 +184,7 @@ def raises(model, mesh):
 RIGHT = {
     "stage_2_bytes": [in_one_line],
     "clip": [clipped_one_by_one],
-    "shard_it": [stays_whole],
+    "shard_it": [each_of(blocks, reshard_after_forward=False)],
 }
 
 WRONG = {
@@ -229,11 +211,11 @@ WRONG = {
     ],
     "shard_it": [
         (root_alone, "gathered at once"),
-        (threes, "gathered at once"),
-        (blocks_alone, "embed.weight is not sharded"),
-        (each_block, "13 all-gathers"),
-        (each_linear, "all-gathers in a step"),
-        (pairs_and_ends, "10 all-gathers in a step, at most 8: each module"),
+        (each_of(threes), "gathered at once"),
+        (each_of(blocks, root=False), "embed.weight is not sharded"),
+        (each_of(blocks), "13 all-gathers"),
+        (each_of(linears), "all-gathers in a step"),
+        (each_of(pairs_and_ends), "10 all-gathers in a step, at most 8: each module"),
         (root_first, "the inner modules first"),
         (nothing, "no parameter is sharded"),
         (in_bfloat16, "not those of one process"),
