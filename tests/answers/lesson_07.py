@@ -20,32 +20,19 @@ def two_marks_a_step(step, n):
     return [a.elapsed_time(b) for a, b in zip(begins, ends, strict=True)]
 
 
-def as_given(step, n):
-    times = []
-    for _ in range(n):
-        start = time.perf_counter()
-        step()
-        times.append(1e3 * (time.perf_counter() - start))
-    return times
+def each_step(clock, wait=lambda: None):
+    """The host's time of each step, read from this clock."""
 
+    def times(step, n):
+        found = []
+        wait()
+        for _ in range(n):
+            start = clock()
+            step()
+            wait()
+            found.append(1e3 * (clock() - start))
+        return found
 
-def host_clock(step, n):
-    times = []
-    for _ in range(n):
-        start = host_seconds()
-        step()
-        times.append(1e3 * (host_seconds() - start))
-    return times
-
-
-def waits_each_time(step, n):
-    times = []
-    torch.cuda.synchronize()
-    for _ in range(n):
-        start = host_seconds()
-        step()
-        torch.cuda.synchronize()
-        times.append(1e3 * (host_seconds() - start))
     return times
 
 
@@ -61,13 +48,27 @@ def event_waits_each_time(step, n):
     return times
 
 
-def never_waits(step, n):
-    marks = [timing_event() for _ in range(n + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        step()
-        mark.record()
+def between_marks(read):
+    """One mark before all steps and one behind each, then `read(marks)`."""
+
+    def times(step, n):
+        marks = [timing_event() for _ in range(n + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            step()
+            mark.record()
+        return read(marks)
+
+    return times
+
+
+def without_waiting(marks):
     return [a.elapsed_time(b) for a, b in zip(marks[:-1], marks[1:], strict=True)]
+
+
+def from_the_first(marks):
+    marks[-1].synchronize()
+    return [marks[0].elapsed_time(mark) for mark in marks[1:]]
 
 
 def no_timing(step, n):
@@ -77,16 +78,6 @@ def no_timing(step, n):
     end.record()
     end.synchronize()
     return [begin.elapsed_time(end)]
-
-
-def from_the_first(step, n):
-    marks = [timing_event() for _ in range(n + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        step()
-        mark.record()
-    marks[-1].synchronize()
-    return [marks[0].elapsed_time(mark) for mark in marks[1:]]
 
 
 def mean(step, n):
@@ -158,13 +149,13 @@ WRONG = {
         (lambda times, warm_up: times[warm_up:], "return three numbers, not 5"),
     ],
     "step_times": [
-        (as_given, "you say"),
-        (host_clock, "is the launch"),
-        (waits_each_time, "the host waits 4 times"),
+        (each_step(time.perf_counter), "you say"),
+        (each_step(host_seconds), "is the launch"),
+        (each_step(host_seconds, torch.cuda.synchronize), "the host waits 4 times"),
         (event_waits_each_time, "the host waits 4 times"),
-        (never_waits, "must be completed"),
+        (between_marks(without_waiting), "must be completed"),
         (no_timing, "enable_timing=True"),
-        (from_the_first, "begins at the first step"),
+        (between_marks(from_the_first), "begins at the first step"),
         (mean, "you say"),
         (warm_up, "it runs 5 steps"),
         (lambda s, n: [t / 1e3 for t in one_mark_a_step(s, n)], "seconds"),

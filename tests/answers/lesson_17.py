@@ -10,24 +10,13 @@ from torch.utils.data import DataLoader, DistributedSampler
 from exercises.lesson_17 import THREE
 
 
-def plus_rank(seed):
-    torch.manual_seed(seed + dist.get_rank())
+def seeds(with_what):
+    """Seeds the rank with `with_what(seed, rank, ranks)`."""
 
+    def seed_this_rank(seed):
+        torch.manual_seed(with_what(seed, dist.get_rank(), dist.get_world_size()))
 
-def in_steps(seed):
-    torch.manual_seed(seed * dist.get_world_size() + dist.get_rank())
-
-
-def same_everywhere(seed):
-    torch.manual_seed(seed)
-
-
-def times_rank(seed):
-    torch.manual_seed(seed * (1 + dist.get_rank()))
-
-
-def rank_only(seed):
-    torch.manual_seed(dist.get_rank())
+    return seed_this_rank
 
 
 def by_chance(seed):
@@ -47,16 +36,14 @@ def loop(model, samples, epochs, sampler, told=True, scale=1.0, lr=0.5, workers=
             optimizer.step()
 
 
-def repaired(model, data, epochs):
-    loop(model, data, epochs, DistributedSampler(data))
+def trained(seed=0, ddp=True, **options):
+    """A sampler of all ranks, and the loop with these options."""
 
+    def train_in_step(model, data, epochs):
+        sampler = DistributedSampler(data, seed=seed)
+        loop(model if ddp else model.module, data, epochs, sampler, **options)
 
-def another_seed(model, data, epochs):
-    loop(model, data, epochs, DistributedSampler(data, seed=7))
-
-
-def as_found(model, data, epochs):
-    loop(model, data, epochs, DistributedSampler(data), told=False, scale=1 / 2)
+    return train_in_step
 
 
 def told_once(model, data, epochs):
@@ -66,28 +53,8 @@ def told_once(model, data, epochs):
     loop(model, data, epochs - 1, sampler, told=False)
 
 
-def divided(model, data, epochs):
-    loop(model, data, epochs, DistributedSampler(data), scale=1 / 2)
-
-
-def multiplied(model, data, epochs):
-    loop(model, data, epochs, DistributedSampler(data), scale=2)
-
-
-def without_ddp(model, data, epochs):
-    loop(model.module, data, epochs, DistributedSampler(data))
-
-
 def everyone_all(model, data, epochs):
     loop(model, data, epochs, DistributedSampler(data, num_replicas=1, rank=0))
-
-
-def another_rate(model, data, epochs):
-    loop(model, data, epochs, DistributedSampler(data), lr=0.1)
-
-
-def with_workers(model, data, epochs):
-    loop(model, data, epochs, DistributedSampler(data), workers=1)
 
 
 def weighted(losses):
@@ -134,28 +101,31 @@ def detached(losses):
 
 
 RIGHT = {
-    "seed_this_rank": [plus_rank, in_steps],
-    "train_in_step": [repaired, another_seed],
+    "seed_this_rank": [
+        seeds(lambda seed, rank, ranks: seed + rank),
+        seeds(lambda seed, rank, ranks: seed * ranks + rank),
+    ],
+    "train_in_step": [trained(), trained(seed=7)],
     "loss_to_average": [weighted, from_the_mean],
 }
 
 WRONG = {
     "seed_this_rank": [
-        (same_everywhere, "the same seed"),
-        (rank_only, "use the argument"),
-        (times_rank, "the same seed"),
+        (seeds(lambda seed, rank, ranks: seed), "the same seed"),
+        (seeds(lambda seed, rank, ranks: rank), "use the argument"),
+        (seeds(lambda seed, rank, ranks: seed * (1 + rank)), "the same seed"),
         (by_chance, "the second time"),
         (5, "give a function"),
     ],
     "train_in_step": [
-        (as_found, "same order"),
+        (trained(told=False, scale=1 / 2), "same order"),
         (told_once, "each epoch"),
-        (divided, "DDP does already"),
-        (multiplied, "too large"),
-        (without_ddp, "different weights"),
+        (trained(scale=1 / 2), "DDP does already"),
+        (trained(scale=2), "too large"),
+        (trained(ddp=False), "different weights"),
         (everyone_all, "half of 64"),
-        (another_rate, "lr=0.5"),
-        (with_workers, "in the rank itself"),
+        (trained(lr=0.1), "lr=0.5"),
+        (trained(workers=1), "in the rank itself"),
     ],
     "loss_to_average": [
         (own_mean, "mean of means"),

@@ -75,29 +75,32 @@ def alone(weight):
         dist.all_reduce(weight.grad)
 
 
-def averaged(weight):
-    group = dist.new_group([0, dist.get_world_size() - 1])
-    if weight is not None:
-        dist.all_reduce(weight.grad, group=group)
-        weight.grad /= 2
+def in_a_group(change):
+    """`change(weight, group)`, in a group of the first and the last rank."""
+
+    def tie(weight):
+        group = dist.new_group([0, dist.get_world_size() - 1])
+        if weight is not None:
+            change(weight, group)
+
+    return tie
 
 
-def one_way(weight):
-    group = dist.new_group([0, dist.get_world_size() - 1])
-    if weight is not None:
-        dist.reduce(weight.grad, 0, group=group)
+def averaged(weight, group):
+    dist.all_reduce(weight.grad, group=group)
+    weight.grad /= 2
 
 
-def to_a_copy(weight):
-    group = dist.new_group([0, dist.get_world_size() - 1])
-    if weight is not None:
-        dist.all_reduce(weight.grad.clone(), group=group)
+def one_way(weight, group):
+    dist.reduce(weight.grad, 0, group=group)
 
 
-def of_rank_0(weight):
-    group = dist.new_group([0, dist.get_world_size() - 1])
-    if weight is not None:
-        dist.broadcast(weight.grad, 0, group=group)
+def to_a_copy(weight, group):
+    dist.all_reduce(weight.grad.clone(), group=group)
+
+
+def of_rank_0(weight, group):
+    dist.broadcast(weight.grad, 0, group=group)
 
 
 RIGHT = {
@@ -131,10 +134,10 @@ WRONG = {
     "tie": [
         (over_all_ranks, "takes part in all_reduce"),
         (group_of_two_alone, "not all ranks have called"),
-        (averaged, "no average"),
-        (one_way, "the sum of both"),
-        (to_a_copy, "in place"),
-        (of_rank_0, "the sum of both"),
+        (in_a_group(averaged), "no average"),
+        (in_a_group(one_way), "the sum of both"),
+        (in_a_group(to_a_copy), "in place"),
+        (in_a_group(of_rank_0), "the sum of both"),
         (alone, "in 4 ranks"),
     ],
 }

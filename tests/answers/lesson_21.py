@@ -63,18 +63,24 @@ def subtracts_one_for_all(out1, lse1, out2, lse2):
     ).log()
 
 
-def largest_of_all_queries(out1, lse1, out2, lse2):
-    most = torch.maximum(lse1.max(), lse2.max())
-    one, two = (lse1 - most).exp(), (lse2 - most).exp()
-    out = (out1 * one[..., None] + out2 * two[..., None]) / (one + two)[..., None]
-    return out, most + (one + two).log()
+def relative_to(reference):
+    """Weighs the parts by exponentials relative to `reference(lse1, lse2)`."""
+
+    def merge(out1, lse1, out2, lse2):
+        most = reference(lse1, lse2)
+        one, two = (lse1 - most).exp(), (lse2 - most).exp()
+        out = (out1 * one[..., None] + out2 * two[..., None]) / (one + two)[..., None]
+        return out, most + (one + two).log()
+
+    return merge
 
 
-def relative_to_the_first(out1, lse1, out2, lse2):
-    most = torch.where(lse1.isinf(), lse2, lse1)
-    one, two = (lse1 - most).exp(), (lse2 - most).exp()
-    out = (out1 * one[..., None] + out2 * two[..., None]) / (one + two)[..., None]
-    return out, most + (one + two).log()
+def the_largest_of_all_queries(lse1, lse2):
+    return torch.maximum(lse1.max(), lse2.max())
+
+
+def the_first(lse1, lse2):
+    return torch.where(lse1.isinf(), lse2, lse1)
 
 
 def single_tokens(x, ranks):
@@ -163,8 +169,8 @@ WRONG = {
         (weighs_by_lse, "not that of attention"),
         (adds_lse, "lse is not"),
         (subtracts_one_for_all, "not finite"),
-        (largest_of_all_queries, "not finite"),
-        (relative_to_the_first, "not finite"),
+        (relative_to(the_largest_of_all_queries), "not finite"),
+        (relative_to(the_first), "not finite"),
         (output_alone, "not"),
     ],
     "even_work": [

@@ -88,15 +88,9 @@ def without_gradient(router, experts, tokens):
 
 
 def detached_experts(router, experts, tokens):
-    probabilities, numbers = router(tokens).softmax(-1).topk(2)
-    weights = probabilities / probabilities.sum(-1, keepdim=True)
-    out = torch.zeros_like(tokens)
-    for index, expert in enumerate(experts):
-        for column in range(2):
-            rows = (numbers[:, column] == index).nonzero()[:, 0]
-            part = expert(tokens[rows]).detach()
-            out = out.index_add(0, rows, weights[rows, column, None] * part)
-    return out
+    return two_best(
+        router, [lambda rows, e=e: e(rows).detach() for e in experts], tokens
+    )
 
 
 def detached_divisor(router, experts, tokens):

@@ -34,13 +34,13 @@ def goes_on_with(step, every, damaged):
 # -- a file that is whole --------------------------------------------------------------
 
 
-def whole(path, content):
-    half = Path(f"{path}.half")
-    with open(half, "wb") as file:
+def whole(path, content, flush=True, mode="wb"):
+    with open(f"{path}.half", mode) as file:
         file.write(content)
-        file.flush()
+        if flush:
+            file.flush()
         os.fsync(file.fileno())
-    os.replace(half, path)
+    os.replace(f"{path}.half", path)
 
 
 def with_os(path, content):
@@ -97,10 +97,7 @@ def not_synced(path, content):
 
 
 def synced_too_early(path, content):
-    with open(f"{path}.half", "wb") as file:
-        file.write(content)
-        os.fsync(file.fileno())
-    os.replace(f"{path}.half", path)
+    whole(path, content, flush=False)
 
 
 def synced_too_late(path, content):
@@ -125,11 +122,7 @@ def only_long(path, content):
 
 
 def stumbles(path, content):
-    with open(f"{path}.half", "xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(f"{path}.half", path)
+    whole(path, content, mode="xb")
 
 
 def renames_in_with(path, content):

@@ -82,37 +82,18 @@ def of_the_step(step, rows, width):
     return (torch.rand(len(rows), width, generator=generator) > 0.1).float()
 
 
-def of_the_row(step, rows, width):
-    return steady(0, rows, width)
-
-
 def one_for_all(step, rows, width):
     generator = torch.Generator().manual_seed(step)
     return (torch.rand(width, generator=generator) > 0.1).repeat(len(rows), 1)
 
 
-def of_the_sum(step, rows, width):
-    return steady(0, rows + step, width)
-
-
-def of_the_product(step, rows, width):
-    return steady(0, step * rows, width)
-
-
-def as_a_list(step, rows, width):
-    return steady(step, rows, width).tolist()
+def of_step(change):
+    """The right masks, but of another step and other rows."""
+    return lambda step, rows, width: steady(*change(step, rows), width)
 
 
 def a_half(step, rows, width):
     return of_a_table(step, rows, width) * (steady(step + 1, rows, width))
-
-
-def with_scale(step, rows, width):
-    return steady(step, rows, width) / 0.9
-
-
-def of_one_row(step, rows, width):
-    return steady(step, rows, width)[0]
 
 
 RIGHT = {
@@ -156,13 +137,13 @@ WRONG = {
     "steady_mask": [
         (of_the_moment, "asked again"),
         (of_the_step, "of 4 gets another mask"),
-        (of_the_row, "step 6 has the mask"),
+        (of_step(lambda step, rows: (0, rows)), "step 6 has the mask"),
         (one_for_all, "all rows have the same"),
-        (of_the_sum, "a seed of its own"),
-        (of_the_product, "a seed of its own"),
-        (as_a_list, "the mask is a list, not a tensor"),
+        (of_step(lambda step, rows: (0, rows + step)), "a seed of its own"),
+        (of_step(lambda step, rows: (0, step * rows)), "a seed of its own"),
+        (lambda *given: steady(*given).tolist(), "the mask is a list, not a tensor"),
         (a_half, "are zeros"),
-        (with_scale, "zeros and ones only"),
-        (of_one_row, "the mask is (64,), not (32, 64)"),
+        (lambda *given: steady(*given) / 0.9, "zeros and ones only"),
+        (lambda *given: steady(*given)[0], "the mask is (64,), not (32, 64)"),
     ],
 }

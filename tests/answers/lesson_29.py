@@ -69,19 +69,15 @@ def compares_afterwards(average):
     return len(found) == 3 and all(torch.allclose(f, wanted, atol=1e-6) for f in found)
 
 
-def to_the_last_bit(average):
-    generator = torch.Generator().manual_seed(0)
-    grads = [torch.randn(100, generator=generator) for _ in range(3)]
-    wanted = torch.stack(grads).mean(0)
-    found = average([g.clone() for g in grads])
-    return len(found) == 3 and all(torch.equal(f, wanted) for f in found)
+def compared(grads, near=torch.allclose):
+    """Compares what every rank gets with the mean of these gradients."""
 
+    def test(average):
+        wanted = torch.stack(grads).mean(0)
+        found = average([g.clone() for g in grads])
+        return len(found) == len(grads) and all(near(f, wanted) for f in found)
 
-def with_two_ranks(average):
-    grads = [torch.tensor([0.5, -7.0]), torch.tensor([1.0, 2.0])]
-    wanted = torch.stack(grads).mean(0)
-    found = average([g.clone() for g in grads])
-    return len(found) == 2 and all(torch.allclose(f, wanted) for f in found)
+    return test
 
 
 def same_everywhere(average):
@@ -99,25 +95,18 @@ def only_rank_0(average):
     return torch.allclose(average([g.clone() for g in grads])[0], wanted, atol=1e-6)
 
 
-def positive_and_whole(average):
-    grads = [
-        torch.tensor([1.0, 5.0]),
-        torch.tensor([4.0, 1.0]),
-        torch.tensor([1.0, 3.0]),
-    ]
-    wanted = torch.tensor([2.0, 3.0])
-    found = average([g.clone() for g in grads])
-    return len(found) == 3 and all(torch.allclose(f, wanted) for f in found)
+many_numbers = torch.randn(3, 100, generator=torch.Generator().manual_seed(0))
+to_the_last_bit = compared([*many_numbers], near=torch.equal)
+with_two_ranks = compared([torch.tensor([0.5, -7.0]), torch.tensor([1.0, 2.0])])
+positive_and_whole = compared([*torch.tensor([[1.0, 5.0], [4.0, 1.0], [1.0, 3.0]])])
 
 
-def says_yes(average):
-    average([torch.ones(2), torch.zeros(2)])
-    return True
+def says(answer):
+    def test(average):
+        average([torch.ones(2), torch.zeros(2)])
+        return answer
 
-
-def says_no(average):
-    average([torch.ones(2), torch.zeros(2)])
-    return False
+    return test
 
 
 def never_asks(average):
@@ -177,8 +166,8 @@ WRONG = {
         (only_equal, "adds up and does not divide"),
         (only_rank_0, "averages for rank 0 alone"),
         (positive_and_whole, "loses the signs"),
-        (says_yes, "passes every function"),
-        (says_no, "refuses a function"),
+        (says(True), "passes every function"),
+        (says(False), "refuses a function"),
         (never_asks, "never calls"),
         (as_a_number, "not an int"),
         (one_by_one, "your code raised ValueError"),
