@@ -35,7 +35,7 @@ def load(name: str) -> ModuleType:
     file = importlib.import_module(package).__file__
     if file is None or Path(file).resolve().parent != home:
         raise ImportError(
-            f"`import {package}` gives {file or 'another folder'}, and the course needs "
-            f"{home}: rename yours, or keep its folder out of sys.path, then restart"
+            f"`import {package}` gives {file or 'another folder'}, and the course "
+            f"needs {home}: rename yours, or take its folder off sys.path, then restart"
         )
     return importlib.import_module(name)

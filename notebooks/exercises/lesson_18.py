@@ -42,22 +42,19 @@ def stage_2_bytes(function) -> None:
     """Bytes of a rank, for two jobs."""
     must_be_callable(function)
     for parameters, ranks in ((1000, 4), (7_000_000, 8)):
-        found = number(call(function, parameters, ranks), "the bytes")
-        mistakes = {
-            "DDP": 16 * parameters,
-            "stage 1": 8 * parameters + 8 * parameters / ranks,
-            "stage 3": 16 * parameters / ranks,
-            "stage 2 without AdamW": 4 * parameters + 4 * parameters / ranks,
-            "stage 2 with one number of AdamW": 4 * parameters + 8 * parameters / ranks,
-        }
+        what = f"{parameters:,} parameters on {ranks} ranks"
+        found = number(call(function, parameters, ranks), what)
         right = 4 * parameters + 12 * parameters / ranks
-        if abs(found - right) > 1:
-            why = [name for name, bytes_ in mistakes.items() if abs(found - bytes_) < 1]
-            because = f": that is {why[0]}" if why else ""
-            raise Wrong(
-                f"for {parameters:,} parameters on {ranks} ranks it is {right:,.0f} "
-                f"bytes, not {found:,.0f}{because}"
-            )
+        mistakes = {
+            16 * parameters: "that is DDP",
+            8 * parameters + 8 * parameters / ranks: "that is stage 1",
+            16 * parameters / ranks: "that is stage 3",
+            4 * parameters + 4 * parameters / ranks: "that is stage 2 without AdamW",
+            4 * parameters + 8 * parameters / ranks: "that is stage 2 with one number "
+            "of AdamW",
+        }
+        why = f"it is {right:,.0f} bytes, not {found:,.0f}"
+        counted(found, right, mistakes, why, what=what)
 
 
 @solution("18.1")

@@ -113,18 +113,6 @@ class _Counting(nn.Linear):
         return super().forward(x)
 
 
-def two_best(router, experts, tokens):
-    probabilities, numbers = router(tokens).softmax(-1).topk(2)
-    weights = probabilities / probabilities.sum(-1, keepdim=True)
-    out = torch.zeros_like(tokens)
-    for index, expert in enumerate(experts):
-        for rank in range(2):
-            rows = (numbers[:, rank] == index).nonzero()[:, 0]
-            part = weights[rows, rank, None] * expert(tokens[rows])
-            out = out.index_add(0, rows, part)
-    return out
-
-
 @exercise(
     "22.3",
     hints=(
@@ -141,7 +129,7 @@ def top_two(function) -> None:
     router = nn.Linear(WIDTH, EXPERTS, bias=False)
     experts = nn.ModuleList(_Counting(WIDTH, WIDTH) for _ in range(EXPERTS))
     tokens = torch.randn(TOKENS, WIDTH)
-    wanted = two_best(router, experts, tokens)
+    wanted = solution_3.function()(router, experts, tokens)
     modules = nn.ModuleList([router, experts])
     right = torch.autograd.grad(wanted.square().sum(), list(modules.parameters()))
     wanted = wanted.detach()

@@ -1,6 +1,6 @@
 """The exercises of lesson 23: who has the same shard, bytes of a network, a mesh."""
 
-from exercises.counted import number
+from exercises.counted import counted, number
 from exercises.exercise import Wrong, call, exercise, must_be_callable, solution
 
 GPUS, NODES = 4, 2  # of the third exercise: on each node, and nodes
@@ -73,27 +73,22 @@ def network_bytes(function) -> None:
         total = nodes * gpus
         ring = (total - 1) / total * nbytes
         column = 2 * (nodes - 1) / nodes * nbytes
-        _compare("FSDP", fsdp, 3 * ring, {
+        mistakes = {
             2 * ring: "that is DDP's all-reduce; FSDP gathers twice and reduces once",
             3 * nbytes: "a ring of N ranks sends (N - 1) / N of a tensor",
             3 * gpus * ring: "one ring over all ranks leaves each node by one link",
-        })  # fmt: skip
-        _compare("HSDP", hsdp, column, {
+        }
+        why = f"it is {3 * ring:,.0f} bytes, not {fsdp:,.0f}"
+        counted(fsdp, 3 * ring, mistakes, why, what="FSDP", near=1e-7)
+        mistakes = {
             column / gpus: "that is one rank; all GPUs of a node send their shards",
             column / 2: "an all-reduce makes two passes around the ring",
             column * gpus: "a rank sends its shard, 1/gpus of the bytes",
             2 * ring: "the all-reduce joins one rank of each node, not all ranks",
             3 * (nodes - 1) / nodes * nbytes: "the gathers stay inside the node",
-        })  # fmt: skip
-
-
-def _compare(name: str, found: float, right: float, mistakes: dict) -> None:
-    if abs(found - right) <= 1:
-        return
-    for wrong, why in mistakes.items():
-        if abs(found - wrong) <= 1:
-            raise Wrong(f"{name}: {why}")
-    raise Wrong(f"{name}: it is {right:,.0f} bytes, not {found:,.0f}")
+        }
+        why = f"it is {column:,.0f} bytes, not {hsdp:,.0f}"
+        counted(hsdp, column, mistakes, why, what="HSDP", near=1e-7)
 
 
 @solution("23.2")

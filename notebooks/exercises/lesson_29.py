@@ -4,7 +4,7 @@ import contextlib
 
 import torch
 
-from exercises.counted import number
+from exercises.counted import counted, number
 from exercises.exercise import (
     NotYet,
     Wrong,
@@ -43,17 +43,13 @@ def repaired_sum(function) -> None:
             )
         loss.backward()
         found = number(weight.grad, "the gradient") / 6
-        if abs(found - ranks) > 1e-4 * ranks:
-            why = {
-                1.0: "DDP divides by the number of ranks, and nothing undoes that",
-                1 / ranks: "DDP divides already; now it is divided twice",
-                4.0: "the number of ranks is not always 4",
-            }
-            because = [w for wrong, w in why.items() if abs(found - wrong) < 1e-4]
-            raise Wrong(
-                f"with {ranks} ranks the gradients are {found / ranks:.4g} times "
-                f"those of one process{': ' + because[0] if because else ''}"
-            )
+        mistakes = {
+            1.0: "DDP divides by the number of ranks, and nothing undoes that",
+            1 / ranks: "DDP divides already; now it is divided twice",
+            4.0: "the number of ranks is not always 4",
+        }
+        why = f"the gradients are {found / ranks:.4g} times those of one process"
+        counted(found, ranks, mistakes, why, what=f"with {ranks} ranks", near=1e-4)
 
 
 @solution("29.1")
@@ -249,12 +245,12 @@ def finds_the_liars(test) -> None:
     """A test of averaging that passes the right functions and no other."""
     calls = 0
 
-    def counted(grads):
+    def noted(grads):
         nonlocal calls
         calls += 1
         return _mean(grads)
 
-    _yes_or_no(call(test, counted))
+    _yes_or_no(call(test, noted))
     if not calls:
         raise Wrong("your test never calls the function")
     for average, why in _RIGHT:

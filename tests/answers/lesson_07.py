@@ -5,8 +5,14 @@ import time
 
 import torch
 
-from exercises.lesson_07 import one_mark_a_step, timing_event
+from exercises.lesson_07 import solution_3
 from helpers import host_seconds
+
+one_mark_a_step = solution_3.function()
+
+
+def timing_event():
+    return torch.cuda.Event(enable_timing=True)
 
 
 def two_marks_a_step(step, n):
