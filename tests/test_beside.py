@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 HOME = ROOT / "notebooks" / "exercises" / "__init__.py"
 LOAD = f"""
 import sys
-sys.path.append({str(ROOT)!r})
+sys.path.insert(0, {str(ROOT)!r})
 from helpers import beside
 print(beside.load("exercises").__file__)
 """
