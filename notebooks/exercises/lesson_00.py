@@ -3,7 +3,7 @@
 import torch
 
 from exercises.counted import counted, number
-from exercises.exercise import Wrong, call, exercise, must_be_callable, solution
+from exercises.exercise import Wrong, call, exercise, solution
 from exercises.results import equal, sequence, tensor
 
 IMAGES = 16384 * 64 * 4  # bytes
@@ -119,7 +119,6 @@ RACES = (
 )
 def best_number(function) -> None:
     """A function (seconds of a model's copy, of computing, GPUs) -> how many to use."""
-    must_be_callable(function)
     for model, compute, gpus, best in RACES:
         found = number(call(function, model, compute, gpus), "the function returns")
         about = f"with {model} s to copy, {compute} s to compute and {gpus} GPUs"

@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
 from exercises.counted import GB, counted, is_near, number
-from exercises.exercise import Wrong, call, exercise, must_be_callable, solution
+from exercises.exercise import Wrong, call, exercise, solution
 from exercises.learning import weights
 from exercises.results import equal
 from helpers import digits
@@ -25,7 +25,6 @@ from helpers import digits
 )
 def share_lost(function) -> None:
     """A function (float32 gradients, scale) -> the share that float16 makes 0."""
-    must_be_callable(function)
     gradients = _gradients()
     there = gradients[gradients != 0]
     for scale in (1.0, 16.0):

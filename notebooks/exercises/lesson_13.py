@@ -9,15 +9,7 @@ import torch
 from torch import nn
 
 from exercises.counted import counted, number
-from exercises.exercise import (
-    NotYet,
-    Wrong,
-    call,
-    exercise,
-    must_be_callable,
-    run,
-    solution,
-)
+from exercises.exercise import NotYet, Wrong, call, exercise, run, solution
 from exercises.results import equal, tensor
 from helpers.gpus import count_copies
 
@@ -35,7 +27,6 @@ SCORE = 0.98  # the slowest stage of the best cut, over that of the answer
 )
 def bubble(function) -> None:
     """A function (stages, micro-batches) -> the idle share of the total time."""
-    must_be_callable(function)
     for stages, parts in ((2, 1), (2, 4), (4, 8), (8, 8), (1, 3)):
         found = number(call(function, stages, parts))
         mistakes = {

@@ -15,14 +15,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from exercises.counted import counted, listed, number, word
-from exercises.exercise import (
-    NotYet,
-    Wrong,
-    call,
-    exercise,
-    must_be_callable,
-    solution,
-)
+from exercises.exercise import NotYet, Wrong, call, exercise, must_be_callable, solution
 from exercises.results import tensor
 
 ROWS = 11  # of the accuracy: a prime number, so that parts cannot be equal

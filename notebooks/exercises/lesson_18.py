@@ -40,7 +40,6 @@ TWO = 2  # ranks
 )
 def stage_2_bytes(function) -> None:
     """Bytes of a rank, for two jobs."""
-    must_be_callable(function)
     for parameters, ranks in ((1000, 4), (7_000_000, 8)):
         what = f"{parameters:,} parameters on {ranks} ranks"
         found = number(call(function, parameters, ranks), what)

@@ -18,7 +18,6 @@ from exercises.results import equal, near, sequence, tensor
 )
 def kv_bytes(function) -> None:
     """Bytes that a rank sends in the forward pass of a block, for three jobs."""
-    must_be_callable(function)
     for job in (
         (8192, 1024, 16, 16, 4),
         (8192, 1024, 16, 2, 4),
@@ -91,7 +90,6 @@ def _merged(function, first, second) -> tuple[torch.Tensor, torch.Tensor]:
 )
 def merge(function) -> None:
     """Two parts of attention, joined: also with large scores and with masked parts."""
-    must_be_callable(function)
     generator = torch.Generator().manual_seed(21)
     q, k, v = (torch.randn(2, 3, 12, 8, generator=generator) for _ in range(3))
     wanted = _attend(q, k, v)

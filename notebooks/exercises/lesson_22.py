@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from exercises.counted import number
-from exercises.exercise import Wrong, call, exercise, must_be_callable, solution
+from exercises.exercise import Wrong, call, exercise, solution
 from exercises.results import near, tensor
 
 TOKENS, WIDTH, EXPERTS = 40, 8, 4
@@ -24,7 +24,6 @@ def _chosen() -> torch.Tensor:
 )
 def sent_elsewhere(function) -> None:
     """A function: experts of the tokens, a rank -> tokens for other ranks."""
-    must_be_callable(function)
     chosen = _chosen()
     for rank in range(EXPERTS):
         found = number(call(function, chosen, rank))
@@ -61,7 +60,6 @@ def solution_1():
 )
 def kept(function) -> None:
     """A function: experts, weights, a capacity -> which tokens are kept."""
-    must_be_callable(function)
     chosen = _chosen()
     weight = torch.rand(TOKENS, generator=torch.Generator().manual_seed(1))
     for capacity in (3, 8, TOKENS):
@@ -124,7 +122,6 @@ class _Counting(nn.Linear):
 )
 def top_two(function) -> None:
     """A function: router, experts, tokens -> the sum of each token's two experts."""
-    must_be_callable(function)
     torch.manual_seed(0)
     router = nn.Linear(WIDTH, EXPERTS, bias=False)
     experts = nn.ModuleList(_Counting(WIDTH, WIDTH) for _ in range(EXPERTS))

@@ -1,7 +1,7 @@
 """The exercises of lesson 23: who has the same shard, bytes of a network, a mesh."""
 
 from exercises.counted import counted, number
-from exercises.exercise import Wrong, call, exercise, must_be_callable, solution
+from exercises.exercise import Wrong, call, exercise, solution
 
 GPUS, NODES = 4, 2  # of the third exercise: on each node, and nodes
 NVLINK, NETWORK = 200e9, 3e9  # bytes/s of a rank
@@ -18,7 +18,6 @@ NVLINK, NETWORK = 200e9, 3e9  # bytes/s of a rank
 )
 def same_shard(function) -> None:
     """A function: a rank, the sizes of an HSDP mesh -> ranks with the same shard."""
-    must_be_callable(function)
     for copies, shards in ((2, 4), (3, 2), (1, 4)):
         for rank in range(copies * shards):
             found = call(function, rank, copies, shards)
@@ -64,7 +63,6 @@ def solution_1():
 )
 def network_bytes(function) -> None:
     """A function: bytes, nodes, GPUs of a node -> what leaves a node, two ways."""
-    must_be_callable(function)
     for nbytes, nodes, gpus in ((6_400_000, 2, 4), (48_000_000, 4, 8)):
         found = call(function, nbytes, nodes, gpus)
         if not isinstance(found, (tuple, list)) or len(found) != 2:
@@ -154,7 +152,6 @@ def fitting(parameters, memory) -> list[int]:
 )
 def choose_tp(function) -> None:
     """A function: a job -> the size of the axis tp that fits and is fastest."""
-    must_be_callable(function)
     for parameters, blocks, width, tokens, memory in JOBS:
         job = f"{parameters:,} parameters, {tokens:,} tokens, {memory / 1e9:.0f} GB"
         found = call(function, parameters, blocks, width, tokens, memory)

@@ -3,7 +3,7 @@
 import math
 
 from exercises.counted import counted, is_near, number
-from exercises.exercise import Wrong, call, exercise, must_be_callable, solution
+from exercises.exercise import Wrong, call, exercise, solution
 
 _ROOM = 60e9  # bytes of each GPU
 _EACH = 8  # GPUs of a machine
@@ -19,7 +19,6 @@ _DAY = 24 * 3600
 )
 def training_days(function) -> None:
     """Tokens over tokens per second, in days."""
-    must_be_callable(function)
     for tokens, gpus, rate in ((15e12, 1024, 400.0), (2e12, 64, 8000.0)):
         what = f"with {tokens:.0e} tokens, {gpus} GPUs and {rate:g} tokens/s each"
         found = number(call(function, tokens, gpus, rate, when=what), what)

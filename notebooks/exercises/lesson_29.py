@@ -5,15 +5,7 @@ import contextlib
 import torch
 
 from exercises.counted import counted, number
-from exercises.exercise import (
-    NotYet,
-    Wrong,
-    call,
-    exercise,
-    must_be_callable,
-    run,
-    solution,
-)
+from exercises.exercise import NotYet, Wrong, call, exercise, run, solution
 
 # -- 29.1 ------------------------------------------------------------------------------
 
@@ -29,12 +21,9 @@ from exercises.exercise import (
 )
 def repaired_sum(function) -> None:
     """Gradients after DDP's average are those of the sum over all ranks."""
-    must_be_callable(function)
     for ranks in (4, 3):
         weight = torch.tensor(1.0, requires_grad=True)
         loss = call(function, 6.0 * weight, ranks)
-        if loss is None:
-            raise NotYet("your function returns nothing so far")
         if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
             kind = type(loss).__name__
             raise Wrong(
