@@ -10,7 +10,9 @@ lesson have a file in `notebooks/exercises`.
 import torch
 
 import simgpu
-from exercises import exercise
+from helpers import beside
+
+exercise = beside.load("exercises.exercise")
 
 # -- oracles ---------------------------------------------------------------------------
 

@@ -1,7 +1,6 @@
 """Exercises judge right and wrong answers, help, and own up to failures of their own.
 
-Oracles can fail. What an exercise must call right or wrong is in its lesson's file. The
-tests import copies of these files, so that the answers are in the learner's code.
+Oracles can fail. What an exercise must call right or wrong is in `tests/answers`.
 """
 
 import ast
@@ -9,7 +8,6 @@ import functools
 import importlib
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,25 +18,31 @@ import torch
 
 import simgpu
 from exercises import exercise
-from exercises.exercise import NotYet, Verdict, Wrong, as_answers, call
-from helpers import check, ranks
+from exercises.exercise import NotYet, Verdict, Wrong, call
+from helpers import check
+from simgpu import _ranks as ranks
+from tests.answers import as_answers
 
 ROOT = Path(__file__).parents[1]
 LESSONS = {
     path.stem[-2:]: importlib.import_module(f"exercises.{path.stem}")
     for path in sorted(exercise.FOLDER.glob("lesson_*.py"))
 }
+ANSWERS = {
+    number: importlib.import_module(f"tests.answers.lesson_{number}")
+    for number in LESSONS
+}
 EXERCISES = {name: exercise.load(number) for name, number in exercise.index().items()}
 RIGHT = [
     pytest.param(name, i, id=f"{name}-{i}")
-    for lesson in LESSONS.values()
-    for name, entries in lesson.RIGHT.items()
+    for answers in ANSWERS.values()
+    for name, entries in answers.RIGHT.items()
     for i in range(len(entries))
 ]
 WRONG = [
     pytest.param(name, i, why, id=f"{name}-{i}")
-    for lesson in LESSONS.values()
-    for name, entries in lesson.WRONG.items()
+    for answers in ANSWERS.values()
+    for name, entries in answers.WRONG.items()
     for i, (_, why) in enumerate(entries)
 ]
 # Seconds that a check grants before it calls an answer wrong, for the wrong answers
@@ -64,37 +68,30 @@ def real_ranks():
     ranks.close()
 
 
-@pytest.fixture(scope="module")
-def learners(tmp_path_factory):
-    """The answers of a lesson, in a file that is not the course's."""
-    folder = tmp_path_factory.mktemp("ipykernel_0")
-    for number in LESSONS:
-        source = exercise.FOLDER / f"lesson_{number}.py"
-        shutil.copy(source, folder / f"answers_{number}.py")
-    sys.path.insert(0, str(folder))
-    yield lambda name: importlib.import_module(f"answers_{exercise.index()[name][:2]}")
-    sys.path.remove(str(folder))
+def answers_to(name: str):
+    """The answers to the exercises of the lesson that has this check."""
+    return ANSWERS[exercise.index()[name][:2]]
 
 
 def be_shorter(name: str, monkeypatch) -> None:
+    lesson = LESSONS[exercise.index()[name][:2]]
     for constant, seconds in SHORTER.get(name, {}).items():
-        lesson = LESSONS[exercise.index()[name][:2]]
         assert seconds < getattr(lesson, constant)
         monkeypatch.setattr(lesson, constant, seconds)
 
 
 @pytest.mark.parametrize("name, i", RIGHT)
-def test_right_answers_pass(name, i, learners, monkeypatch):
+def test_right_answers_pass(name, i, monkeypatch):
     if name == "delivers_all":  # a right producer stays for as long as it is watched
         monkeypatch.setattr(LESSONS["14"], "STAYS", 0.3)
-    verdict = EXERCISES[name](*as_answers(learners(name).RIGHT[name][i]))
+    verdict = EXERCISES[name](*as_answers(answers_to(name).RIGHT[name][i]))
     assert verdict.state == "right", verdict
 
 
 @pytest.mark.parametrize("name, i, why", WRONG)
-def test_wrong_answers_fail_with_a_reason(name, i, why, learners, monkeypatch):
+def test_wrong_answers_fail_with_a_reason(name, i, why, monkeypatch):
     be_shorter(name, monkeypatch)
-    answer, _ = learners(name).WRONG[name][i]
+    answer, _ = answers_to(name).WRONG[name][i]
     verdict = EXERCISES[name](*as_answers(answer))
     assert verdict.state == "wrong", verdict
     assert why in verdict.why
@@ -106,7 +103,7 @@ def test_a_hang_is_not_what_a_rank_spends_on_imports(tmp_path, monkeypatch):
 import os
 import time
 
-from exercises.lesson_15 import gathered
+from tests.answers.lesson_15 import gathered
 
 if "RANK" in os.environ:
     time.sleep({LESSONS["15"].HANGS + 1})
@@ -126,7 +123,7 @@ def mine(x):
 def test_tensors_that_a_wrong_producer_sends_by_name_do_not_stay(tmp_path):
     def produce(queue, received):
         (tmp_path / "pid").write_text(str(os.getpid()))
-        LESSONS["14"].ends_with_names(queue, received)
+        ANSWERS["14"].ends_with_names(queue, received)
 
     assert check.delivers_all(produce).state == "wrong"
     pid = (tmp_path / "pid").read_text()
@@ -135,16 +132,15 @@ def test_tensors_that_a_wrong_producer_sends_by_name_do_not_stay(tmp_path):
 
 @pytest.mark.parametrize("name", EXERCISES)
 def test_every_exercise_has_answers(name):
-    asked = EXERCISES[name]
-    lesson = LESSONS[asked.number[:2]]
-    assert lesson.RIGHT.get(name) or exercise.load_solution(asked.number)
-    assert len(lesson.WRONG[name]) >= 2
+    answers = answers_to(name)
+    assert answers.RIGHT.get(name) or exercise.load_solution(EXERCISES[name].number)
+    assert len(answers.WRONG[name]) >= 2
     assert EXERCISES[name](...).state == "not yet"
 
 
 def test_no_answer_belongs_to_nothing():
-    for lesson in LESSONS.values():
-        assert not ({*lesson.RIGHT, *lesson.WRONG} - {*EXERCISES})
+    for answers in ANSWERS.values():
+        assert not ({*answers.RIGHT, *answers.WRONG} - {*EXERCISES})
 
 
 def exercise_cells() -> dict[str, tuple[str, Path]]:
@@ -184,7 +180,7 @@ def constant(value):
 @pytest.mark.parametrize("name", EXERCISES)
 def test_no_answer_makes_a_check_fail_itself(name, monkeypatch):
     be_shorter(name, monkeypatch)
-    count = len(as_answers(LESSONS[EXERCISES[name].number[:2]].WRONG[name][0][0]))
+    count = len(as_answers(answers_to(name).WRONG[name][0][0]))
     for value in ODD[:: 6 if name in SLOW else 1]:
         for answer in (value, constant(value)):
             verdict = EXERCISES[name](*[answer] * count)
@@ -327,10 +323,10 @@ def test_a_failure_of_the_learners_is_not_the_checks():
     assert judged(checker, Broken()).why == "your code raised KeyError: 'oops'"
 
 
-def test_a_failure_of_a_check_in_its_ranks_is_not_the_learners(learners, monkeypatch):
+def test_a_failure_of_a_check_in_its_ranks_is_not_the_learners(monkeypatch):
     in_a_rank = of_the_course("def checker(function, most):\n    return {}['x']\n")
     monkeypatch.setattr(LESSONS["18"], "_clip", in_a_rank)
-    verdict = check.clip(learners("clip").clipped)
+    verdict = check.clip(ANSWERS["18"].clipped)
     assert verdict.state == "not checked" and "KeyError: 'x'" in verdict.why
 
 

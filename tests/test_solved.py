@@ -56,7 +56,8 @@ def test_the_stored_lessons_are_unsolved():
 
 def test_a_lesson_is_run_and_its_exercises_are_heard(tmp_path: Path, capsys):
     path = tmp_path / "04-one.ipynb"
-    say = "from exercises.exercise import Verdict; Verdict('04.1', '{}')"
+    find = f"import sys; sys.path.insert(0, {str(solved.NOTEBOOKS)!r})"
+    say = f"{find}; from exercises.exercise import Verdict; Verdict('04.1', '{{}}')"
     fails = new_code_cell("1 / 0", metadata={"tags": ["raises-exception"]})
     cells = exercise(say.format("right")), fails, exercise("[].pop()"), exercise("7")
     write(path, *cells)

@@ -12,9 +12,10 @@ A lesson's file has, from top to bottom, for each of its exercises
         weights, hidden = 8, 16
         return 2 * weights + 2 * hidden
 
-and then `RIGHT` and `WRONG`: answers, by the name of the check, with the functions that
-they need in front. The tests give every one of them to its check, run every solution,
-and ask for two hints and a solution in each exercise.
+and behind them the functions that the checks need. What a check must call right and
+what it must call wrong, and why, is test material: lesson 04's is in
+`tests/answers/lesson_04.py`. The tests give every one of those answers to its check,
+run every solution, and ask for two hints and a solution in each exercise.
 
 Hints. The first says where to look and asks a question; the second names the step that
 is usually missed, and leaves the last one to the learner. Neither gives the answer.
@@ -30,18 +31,18 @@ function that makes one for the test:
     @solution("09.3", results=lambda: {"float32": trained()})
     def solution_3(results):
 
-Answers. The solution is a right answer already; `RIGHT` has others that differ in kind,
-and `WRONG` has pairs: an answer, and part of the reason that it is given. A tuple holds
-the answers that the check takes; anything else is the one answer that it takes.
-`Later(function)` is for answers that cost something to make, or that draw random
-numbers: the function is called when the test begins. The tests import a copy of the
-lesson's file from a folder of their own, so that these answers are in the learner's
-code and not in the course's, as in a notebook.
-
 Whatever the learner has written is called by `call`, or in ranks by `in_ranks`: what it
 raises is the learner's. An error in which no line of the learner's had a part is the
-check's own, and is never called wrong. Shared by the lessons: `exercise.py` (what an
-exercise is), `counted.py` (numbers and lists of words), `ring.py` (bytes that go round
-a ring), `learning.py` (gradients and weights that must equal those of one process),
-`results.py` (what a function returns) and `in_ranks.py` (code that runs in real ranks).
+check's own, and is never called wrong. Shared by the lessons:
+
+    exercise.py    what an exercise is, and how the learner's code is called
+    counted.py     numbers that were counted, and lists of words
+    ring.py        bytes that go round a ring
+    results.py     what a function returns
+    learning.py    gradients and weights that must equal those of one process
+    streams.py     races, waits of the host, and overlap of a GPU's streams
+    in_ranks.py    code that runs in ranks of its own
+
+This package is found because the folder `notebooks` is on `sys.path`: a lesson runs in
+it, and `helpers.check` puts it there for whatever runs elsewhere.
 """

@@ -1,4 +1,4 @@
-"""Runs a learner's function in ranks of its own, for exercises of lessons 15 to 28."""
+"""Runs a learner's function in ranks of its own, and tells whose the errors are."""
 
 import contextlib
 import io

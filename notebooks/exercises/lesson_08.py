@@ -1,7 +1,7 @@
 """The exercises of lesson 08: how dense a matmul is, what binds, CPU against GPU."""
 
 from exercises.counted import is_near, listed, name_mistake, number, word
-from exercises.exercise import Later, Wrong, call, exercise, solution
+from exercises.exercise import Wrong, call, exercise, solution
 from simgpu._device.cards import CARDS
 from simgpu._timing.cost import COPY_LATENCY, HOST_COPY, LAUNCH, START
 from simgpu._timing.kernel_cost import OF_BANDWIDTH, PRODUCT_FLOOR
@@ -225,54 +225,3 @@ def solution_3():
     while seconds_on_cpu(answer) < seconds_on_gpu(answer):
         answer += 1
     return answer
-
-
-# -- answers ---------------------------------------------------------------------------
-
-
-def dense(rows, inner, columns):
-    elements = rows * inner + inner * columns + rows * columns
-    return rows * inner * columns / 2 / elements
-
-
-RIGHT = {
-    "intensity": [dense],
-    "five_bounds": [
-        ("compute", "memory", "memory", "launches", "memory"),
-        ("Arithmetic", "memory", "memory", "launch", "memory"),
-    ],
-    "break_even": [122, 117, 128],
-}
-WRONG = {
-    "intensity": [
-        (lambda m, k, n: dense(m, k, n) / 2, "are two FLOPs"),
-        (lambda m, k, n: dense(m, k, n) * 4, "divide by elements"),
-        (lambda m, k, n: dense(m, k, n) * 2, "not 2"),
-        (lambda m, k, n: m * k * n / 2 / (m * k + k * n), "is written, too"),
-        (lambda m, k, n: k / 2, "are read, too"),
-        (lambda m, k, n: 1 / dense(m, k, n), "not bytes for each FLOP"),
-        (lambda m, k, n: 7, "count both once more"),
-    ],
-    "five_bounds": [
-        (("memory", "memory", "memory", "launches", "memory"), "number 1"),
-        (Later(lambda: ("arithmetic",) * 5), "number 2"),
-        (("arithmetic", "memory", "arithmetic", "memory", "memory"), "mber 3"),
-        (("arithmetic", "memory", "memory", "memory", "memory"), "number 4"),
-        (
-            ("arithmetic", "memory", "memory", "launches", "arithmetic"),
-            "number 5",
-        ),
-        (("bytes", "memory", "memory", "launches", "memory"), "say launches"),
-        (("arithmetic", "memory"), "5 answers are asked for, not 2"),
-    ],
-    "break_even": [
-        (91, "count the copies"),
-        (112, "travels back"),
-        (99, "fixed 10"),
-        (108, "are launched"),
-        (139, "travels once"),
-        (500, "it is smaller"),
-        (10, "it is larger"),
-        ("a hundred", "give a number"),
-    ],
-}

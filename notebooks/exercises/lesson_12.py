@@ -6,19 +6,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel._functions import Scatter
 
 from exercises import ring
-from exercises.counted import (
-    MB,
-    MIB,
-    counted,
-)
-from exercises.exercise import (
-    NotYet,
-    Wrong,
-    call,
-    exercise,
-    run,
-    solution,
-)
+from exercises.counted import MB, MIB, counted
+from exercises.exercise import NotYet, Wrong, call, exercise, run, solution
 from exercises.learning import gradients
 from exercises.results import a, near, tensor
 from helpers.gpus import count_copies
@@ -297,124 +286,12 @@ def solution_3():
     return sizes
 
 
-# -- answers ---------------------------------------------------------------------------
-
-
 class Base(nn.Module):
     def __init__(self, model):
         super().__init__()
         self.model = model
 
 
-class Summed(Base):
-    def forward(self, x, y, total):
-        return cross_entropy(self.model(x), y, reduction="sum")[None] / total
-
-
-class Weighted(Base):
-    def forward(self, x, y, total):
-        return (cross_entropy(self.model(x), y) * len(x) / total).reshape(1)
-
-
-class Each(Base):
-    def forward(self, x, y, total):
-        return cross_entropy(self.model(x), y, reduction="none") / total
-
-
-class Mean(Base):
-    def forward(self, x, y, total):
-        return cross_entropy(self.model(x), y)[None]
-
-
-class Quarter(Base):
-    def forward(self, x, y, total):
-        return cross_entropy(self.model(x), y)[None] / 4
-
-
 class Undivided(Base):
     def forward(self, x, y, total=None):
         return cross_entropy(self.model(x), y, reduction="sum")[None]
-
-
-class Scores(Base):
-    def forward(self, x, y, total):
-        return self.model(x)
-
-
-class Number(Base):
-    def forward(self, x, y, total):
-        return cross_entropy(self.model(x), y).item()
-
-
-class Scalar(Base):
-    def forward(self, x, y, total):
-        return cross_entropy(self.model(x), y, reduction="sum") / total
-
-
-class Detached(Base):
-    def forward(self, x, y, total):
-        loss = cross_entropy(self.model(x), y, reduction="sum")[None] / total
-        return loss.detach()
-
-
-RIGHT = {
-    "sent_by_one_gpu": [(700, 100, 175), (700.0, 100.0, 175.0)],
-    "fair_loss": [Summed, Weighted, Each],
-    "sizes_of_parts": [
-        [362, 562, 562, 562],
-        ((369, 560, 560, 559),),
-        [355, 565, 564, 564],
-        [373, 559, 558, 558],
-    ],
-}
-WRONG = {
-    "sent_by_one_gpu": [
-        ((1400, 100, 175), "gradients it receives"),
-        ((800, 100, 175), "to itself"),
-        ((175, 100, 175), "4 bytes"),
-        ((100, 100, 175), "to each other GPU"),
-        ((5, 100, 175), "receives all gradients"),
-        ((700, 200, 175), "gradients it receives"),
-        ((700, 700, 175), "to its neighbour only"),
-        ((700, 175, 175), "all-reduce in a ring"),
-        ((700, 25, 175), "4 bytes"),
-        ((700, 5, 175), "its neighbour, once"),
-        ((700, 100, 700), "to one neighbour"),
-        ((700, 100, 87.5), "the first of two rounds"),
-        ((700, 100, 100), "hands over"),
-        ((700, 100, 1400), "all ranks send together"),
-        ((700, 100, 200), "keeps one chunk in each round"),
-        ((700, 100, 1), "in a ring of N ranks"),
-        ((700e6, 100, 175), "these are bytes; give MB"),
-        ((700, 100, 175_000_000), "these are bytes; give MB"),
-        ((667.6, 95.4, 166.9), "these are MiB, of 2**20 bytes; give MB"),
-        ((None, None, None), "give a number"),
-        (("700", "100", "175"), "give a number"),
-        (([700], [100], [175]), "give a number"),
-        (({}, 100, 175), "give a number"),
-    ],
-    "fair_loss": [
-        (Mean, "divided by the rows of the whole batch"),
-        (Quarter, "must weigh less"),
-        (Undivided, "not divided"),
-        (Scores, "come back"),
-        (Number, "forward returns a float, not a tensor"),
-        (Detached, "no gradient"),
-        (Scalar, "a scalar"),
-        (nn.Identity, "your code raised"),
-    ],
-    "sizes_of_parts": [
-        ([512] * 4, "equal parts"),
-        ([2, 682, 682, 682], "too few rows"),
-        ([600, 482, 483, 483], "too many rows"),
-        ([300, 583, 583, 582], "too few rows"),
-        ([320, 576, 576, 576], "too few rows"),
-        ([341, 569, 569, 569], "too few rows"),
-        ([386, 554, 554, 554], "too many rows"),
-        ([369, 570, 560, 549], "share alike"),
-        ([363, 885, 400, 400], "share alike"),
-        ([256] * 4, "not 2048"),
-        ([2048, 0, 0, 0], "at least 1"),
-        ("363", "a list of four"),
-    ],
-}

@@ -1,9 +1,7 @@
 """The exercises of lesson 14: memory that processes share, and memory they do not."""
 
 import contextlib
-import copy
 import os
-import pickle
 import queue as queues
 import signal
 import tempfile
@@ -17,7 +15,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from exercises.counted import counted, listed, number, word
-from exercises.exercise import Later, NotYet, Wrong, call, exercise, solution
+from exercises.exercise import NotYet, Wrong, call, exercise, must_be_callable, solution
 from exercises.results import tensor
 
 ROWS = 11  # of the accuracy: a prime number, so that parts cannot be equal
@@ -87,17 +85,6 @@ def solution_1():
     return (*answers,)
 
 
-class _Noted:
-    """An event; `asked` is set once anybody does anything with it."""
-
-    def __init__(self, event, asked):
-        self._event, self._asked = event, asked
-
-    def __getattr__(self, name: str):
-        self._asked.set()
-        return getattr(self._event, name)
-
-
 MUST_WAIT = "with the default sharing strategy it must wait for `received`"
 
 
@@ -115,63 +102,12 @@ MUST_WAIT = "with the default sharing strategy it must wait for `received`"
 )
 def delivers_all(produce) -> None:
     """A producer (queue, received) of four tensors that stays until they are there."""
-    if not callable(produce):
-        raise Wrong(f"give a function, not {produce!r}")
-    fork = mp.get_context("fork")
-    queue, errors = fork.Queue(), fork.SimpleQueue()
-    received, asked = fork.Event(), fork.Event()
-
-    def work():
-        torch.set_num_threads(1)
-        try:
-            produce(queue, _Noted(received, asked))
-        except BaseException as error:
-            errors.put(f"{type(error).__name__}: {error}")
-
-    producer = fork.Process(target=work)
-    producer.start()
-    try:
-        # On a busy machine the clock does not tell how far the producer has come.
-        limit = time.monotonic() + ASKS
-        while not asked.is_set() and producer.is_alive() and time.monotonic() < limit:
-            producer.join(0.05)
-        producer.join(0.5)  # the slow consumer
-        ended = not producer.is_alive()
-        if not errors.empty():
-            raise Wrong(f"your code raised {errors.get()}")
-        if producer.exitcode:
-            raise Wrong(f"the producer was ended by signal {-producer.exitcode}")
-        if ended and queue.empty():
-            raise NotYet("your function puts nothing so far")
-        tensors = [_take(queue, number, ended) for number in range(4)]
-        time.sleep(0.3)  # what the producer writes now must not change them
-        values = [tensor[0].item() for tensor in tensors]
-        if len(set(values)) == 1:
-            raise Wrong(
-                f"all four tensors are full of {values[0]:g}: `put` sends a handle "
-                "to one memory, and you write into it again; put a clone"
-            )
-        if values != [0.0, 1.0, 2.0, 3.0]:
-            raise Wrong(
-                f"the tensors are full of {', '.join(f'{v:g}' for v in values)}"
-            )
-        producer.join(STAYS)
-        with contextlib.suppress(queues.Empty, OSError, EOFError):
-            queue.get(timeout=0.2)
-            raise Wrong("more than four tensors arrive")
-        if not producer.is_alive():
-            raise Wrong(f"the producer ended before `received` was set; {MUST_WAIT}")
-        if not asked.is_set():
-            raise Wrong("the producer never asks `received`; a sleep only guesses")
-        received.set()
-        producer.join(ENDS)
-        if producer.is_alive():
-            raise Wrong("the producer goes on after `received` is set; let it end")
-    finally:
-        received.set()
-        _empty(queue)
-        producer.kill()
-        producer.join()
+    must_be_callable(produce)
+    with _Producer(produce) as producer:
+        producer.let_it_work()
+        _check_tensors([producer.take(number) for number in range(4)])
+        producer.must_stay()
+        producer.must_end()
 
 
 @solution("14.2")
@@ -197,32 +133,123 @@ def solution_2():
     return produce
 
 
-def _empty(queue) -> None:
-    """Take what is left: memory that is sent by name stays until it is fetched."""
-    for _ in range(100):  # a producer may go on and on
-        if queue.empty():
-            return
-        with contextlib.suppress(Exception):  # of whatever the learner has sent
-            queue.get(timeout=1)
-
-
-def _take(queue, number: int, ended: bool) -> torch.Tensor:
-    """The next tensor."""
-    try:
-        item = queue.get(timeout=3)
-    except queues.Empty:
-        raise Wrong(f"{number} tensors arrive, not four") from None
-    except (OSError, EOFError) as error:
+def _check_tensors(tensors: list[torch.Tensor]) -> None:
+    """They hold 0, 1, 2 and 3, also when the producer has had time to write more."""
+    time.sleep(0.3)
+    values = [tensor[0].item() for tensor in tensors]
+    if len(set(values)) == 1:
         raise Wrong(
-            f"fetching a tensor raised {type(error).__name__}: the producer has ended, "
-            f"and its memory cannot be asked for; {MUST_WAIT}"
-        ) from None
-    tensor(item, "what arrives is")
-    if item.shape != (3,) or len(set(item.tolist())) != 1:
-        raise Wrong(f"a tensor arrives that holds {item.tolist()}")
-    if ended:
-        raise Wrong(f"the producer ends before its tensors are fetched; {MUST_WAIT}")
-    return item
+            f"all four tensors are full of {values[0]:g}: `put` sends a handle "
+            "to one memory, and you write into it again; put a clone"
+        )
+    if values != [0.0, 1.0, 2.0, 3.0]:
+        raise Wrong(f"the tensors are full of {', '.join(f'{v:g}' for v in values)}")
+
+
+class _Producer:
+    """The learner's producer in a process of its own, and what its consumer sees.
+
+    Behind the `with` block it has ended, whatever it does.
+    """
+
+    def __init__(self, produce):
+        fork = mp.get_context("fork")
+        self._queue, self._errors = fork.Queue(), fork.SimpleQueue()
+        self._received, self._asked = fork.Event(), fork.Event()
+        self._process = fork.Process(target=self._work, args=(produce,))
+        self._ended_early = False
+
+    def _work(self, produce) -> None:
+        """In the process: call what the learner has written."""
+        torch.set_num_threads(1)
+        try:
+            produce(self._queue, _Noted(self._received, self._asked))
+        except BaseException as error:
+            self._errors.put(f"{type(error).__name__}: {error}")
+
+    def __enter__(self) -> "_Producer":
+        self._process.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._received.set()
+        self._empty()
+        self._process.kill()
+        self._process.join()
+
+    def _empty(self) -> None:
+        """Take what is left: memory that is sent by name stays until it is fetched."""
+        for _ in range(100):  # a producer may go on and on
+            if self._queue.empty():
+                return
+            with contextlib.suppress(Exception):  # of whatever the learner has sent
+                self._queue.get(timeout=1)
+
+    def let_it_work(self) -> None:
+        """Wait until it asks `received` or ends, and then a little, as if busy."""
+        # On a busy machine the clock does not tell how far the producer has come.
+        limit = time.monotonic() + ASKS
+        while not self._asked.is_set() and time.monotonic() < limit:
+            self._process.join(0.05)
+            if not self._process.is_alive():
+                break
+        self._process.join(0.5)  # the slow consumer
+        self._ended_early = not self._process.is_alive()
+        if not self._errors.empty():
+            raise Wrong(f"your code raised {self._errors.get()}")
+        if self._process.exitcode:
+            number = -self._process.exitcode
+            raise Wrong(f"the producer was ended by signal {number}")
+        if self._ended_early and self._queue.empty():
+            raise NotYet("your function puts nothing so far")
+
+    def take(self, number: int) -> torch.Tensor:
+        """The tensor of this number."""
+        try:
+            item = self._queue.get(timeout=3)
+        except queues.Empty:
+            raise Wrong(f"{number} tensors arrive, not four") from None
+        except (OSError, EOFError) as error:
+            raise Wrong(
+                f"fetching a tensor raised {type(error).__name__}: the producer has "
+                f"ended, and its memory cannot be asked for; {MUST_WAIT}"
+            ) from None
+        tensor(item, "what arrives is")
+        if item.shape != (3,) or len(set(item.tolist())) != 1:
+            raise Wrong(f"a tensor arrives that holds {item.tolist()}")
+        if self._ended_early:
+            why = "the producer ends before its tensors are fetched"
+            raise Wrong(f"{why}; {MUST_WAIT}")
+        return item
+
+    def must_stay(self) -> None:
+        """It puts nothing more, and lives because it waits for `received`."""
+        self._process.join(STAYS)
+        with contextlib.suppress(queues.Empty, OSError, EOFError):
+            self._queue.get(timeout=0.2)
+            raise Wrong("more than four tensors arrive")
+        if not self._process.is_alive():
+            raise Wrong(f"the producer ended before `received` was set; {MUST_WAIT}")
+        if not self._asked.is_set():
+            raise Wrong("the producer never asks `received`; a sleep only guesses")
+
+    def must_end(self) -> None:
+        """It ends soon after `received` is set."""
+        self._received.set()
+        self._process.join(ENDS)
+        if self._process.is_alive():
+            raise Wrong("the producer goes on after `received` is set; let it end")
+
+
+class _Noted:
+    """An event; `asked` is set once anybody does anything with it."""
+
+    def __init__(self, event, asked):
+        self._event, self._asked = event, asked
+
+    def __getattr__(self, name: str):
+        self._asked.set()
+        return getattr(self._event, name)
 
 
 COPY_OF_WEIGHTS = 100_000 * 100 * 4  # bytes
@@ -386,287 +413,3 @@ def _check_accuracy(result: float, notes: str) -> None:
         "size, so add up right rows and divide once"
     )
     counted(result, 3 / ROWS, mistakes, why, near=3e-4)
-
-
-# -- answers ---------------------------------------------------------------------------
-
-
-def sends_clones(queue, received):
-    tensor = torch.zeros(3)
-    for i in range(4):
-        tensor.fill_(i)
-        queue.put(tensor.clone())
-    received.wait()
-
-
-def makes_new_ones(queue, received):
-    for i in range(4):
-        queue.put(torch.full((3,), float(i)))
-    received.wait(30)
-
-
-def sends_one_memory(queue, received):
-    tensor = torch.zeros(3)
-    for i in range(4):
-        tensor.fill_(i)
-        queue.put(tensor)
-    received.wait()
-
-
-def ends_early(queue, received):
-    for i in range(4):
-        queue.put(torch.full((3,), float(i)))
-
-
-def sends_arrays(queue, received):
-    for i in range(4):
-        queue.put(torch.full((3,), float(i)).numpy())
-    received.wait()
-
-
-def sends_three(queue, received):
-    for i in range(3):
-        queue.put(torch.full((3,), float(i)))
-    received.wait()
-
-
-def sends_five(queue, received):
-    for i in range(5):
-        queue.put(torch.full((3,), float(i)))
-    received.wait()
-
-
-def waits_between(queue, received):
-    for i in range(4):
-        queue.put(torch.full((3,), float(i)))
-        received.wait(0.1)
-    received.wait()
-
-
-def one_memory_slowly(queue, received):
-    tensor = torch.zeros(3)
-    for i in range(4):
-        tensor.fill_(i)
-        queue.put(tensor)
-        received.wait(0.8)
-    received.wait()
-
-
-def sleeps(queue, received):
-    makes_new_ones_for(queue)
-    time.sleep(2)
-
-
-def sleeps_on(queue, received):
-    makes_new_ones_for(queue)
-    time.sleep(60)
-
-
-def waits_too_short(queue, received):
-    makes_new_ones_for(queue)
-    received.wait(0.6)  # longer than the slow consumer lets it alone
-
-
-def makes_new_ones_for(queue):
-    for i in range(4):
-        queue.put(torch.full((3,), float(i)))
-
-
-def ends_with_names(queue, received):
-    mp.set_sharing_strategy("file_system")
-    makes_new_ones_for(queue)
-
-
-def dies(queue, received):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def never_ends(queue, received):
-    sends_clones(queue, received)
-    while True:
-        received.wait()
-
-
-def raises(queue, received):
-    queue.puts(1)
-
-
-def right_rows(model, x, y):
-    torch.set_num_threads(1)
-    with torch.no_grad():
-        return int((model(x).argmax(1) == y).sum())
-
-
-def shared(model, x, y, method="fork"):
-    model.share_memory()
-    with mp.get_context(method).Pool(4) as pool:
-        parts = [(model, x[i::4], y[i::4]) for i in range(4)]
-        return sum(pool.starmap(right_rows, parts, chunksize=1)) / len(x)
-
-
-def inherited(model, x, y):
-    def work(i, connection):
-        connection.send(right_rows(model, x[i::4], y[i::4]))
-
-    total = 0
-    pipes = [mp.get_context("fork").Pipe() for _ in range(4)]
-    for i, (_, there) in enumerate(pipes):
-        mp.get_context("fork").Process(target=work, args=(i, there)).start()
-    for here, _ in pipes:
-        total += here.recv()
-    return total / len(x)
-
-
-def spawned(model, x, y):
-    return shared(model, x, y, "spawn")
-
-
-def from_bytes(state, model, x, y):
-    model.load_state_dict(pickle.loads(state), assign=True)
-    return right_rows(model, x, y)
-
-
-def sent_by_value(model, x, y):
-    state, empty = pickle.dumps(model.state_dict()), copy.copy(model)
-    with mp.get_context("fork").Pool(4) as pool:
-        parts = [(state, empty, x[i::4], y[i::4]) for i in range(4)]
-        return sum(pool.starmap(from_bytes, parts, chunksize=1)) / len(x)
-
-
-def copied(model, x, y):
-    return right_rows(copy.deepcopy(model), x, y)
-
-
-def copied_in_workers(model, x, y):
-    with mp.get_context("fork").Pool(4) as pool:
-        parts = [(model, x[i::4], y[i::4]) for i in range(4)]
-        return sum(pool.starmap(copied, parts, chunksize=1)) / len(x)
-
-
-def serial(model, x, y):
-    return right_rows(model, x, y) / len(x)
-
-
-def one_worker(model, x, y):
-    with mp.get_context("fork").Pool(1) as pool:
-        return pool.apply(right_rows, (model, x, y)) / len(x)
-
-
-def each_does_all(model, x, y):
-    with mp.get_context("fork").Pool(4) as pool:
-        parts = [(model, x, y)] * 4
-        return sum(pool.starmap(right_rows, parts, chunksize=1)) / 4 / len(x)
-
-
-def mean_of_means(model, x, y):
-    with mp.get_context("fork").Pool(4) as pool:
-        parts = list(zip([model] * 4, x.chunk(4), y.chunk(4), strict=True))
-        found = pool.starmap(right_rows, parts, chunksize=1)
-    return sum(n / len(part[1]) for n, part in zip(found, parts, strict=True)) / 4
-
-
-def not_divided(model, x, y):
-    return shared(model, x, y) * len(x)
-
-
-def into_private(model, x, y):
-    hits = torch.zeros(4)
-
-    def work(i):
-        hits[i] = right_rows(model, x[i::4], y[i::4])
-
-    workers = [mp.get_context("fork").Process(target=work, args=(i,)) for i in range(4)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    return hits.sum() / len(x)
-
-
-def from_ended_workers(model, x, y):
-    def work(i, queue):
-        queue.put(torch.tensor(right_rows(model, x[i::4], y[i::4])))
-
-    queue = mp.get_context("fork").Queue()
-    workers = [
-        mp.get_context("fork").Process(target=work, args=(i, queue)) for i in range(4)
-    ]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    return sum(queue.get() for _ in workers) / len(x)
-
-
-RIGHT = {
-    "who_sees": [
-        ("no", "no", "yes", "yes", "no", "no"),
-        (False, False, True, True, False, False),
-    ],
-    "delivers_all": [
-        makes_new_ones,
-        waits_between,
-    ],
-    "parallel_accuracy": [
-        shared,
-        inherited,
-        spawned,
-    ],
-}
-
-WRONG = {
-    "who_sees": [
-        (
-            ("yes", "no", "yes", "yes", "no", "no"),
-            "number 1 is not yes: the fork moves",
-        ),
-        (
-            ("no", "yes", "yes", "yes", "no", "no"),
-            "number 2 is not yes: an argument of a forked",
-        ),
-        (
-            ("no", "no", "no", "yes", "no", "no"),
-            "number 3 is not no: an argument of a spawned",
-        ),
-        (
-            ("no", "no", "yes", "no", "no", "no"),
-            "number 4 is not no: sending shares",
-        ),
-        (("no", "no", "yes", "yes", "yes", "no"), "number 5 is not yes: the clone"),
-        (("no", "no", "yes", "yes", "no", "yes"), "number 6 is not yes: `x + 1`"),
-        (("no", "no", "yes", "yes", "no", 1.5), 'answer "yes" or "no"'),
-        (Later(lambda: (["no"],) * 6), 'number 1: answer "yes" or "no"'),
-        ((0, 0, 1, 1, 0, 0), 'number 1: answer "yes" or "no"'),
-        (("no", "no"), "6 answers are asked for, not 2"),
-    ],
-    "delivers_all": [
-        (sends_one_memory, "full of 3: `put` sends a handle"),
-        (ends_early, "cannot be asked for; with the default sharing"),
-        (sends_arrays, "what arrives is a ndarray, not a tensor"),
-        (sends_three, "3 tensors arrive"),
-        (sends_five, "more than four"),
-        (never_ends, "goes on after"),
-        (raises, "your code raised AttributeError"),
-        (one_memory_slowly, "full of 3: `put` sends a handle"),
-        (sleeps, "cannot be asked for; with the default sharing"),
-        (sleeps_on, "never asks `received`"),
-        (waits_too_short, "it must wait for `received`"),
-        (ends_with_names, "ends before its tensors are fetched"),
-        (dies, "ended by signal 9"),
-        (None, "give a function"),
-    ],
-    "parallel_accuracy": [
-        (sent_by_value, "MB of weights of their own"),
-        (copied_in_workers, "MB of weights of their own"),
-        (serial, "the notebook's own process computes"),
-        (one_worker, "that compute: 1"),
-        (each_does_all, "44 rows of 11"),
-        (mean_of_means, "add up right rows"),
-        (not_divided, "divide by all rows"),
-        (into_private, "memory of their own; share what they write"),
-        (from_ended_workers, "send a number"),
-        (lambda *_: "0.3", "give a number, not '0.3', a str"),
-        (lambda *_: [0.3], "give a number, not a list"),
-        (None, "give a function"),
-    ],
-}

@@ -4,13 +4,7 @@ import torch
 from torch import nn
 
 from exercises.counted import number
-from exercises.exercise import (
-    Wrong,
-    call,
-    exercise,
-    must_be_callable,
-    solution,
-)
+from exercises.exercise import Wrong, call, exercise, solution
 from exercises.results import near, tensor
 
 TOKENS, WIDTH, EXPERTS = 40, 8, 4
@@ -30,7 +24,6 @@ def _chosen() -> torch.Tensor:
 )
 def sent_elsewhere(function) -> None:
     """A function: experts of the tokens, a rank -> tokens for other ranks."""
-    must_be_callable(function)
     chosen = _chosen()
     for rank in range(EXPERTS):
         found = number(call(function, chosen, rank))
@@ -67,7 +60,6 @@ def solution_1():
 )
 def kept(function) -> None:
     """A function: experts, weights, a capacity -> which tokens are kept."""
-    must_be_callable(function)
     chosen = _chosen()
     weight = torch.rand(TOKENS, generator=torch.Generator().manual_seed(1))
     for capacity in (3, 8, TOKENS):
@@ -119,18 +111,6 @@ class _Counting(nn.Linear):
         return super().forward(x)
 
 
-def _two_best(router, experts, tokens):
-    probabilities, numbers = router(tokens).softmax(-1).topk(2)
-    weights = probabilities / probabilities.sum(-1, keepdim=True)
-    out = torch.zeros_like(tokens)
-    for index, expert in enumerate(experts):
-        for rank in range(2):
-            rows = (numbers[:, rank] == index).nonzero()[:, 0]
-            part = weights[rows, rank, None] * expert(tokens[rows])
-            out = out.index_add(0, rows, part)
-    return out
-
-
 @exercise(
     "22.3",
     hints=(
@@ -142,12 +122,11 @@ def _two_best(router, experts, tokens):
 )
 def top_two(function) -> None:
     """A function: router, experts, tokens -> the sum of each token's two experts."""
-    must_be_callable(function)
     torch.manual_seed(0)
     router = nn.Linear(WIDTH, EXPERTS, bias=False)
     experts = nn.ModuleList(_Counting(WIDTH, WIDTH) for _ in range(EXPERTS))
     tokens = torch.randn(TOKENS, WIDTH)
-    wanted = _two_best(router, experts, tokens)
+    wanted = solution_3.function()(router, experts, tokens)
     modules = nn.ModuleList([router, experts])
     right = torch.autograd.grad(wanted.square().sum(), list(modules.parameters()))
     wanted = wanted.detach()
@@ -193,146 +172,3 @@ def solution_3():
         return out
 
     return top_two
-
-
-# -- answers, right and wrong ----------------------------------------------------------
-
-
-def by_a_loop(chosen, rank):
-    return sum(1 for expert in chosen.tolist() if expert != rank)
-
-
-def those_that_stay(chosen, rank):
-    return (chosen == rank).sum()
-
-
-def all_tokens(chosen, rank):
-    return len(chosen)
-
-
-def one_too_many(chosen, rank):
-    return (chosen != rank).sum() + 1
-
-
-def kept_by_a_loop(chosen, weight, capacity):
-    found = torch.zeros(len(chosen), dtype=torch.bool)
-    for expert in range(EXPERTS):
-        mine = (chosen == expert).nonzero()[:, 0]
-        best = weight[mine].topk(min(capacity, len(mine))).indices
-        found[mine[best]] = True
-    return found
-
-
-def of_all_experts(chosen, weight, capacity):
-    found = torch.zeros(len(chosen), dtype=torch.bool)
-    found[weight.topk(min(EXPERTS * capacity, len(chosen))).indices] = True
-    return found
-
-
-def first_tokens(chosen, weight, capacity):
-    counts, found = {}, []
-    for expert in chosen.tolist():
-        counts[expert] = counts.get(expert, 0) + 1
-        found.append(counts[expert] <= capacity)
-    return torch.tensor(found)
-
-
-def in_sorted_order(chosen, weight, capacity):
-    order = weight.argsort(descending=True)
-    return kept_by_a_loop(chosen, weight, capacity)[order]
-
-
-def least_sure(chosen, weight, capacity):
-    return kept_by_a_loop(chosen, -weight, capacity)
-
-
-def one_less(chosen, weight, capacity):
-    return kept_by_a_loop(chosen, weight, capacity - 1)
-
-
-def as_numbers(chosen, weight, capacity):
-    return kept_by_a_loop(chosen, weight, capacity).int()
-
-
-def all_experts(router, experts, tokens):
-    probabilities, numbers = router(tokens).softmax(-1).topk(2)
-    weights = probabilities / probabilities.sum(-1, keepdim=True)
-    every = torch.stack([expert(tokens) for expert in experts], 1)
-    rows = torch.arange(len(tokens))[:, None]
-    return (every[rows, numbers] * weights[..., None]).sum(1)
-
-
-def not_divided(router, experts, tokens):
-    best = router(tokens).softmax(-1).topk(2)[0]
-    return _two_best(router, experts, tokens) * best.sum(-1, keepdim=True)
-
-
-def only_the_best(router, experts, tokens):
-    chosen = router(tokens).argmax(-1)
-    return torch.stack(
-        [experts[i](t[None])[0] for i, t in zip(chosen, tokens, strict=True)]
-    )
-
-
-def without_gradient(router, experts, tokens):
-    with torch.no_grad():
-        values = _two_best(router, experts, tokens)
-    return values + 0 * tokens.clone().requires_grad_()
-
-
-def detached_experts(router, experts, tokens):
-    probabilities, numbers = router(tokens).softmax(-1).topk(2)
-    weights = probabilities / probabilities.sum(-1, keepdim=True)
-    out = torch.zeros_like(tokens)
-    for index, expert in enumerate(experts):
-        for column in range(2):
-            rows = (numbers[:, column] == index).nonzero()[:, 0]
-            part = expert(tokens[rows]).detach()
-            out = out.index_add(0, rows, weights[rows, column, None] * part)
-    return out
-
-
-def detached_divisor(router, experts, tokens):
-    best = router(tokens).softmax(-1).topk(2)[0].sum(-1, keepdim=True)
-    return _two_best(router, experts, tokens) * best / best.detach()
-
-
-def one_by_one(router, experts, tokens):
-    probabilities, numbers = router(tokens).softmax(-1).topk(2)
-    weights = probabilities / probabilities.sum(-1, keepdim=True)
-    rows = []
-    for token, weight, two in zip(tokens, weights, numbers, strict=True):
-        both = zip(weight, two.tolist(), strict=True)
-        rows.append(sum(w * experts[n](token) for w, n in both))
-    return torch.stack(rows)
-
-
-RIGHT = {
-    "sent_elsewhere": [by_a_loop],
-    "kept": [kept_by_a_loop],
-    "top_two": [_two_best, one_by_one],
-}
-WRONG = {
-    "sent_elsewhere": [
-        (those_that_stay, "how many leave"),
-        (all_tokens, "need not travel"),
-        (one_too_many, "it should be"),
-        (3, "give a function"),
-    ],
-    "kept": [
-        (of_all_experts, "it should be 3"),
-        (first_tokens, "a smaller weight"),
-        (in_sorted_order, "expert 0 keeps"),
-        (least_sure, "a smaller weight"),
-        (one_less, "it should be 3"),
-        (as_numbers, "return booleans"),
-    ],
-    "top_two": [
-        (all_experts, "two a token are enough"),
-        (not_divided, "divide the two weights"),
-        (only_the_best, "the values differ"),
-        (without_gradient, "the router gets no gradient"),
-        (detached_experts, "an expert gets another gradient"),
-        (detached_divisor, "the router gets another gradient"),
-    ],
-}

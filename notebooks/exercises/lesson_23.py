@@ -1,13 +1,7 @@
 """The exercises of lesson 23: who has the same shard, bytes of a network, a mesh."""
 
-from exercises.counted import number
-from exercises.exercise import (
-    Wrong,
-    call,
-    exercise,
-    must_be_callable,
-    solution,
-)
+from exercises.counted import counted, number
+from exercises.exercise import Wrong, call, exercise, solution
 
 GPUS, NODES = 4, 2  # of the third exercise: on each node, and nodes
 NVLINK, NETWORK = 200e9, 3e9  # bytes/s of a rank
@@ -24,7 +18,6 @@ NVLINK, NETWORK = 200e9, 3e9  # bytes/s of a rank
 )
 def same_shard(function) -> None:
     """A function: a rank, the sizes of an HSDP mesh -> ranks with the same shard."""
-    must_be_callable(function)
     for copies, shards in ((2, 4), (3, 2), (1, 4)):
         for rank in range(copies * shards):
             found = call(function, rank, copies, shards)
@@ -70,7 +63,6 @@ def solution_1():
 )
 def network_bytes(function) -> None:
     """A function: bytes, nodes, GPUs of a node -> what leaves a node, two ways."""
-    must_be_callable(function)
     for nbytes, nodes, gpus in ((6_400_000, 2, 4), (48_000_000, 4, 8)):
         found = call(function, nbytes, nodes, gpus)
         if not isinstance(found, (tuple, list)) or len(found) != 2:
@@ -79,27 +71,22 @@ def network_bytes(function) -> None:
         total = nodes * gpus
         ring = (total - 1) / total * nbytes
         column = 2 * (nodes - 1) / nodes * nbytes
-        _compare("FSDP", fsdp, 3 * ring, {
+        mistakes = {
             2 * ring: "that is DDP's all-reduce; FSDP gathers twice and reduces once",
             3 * nbytes: "a ring of N ranks sends (N - 1) / N of a tensor",
             3 * gpus * ring: "one ring over all ranks leaves each node by one link",
-        })  # fmt: skip
-        _compare("HSDP", hsdp, column, {
+        }
+        why = f"it is {3 * ring:,.0f} bytes, not {fsdp:,.0f}"
+        counted(fsdp, 3 * ring, mistakes, why, what="FSDP", near=1e-7)
+        mistakes = {
             column / gpus: "that is one rank; all GPUs of a node send their shards",
             column / 2: "an all-reduce makes two passes around the ring",
             column * gpus: "a rank sends its shard, 1/gpus of the bytes",
             2 * ring: "the all-reduce joins one rank of each node, not all ranks",
             3 * (nodes - 1) / nodes * nbytes: "the gathers stay inside the node",
-        })  # fmt: skip
-
-
-def _compare(name: str, found: float, right: float, mistakes: dict) -> None:
-    if abs(found - right) <= 1:
-        return
-    for wrong, why in mistakes.items():
-        if abs(found - wrong) <= 1:
-            raise Wrong(f"{name}: {why}")
-    raise Wrong(f"{name}: it is {right:,.0f} bytes, not {found:,.0f}")
+        }
+        why = f"it is {column:,.0f} bytes, not {hsdp:,.0f}"
+        counted(hsdp, column, mistakes, why, what="HSDP", near=1e-7)
 
 
 @solution("23.2")
@@ -148,7 +135,7 @@ def seconds(parameters, blocks, width, tokens, tp) -> float:
     return slices + 2 * (dp - 1) / dp * 4 * parameters / tp / NETWORK
 
 
-def _fitting(parameters, memory) -> list[int]:
+def fitting(parameters, memory) -> list[int]:
     return [tp for tp in (1, 2, 4, 8) if 16 * parameters / tp <= memory]
 
 
@@ -165,7 +152,6 @@ def _fitting(parameters, memory) -> list[int]:
 )
 def choose_tp(function) -> None:
     """A function: a job -> the size of the axis tp that fits and is fastest."""
-    must_be_callable(function)
     for parameters, blocks, width, tokens, memory in JOBS:
         job = f"{parameters:,} parameters, {tokens:,} tokens, {memory / 1e9:.0f} GB"
         found = call(function, parameters, blocks, width, tokens, memory)
@@ -177,7 +163,7 @@ def choose_tp(function) -> None:
             raise Wrong(f"{job}: with tp = {found} a rank stores {need:.0f} GB")
         times = {
             tp: seconds(parameters, blocks, width, tokens, tp)
-            for tp in _fitting(parameters, memory)
+            for tp in fitting(parameters, memory)
         }
         best = min(times, key=times.get)
         if found != best:
@@ -212,113 +198,3 @@ def solution_3():
         return min(times, key=times.get)
 
     return choose_tp
-
-
-# -- answers ---------------------------------------------------------------------------
-
-
-def by_remainder(rank, copies, shards):
-    return [r for r in range(copies * shards) if r % shards == rank % shards]
-
-
-def its_row(rank, copies, shards):
-    first = rank // shards * shards
-    return list(range(first, first + shards))
-
-
-def the_others(rank, copies, shards):
-    return [r for r in by_remainder(rank, copies, shards) if r != rank]
-
-
-def column_first(rank, copies, shards):
-    return [r for r in range(copies * shards) if r % copies == rank % copies]
-
-
-def in_short(nbytes, nodes, gpus):
-    n = nodes * gpus
-    return 3 * nbytes * (n - 1) / n, 2 * nbytes * (nodes - 1) / nodes
-
-
-def with_ddp(nbytes, nodes, gpus):
-    n = nodes * gpus
-    return 2 * nbytes * (n - 1) / n, in_short(nbytes, nodes, gpus)[1]
-
-
-def of_one_rank(nbytes, nodes, gpus):
-    fsdp, hsdp = in_short(nbytes, nodes, gpus)
-    return fsdp, hsdp / gpus
-
-
-def all_join(nbytes, nodes, gpus):
-    n = nodes * gpus
-    return in_short(nbytes, nodes, gpus)[0], 2 * nbytes * (n - 1) / n
-
-
-def one_number(nbytes, nodes, gpus):
-    return in_short(nbytes, nodes, gpus)[0]
-
-
-def fastest(parameters, blocks, width, tokens, memory):
-    fit = _fitting(parameters, memory)
-    return min(fit, key=lambda tp: seconds(parameters, blocks, width, tokens, tp))
-
-
-def without_memory(parameters, blocks, width, tokens, memory):
-    return fastest(parameters, blocks, width, tokens, 1e15)
-
-
-def always_a_node(parameters, blocks, width, tokens, memory):
-    return 4
-
-
-def smallest_that_fits(parameters, blocks, width, tokens, memory):
-    return _fitting(parameters, memory)[0]
-
-
-def largest(parameters, blocks, width, tokens, memory):
-    return 8
-
-
-def two_all_reduces(parameters, blocks, width, tokens, memory):
-    return fastest(parameters, blocks / 2, width, tokens, memory)
-
-
-def no_room_to_spare(parameters, blocks, width, tokens, memory):
-    return fastest(parameters, blocks, width, tokens, memory - 1)
-
-
-def all_tokens(parameters, blocks, width, tokens, memory):
-    def time(tp):
-        return seconds(parameters, blocks, width, tokens * 8 // tp, tp)
-
-    return min(_fitting(parameters, memory), key=time)
-
-
-RIGHT = {
-    "same_shard": [by_remainder],
-    "network_bytes": [in_short],
-    "choose_tp": [fastest],
-}
-WRONG = {
-    "same_shard": [
-        (its_row, "is its row"),
-        (the_others, "the rank itself"),
-        (column_first, "not"),
-        (3, "give a function"),
-    ],
-    "network_bytes": [
-        (with_ddp, "DDP's all-reduce"),
-        (of_one_rank, "that is one rank"),
-        (all_join, "one rank of each node"),
-        (one_number, "return two numbers"),
-    ],
-    "choose_tp": [
-        (without_memory, "a rank stores"),
-        (always_a_node, "tp = 4"),
-        (smallest_that_fits, "s of messages"),
-        (largest, "tp = 8 takes"),
-        (all_tokens, "s of messages"),
-        (two_all_reduces, "s of messages"),
-        (no_room_to_spare, "s of messages"),
-    ],
-}

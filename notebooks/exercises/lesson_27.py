@@ -1,21 +1,12 @@
 """The exercises of lesson 27: a job that moves, unequal parts, and a steady dropout."""
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from exercises import ring
-from exercises.counted import (
-    counted,
-    number,
-)
-from exercises.exercise import (
-    Wrong,
-    call,
-    exercise,
-    solution,
-)
+from exercises.counted import counted, number
+from exercises.exercise import Wrong, call, exercise, solution
 from exercises.learning import gradients
 from exercises.results import equal, near, tensor
 
@@ -254,29 +245,6 @@ def solution_3():
     return mask
 
 
-# -- answers ---------------------------------------------------------------------------
-
-
-def right(model, x, y, most):
-    letters, total = (y != -100).sum(), 0.0
-    for xs, ys in zip(x.split(most), y.split(most), strict=True):
-        loss = cross_entropy(model(xs).flatten(0, 1), ys.flatten(), reduction="sum")
-        (loss / letters).backward()
-        total += (loss / letters).item()
-    return total
-
-
-def weighted(model, x, y, most):
-    total = 0
-    for i in range(0, len(x), most):
-        part = y[i : i + most]
-        share = (part != -100).sum() / (y != -100).sum()
-        loss = cross_entropy(model(x[i : i + most]).mT, part) * share
-        loss.backward()
-        total = total + loss.detach()
-    return total
-
-
 def in_parts(divide):
     def backward(model, x, y, most):
         pairs, total = list(zip(x.split(most), y.split(most), strict=True)), 0.0
@@ -300,7 +268,6 @@ sums = in_parts(lambda scores, y, *_: cross_entropy(scores, y, reduction="sum"))
 by_rows = in_parts(
     lambda scores, y, every, _: cross_entropy(scores, y) * len(y) / len(every)
 )
-tenfold = in_parts(lambda scores, y, *_: 10 * cross_entropy(scores, y))
 
 
 def row_by_row(model, x, y, most):
@@ -328,133 +295,3 @@ def at_once(model, x, y, most):
     loss = cross_entropy(model(x).mT, y)
     loss.backward()
     return loss.item()
-
-
-def drops_the_last(model, x, y, most):
-    whole = len(x) // most * most
-    return right(model, x[:whole], y[:whole], most)
-
-
-def only_forward(model, x, y, most):
-    for xs in x.split(most):
-        model(xs)
-    return 1.0
-
-
-def returns_the_last(model, x, y, most):
-    right(model, x, y, most)
-    return 0.5
-
-
-def returns_nan(model, x, y, most):
-    return right(model, x, y, most) * float("nan")
-
-
-def steady(step, rows, width):
-    found = []
-    for row in rows.tolist():
-        generator = torch.Generator().manual_seed(step * 1_000_003 + row)
-        found.append(torch.rand(width, generator=generator) > 0.1)
-    return torch.stack(found)
-
-
-def of_a_table(step, rows, width):
-    generator = torch.Generator().manual_seed(step)
-    table = torch.rand(3000, width, generator=generator)
-    return (table >= 0.1).float()[rows]
-
-
-def of_the_moment(step, rows, width):
-    return (torch.rand(len(rows), width) > 0.1).float()
-
-
-def of_the_step(step, rows, width):
-    generator = torch.Generator().manual_seed(step)
-    return (torch.rand(len(rows), width, generator=generator) > 0.1).float()
-
-
-def of_the_row(step, rows, width):
-    return steady(0, rows, width)
-
-
-def one_for_all(step, rows, width):
-    generator = torch.Generator().manual_seed(step)
-    return (torch.rand(width, generator=generator) > 0.1).repeat(len(rows), 1)
-
-
-def of_the_sum(step, rows, width):
-    return steady(0, rows + step, width)
-
-
-def of_the_product(step, rows, width):
-    return steady(0, step * rows, width)
-
-
-def as_a_list(step, rows, width):
-    return steady(step, rows, width).tolist()
-
-
-def a_half(step, rows, width):
-    return of_a_table(step, rows, width) * (steady(step + 1, rows, width))
-
-
-def with_scale(step, rows, width):
-    return steady(step, rows, width) / 0.9
-
-
-def of_one_row(step, rows, width):
-    return steady(step, rows, width)[0]
-
-
-RIGHT = {
-    "moved_to_16": [
-        (np.int64(4), np.float64(2 * 15 / 16 * 124e6 * 4)),
-    ],
-    "padded": [weighted],
-    "steady_mask": [of_a_table],
-}
-WRONG = {
-    "moved_to_16": [
-        ((64, 930_000_000), "8192 rows"),
-        ((1, 930_000_000), "8 fit"),
-        ((32, 930_000_000), "rows of each GPU"),
-        ((8, 930_000_000), "how many parts"),
-        ((5, 930_000_000), "512 rows, 16 GPUs"),
-        ((4, 496_000_000), "which a rank hands over once"),
-        ((4, 992_000_000), "15 of 16, not all"),
-        ((4, 465_000_000), "the first of two rounds"),
-        ((4, 3_720_000_000), "once in a step"),
-        ((4, 232_500_000), "4 bytes"),
-        ((4, 7), "ring of 16"),
-        ((4, float("nan")), "nbytes: give a number, not nan"),
-        ((4, 930), "these are MB, of 10**6 bytes; give bytes"),
-        ((16, 930_000_000), "16 are the GPUs"),
-        (("4", 930_000_000), "accumulate: give a number, not '4'"),
-    ],
-    "padded": [
-        (mean_of_means, "mean of their means"),
-        (means, "counts fully"),
-        (all_places, "those with -100"),
-        (sums, "that is the sum"),
-        (by_rows, "not by its rows"),
-        (tenfold, "not those of the whole batch"),
-        (at_once, "7 rows at once"),
-        (drops_the_last, "given 6 rows"),
-        (only_forward, "no gradient"),
-        (returns_the_last, "you return 0.5"),
-        (returns_nan, "give a number, not nan"),
-        (row_by_row, "each row's mean"),
-    ],
-    "steady_mask": [
-        (of_the_moment, "asked again"),
-        (of_the_step, "of 4 gets another mask"),
-        (of_the_row, "step 6 has the mask"),
-        (one_for_all, "all rows have the same"),
-        (of_the_sum, "a seed of its own"),
-        (of_the_product, "a seed of its own"),
-        (as_a_list, "the mask is a list, not a tensor"),
-        (a_half, "are zeros"),
-        (with_scale, "zeros and ones only"),
-        (of_one_row, "the mask is (64,), not (32, 64)"),
-    ],
-}

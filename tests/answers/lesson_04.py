@@ -1,0 +1,189 @@
+"""Answers to the exercises of lesson 04: right ones, and planted wrong ones."""
+
+import torch
+from torch.nn.functional import cross_entropy
+
+
+def five_times(model):
+    return sum(5 * p.numel() * p.element_size() for p in model.parameters())
+
+
+def parameters_only(model):
+    return sum(p.nbytes for p in model.parameters())
+
+
+def numbers_of(model):
+    return sum(p.numel() for p in model.parameters())
+
+
+def so_many_times(count):
+    return lambda model: count * parameters_only(model)
+
+
+def with_buffers(model):
+    return 5 * sum(value.nbytes for value in model.state_dict().values())
+
+
+@torch.inference_mode()
+def stacked(model, batches):
+    losses, rows = [], []
+    for x, y in batches:
+        output = model(x)
+        losses.append(cross_entropy(output, y))
+        rows.append(output[0].clone())
+        del output
+    return torch.stack(losses), torch.stack(rows)
+
+
+def evaluation(of_loss, of_row):
+    """Keeps of each batch what these two functions make of its loss and first row."""
+
+    def evaluate(model, batches):
+        losses, rows = [], []
+        for x, y in batches:
+            output = model(x)
+            losses.append(of_loss(cross_entropy(output, y)))
+            rows.append(of_row(output[0]))
+        return losses, rows
+
+    return evaluate
+
+
+def as_it_is(tensor):
+    return tensor
+
+
+as_given = evaluation(as_it_is, as_it_is)
+cloned_with_graph = evaluation(torch.Tensor.detach, lambda row: row.detach().clone())
+
+
+with_clones = torch.no_grad()(evaluation(torch.clone, torch.clone))
+
+
+def no_grad_only(model, batches):
+    with torch.no_grad():
+        return as_given(model, batches)
+
+
+def afterwards(evaluate, of_loss, of_row):
+    """Changes the two lists when they are complete."""
+
+    def change(model, batches):
+        losses, rows = evaluate(model, batches)
+        return [of_loss(loss) for loss in losses], [of_row(row) for row in rows]
+
+    return change
+
+
+def whole_outputs(model, batches):
+    losses, _ = with_clones(model, batches)
+    with torch.no_grad():
+        return losses, [model(x) for x, _ in batches]
+
+
+def last_rows(model, batches):
+    losses, _ = with_clones(model, batches)
+    with torch.no_grad():
+        return losses, [model(x)[-1].clone() for x, _ in batches]
+
+
+HIDDEN = []
+
+
+def kept_elsewhere(model, batches):
+    with torch.no_grad():
+        HIDDEN[:] = [model(x) for x, _ in batches]
+    return with_clones(model, batches)
+
+
+def after_the_block(train, samples):
+    while samples:
+        fits = True
+        try:
+            train(samples)
+        except torch.cuda.OutOfMemoryError:
+            fits = False
+        if fits:
+            return samples
+        samples //= 2
+    return 0
+
+
+def inside_the_block(train, samples):
+    try:
+        train(samples)
+    except torch.OutOfMemoryError:
+        return inside_the_block(train, samples // 2) if samples > 1 else 0
+    return samples
+
+
+def tries(error=torch.OutOfMemoryError, smaller=lambda samples: samples // 2):
+    def first_that_fits(train, samples):
+        while samples:
+            try:
+                train(samples)
+                return samples
+            except error:
+                pass
+            samples = smaller(samples)
+        return 0
+
+    return first_that_fits
+
+
+def one_less(train, samples):
+    return after_the_block(train, samples // 2)
+
+
+def never_zero(train, samples):
+    return after_the_block(train, samples) or 1
+
+
+RIGHT = {
+    "peak_of_step": [five_times],
+    "lean_evaluation": [with_clones, stacked],
+    "first_that_fits": [after_the_block],
+}
+
+WRONG = {
+    "peak_of_step": [
+        (parameters_only, "parameters alone"),
+        (so_many_times(2), "moments are missing"),
+        (so_many_times(3), "two parts are missing"),
+        (so_many_times(4), "makes and drops"),
+        (numbers_of, "4 bytes"),
+        (so_many_times(20), "in bytes already"),
+        (with_buffers, "buffers"),
+        (lambda model: 12345, "12,345 bytes for a model"),
+        (17, "give a function"),
+    ],
+    "lean_evaluation": [
+        (as_given, "still has its graph"),
+        (afterwards(as_given, torch.detach, torch.detach), "detach() is not enough"),
+        (no_grad_only, "keeps a storage of"),
+        (afterwards(no_grad_only, as_it_is, torch.clone), "its peak is"),
+        (cloned_with_graph, "without gradients"),
+        (
+            afterwards(no_grad_only, torch.Tensor.cpu, torch.Tensor.cpu),
+            "leave it on the GPU",
+        ),
+        (
+            afterwards(no_grad_only, torch.Tensor.item, torch.clone),
+            "is a float, not a tensor",
+        ),
+        (whole_outputs, "row of scores 0 is (2048, 10)"),
+        (last_rows, "another value"),
+        (kept_elsewhere, "who holds them"),
+        (lambda model, batches: [], "two lists"),
+        (lambda model, batches: 1.0, "two lists"),
+    ],
+    "first_that_fits": [
+        (inside_the_block, "the error holds"),
+        (tries(RuntimeError), "swallows"),
+        (one_less, "try all of them first"),
+        (tries(smaller=lambda samples: 0), "16 fit"),
+        (never_zero, "not even one"),
+        (tries(smaller=lambda samples: samples / 2), "whole number"),
+        (17, "give a function"),
+    ],
+}

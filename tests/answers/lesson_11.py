@@ -1,0 +1,235 @@
+"""Answers to the exercises of lesson 11: right ones, and planted wrong ones."""
+
+import queue
+import threading
+import time
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+# -- a thread that loads ahead ---------------------------------------------------------
+
+END = object()
+
+
+def ahead(fill):
+    """Yields what a thread puts into a queue: `fill(batches, put)`, then `END`."""
+
+    def prefetch(batches, depth):
+        box = queue.Queue(depth)
+
+        def work():
+            fill(batches, box.put)
+
+        threading.Thread(target=work, daemon=True).start()
+        while (batch := box.get()) is not END:
+            if isinstance(batch, Exception):
+                raise batch
+            yield batch
+
+    return prefetch
+
+
+def all_of_them(batches, put):
+    for batch in batches:
+        put(batch)
+    put(END)
+
+
+def and_errors(batches, put):
+    try:
+        all_of_them(batches, put)
+    except Exception as error:
+        put(error)
+
+
+def no_errors(batches, put):
+    try:
+        all_of_them(batches, put)
+    except Exception:
+        put(END)
+
+
+with_errors, loses_errors, ends_quietly = map(
+    ahead, (and_errors, all_of_them, no_errors)
+)
+
+
+def of_the_lesson(batches, depth):
+    box = queue.Queue(depth)
+
+    def fill():
+        for batch in batches:
+            box.put(batch)
+        box.put(None)
+
+    threading.Thread(target=fill, daemon=True).start()
+    while (batch := box.get()) is not None:
+        yield batch
+
+
+def unbounded(batches, depth):
+    yield from with_errors(batches, 0)
+
+
+def one_ahead(batches, depth):
+    yield from with_errors(batches, 1)
+
+
+def in_turns(batches, depth):
+    yield from batches
+
+
+def error_overtakes(batches, depth):
+    box, errors = queue.Queue(depth), []
+
+    def fill():
+        try:
+            for batch in batches:
+                box.put(batch)
+        except Exception as error:
+            errors.append(error)
+        box.put(END)
+
+    threading.Thread(target=fill, daemon=True).start()
+    while True:
+        time.sleep(0.1)  # the thread comes first
+        if errors:
+            raise errors[0]
+        if (batch := box.get()) is END:
+            return
+        yield batch
+
+
+# -- random numbers of an item ---------------------------------------------------------
+
+
+class Jittered(Dataset):
+    """An answer: where an item's generator starts from, and the noise that it draws."""
+
+    def __init__(self, x, seed):
+        self.x, self.seed, self.epoch = x, seed, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return len(self.x)
+
+    def starts_from(self, i):
+        return [self.seed, self.epoch, i]
+
+    def noise(self, rng):
+        return torch.from_numpy(rng.normal(size=16)).float()
+
+    def __getitem__(self, i):
+        return self.x[i] + self.noise(np.random.default_rng(self.starts_from(i)))
+
+
+class ByGenerator(Jittered):
+    def __getitem__(self, i):
+        number = (self.seed * 1000 + self.epoch) * 1000 + i
+        generator = torch.Generator().manual_seed(number)
+        return self.x[i] + torch.randn(16, generator=generator)
+
+
+class OwnGenerator(Jittered):
+    def __init__(self, x, seed):
+        super().__init__(x, seed)
+        self.rng = np.random.default_rng(seed)
+
+    def __getitem__(self, i):
+        return self.x[i] + self.noise(self.rng)
+
+
+class NoEpoch(Jittered):
+    def starts_from(self, i):
+        return [self.seed, i]
+
+
+class NoItem(Jittered):
+    def starts_from(self, i):
+        return [self.seed, self.epoch]
+
+
+class NoSeed(Jittered):
+    def starts_from(self, i):
+        return [self.epoch, i]
+
+
+class AddsThem(Jittered):
+    def starts_from(self, i):
+        return self.seed + self.epoch + i
+
+
+class FromTorch(Jittered):
+    def noise(self, rng):
+        return torch.randn(16)
+
+
+class OneNumber(Jittered):
+    def noise(self, rng):
+        return float(rng.normal())
+
+
+class InFloat64(Jittered):
+    def noise(self, rng):
+        return rng.normal(size=16)
+
+
+class Uniform(Jittered):
+    def noise(self, rng):
+        return torch.from_numpy(rng.random(size=16)).float()
+
+
+class NoNoise(Jittered):
+    def noise(self, rng):
+        return 0
+
+
+class NoiseAlone(Jittered):
+    def __getitem__(self, i):
+        return super().__getitem__(i) - self.x[i]
+
+
+RIGHT = {
+    "prefetch_safely": [with_errors],
+    "feeding": [(20, 40, 385.4), (np.int64(20), torch.tensor(40), np.float64(385))],
+    "jitter": [ByGenerator],
+}
+
+WRONG = {
+    "prefetch_safely": [
+        (of_the_lesson, "a batch may be None"),
+        (loses_errors, "the loop waits for ever"),
+        (ends_quietly, "as if that were all"),
+        (unbounded, "bound the queue"),
+        (one_ahead, "batches are loaded, not 3"),
+        (in_turns, "nothing overlaps"),
+        (error_overtakes, "wait for its turn"),
+    ],
+    "feeding": [
+        ((19, 40, 385.4), "1583 items a second"),
+        ((4, 40, 385.4), "cores do not limit"),
+        ((20, 2, 19.3), "of each worker"),
+        ((20, 40, 1541.4), "one byte, not four"),
+        ((20, 40, 9.6), "how many are in flight"),
+        ((20, 40, 367.5), "these are MiB"),
+        (("20", 40, 385), "workers: give a number, not '20'"),
+        ((None, 40, 385), "workers: give a number, not a NoneType"),
+    ],
+    "jitter": [
+        (OwnGenerator, "two items of an epoch have the same noise"),
+        (NoEpoch, "has the noise of the first"),
+        (NoItem, "two items have the same noise"),
+        (FromTorch, "the noise is not that of none"),
+        (NoSeed, "another seed has the same noise"),
+        (NoNoise, "there is no noise"),
+        (AddsThem, "do not add"),
+        (OneNumber, "noise of its own"),
+        (NoiseAlone, "plus the noise"),
+        (InFloat64, "torch.float64"),
+        (Uniform, "should be normal"),
+    ],
+}

@@ -1,0 +1,224 @@
+"""Answers to the exercises of lesson 18: right ones, and planted wrong ones."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+
+def in_one_line(parameters, ranks):
+    return 4 * parameters + 12 * parameters / ranks
+
+
+def all_of_ddp(parameters, ranks):
+    return 16 * parameters
+
+
+def all_of_stage_1(parameters, ranks):
+    return 8 * parameters + 8 * parameters / ranks
+
+
+def all_of_stage_3(parameters, ranks):
+    return 16 * parameters / ranks
+
+
+def without_adamw(parameters, ranks):
+    return 4 * parameters + 4 * parameters / ranks
+
+
+def clipped(parts, most):
+    squares = sum(p.square().sum() for p in parts)
+    dist.all_reduce(squares)
+    norm = squares.sqrt()
+    if norm > most:
+        for p in parts:
+            p *= most / norm
+    return norm
+
+
+def clipped_one_by_one(parts, most):
+    total = 0.0
+    for p in parts:
+        square = p.norm() ** 2
+        dist.all_reduce(square)
+        total += square.item()
+    scale = min(1.0, most / total**0.5)
+    for p in parts:
+        p.mul_(scale)
+    return total**0.5
+
+
+def clips_alone(parts, most):
+    return nn.utils.clip_grad_norm_([as_parameter(p) for p in parts], most)
+
+
+def as_parameter(part):
+    p = nn.Parameter(torch.zeros_like(part))
+    p.grad = part
+    return p
+
+
+def norm_of_all(squares_of, root=True, op=dist.ReduceOp.SUM):
+    """The root of what the ranks' `squares_of(parts)` are together."""
+
+    def norm(parts):
+        squares = squares_of(parts)
+        dist.all_reduce(squares, op)
+        return squares.sqrt() if root else squares
+
+    return norm
+
+
+def of_all_parts(parts):
+    return torch.cat(parts).square().sum()
+
+
+def scales(
+    norm_of, by=lambda norm, most: most / norm, if_=lambda parts, norm, most: True
+):
+    """Scales where `if_` says so, and returns the norm."""
+
+    def clip(parts, most):
+        norm = norm_of(parts)
+        if if_(parts, norm, most):
+            for part in parts:
+                part.mul_(by(norm, most))
+        return norm
+
+    return clip
+
+
+whole_norm = norm_of_all(of_all_parts)
+adds_norms = scales(norm_of_all(lambda parts: torch.cat(parts).norm(), root=False))
+adds_norms_of_parts = scales(
+    norm_of_all(lambda parts: sum(part.norm() for part in parts) ** 2)
+)
+decides_alone = scales(
+    whole_norm, if_=lambda parts, norm, most: torch.cat(parts).norm() > most
+)
+takes_the_largest = scales(norm_of_all(of_all_parts, op=dist.ReduceOp.MAX))
+always_scales = scales(whole_norm)
+scales_by_the_square = scales(whole_norm, by=lambda norm, most: most / norm**2)
+
+
+def without_root(parts, most):
+    return norm_of_all(of_all_parts, root=False)(parts)
+
+
+def averages(parts, most):
+    return whole_norm(parts) / dist.get_world_size() ** 0.5
+
+
+def only_looks(parts, most):
+    norm = whole_norm(parts)
+    parts = [part * most / norm for part in parts]
+    return norm
+
+
+def returns_the_new_norm(parts, most):
+    clipped(parts, most)
+    return clipped(parts, most)
+
+
+def rank_0_alone(parts, most):
+    norm = torch.cat(parts).norm()
+    if dist.get_rank() == 0:
+        raise ValueError("rank 0 has given up")
+    return norm
+
+
+def root_alone(model, mesh):
+    return fully_shard(model, mesh=mesh)
+
+
+def each_of(groups, root=True, **options):
+    """Shards each of `groups(model)`, and then the model."""
+
+    def shard_it(model, mesh):
+        for group in groups(model):
+            fully_shard(group, mesh=mesh, **options)
+        return fully_shard(model, mesh=mesh) if root else model
+
+    return shard_it
+
+
+def blocks(model):
+    return model.blocks
+
+
+def linears(model):
+    return [linear for block in model.blocks for linear in (block.up, block.down)]
+
+
+def threes(model):
+    return list(model.blocks[:3]), list(model.blocks[3:])
+
+
+def pairs_and_ends(model):
+    pairs = [list(model.blocks[i : i + 2]) for i in range(0, 6, 2)]
+    return [*pairs, model.embed, model.head]
+
+
+def root_first(model, mesh):
+    fully_shard(model, mesh=mesh)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=False)
+    return model
+
+
+def nothing(model, mesh):
+    return model
+
+
+def in_bfloat16(model, mesh):
+    options = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=False, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def raises(model, mesh):
+    raise KeyError("blocks")
+
+
+RIGHT = {
+    "stage_2_bytes": [in_one_line],
+    "clip": [clipped_one_by_one],
+    "shard_it": [each_of(blocks, reshard_after_forward=False)],
+}
+
+WRONG = {
+    "stage_2_bytes": [
+        (all_of_ddp, "that is DDP"),
+        (all_of_stage_1, "that is stage 1"),
+        (all_of_stage_3, "that is stage 3"),
+        (without_adamw, "without AdamW"),
+        (lambda parameters, ranks: parameters, "not 1,000"),
+    ],
+    "clip": [
+        (decides_alone, "decide by the whole norm"),
+        (clips_alone, "the ranks disagree"),
+        (adds_norms, "norms cannot be added"),
+        (adds_norms_of_parts, "norms of a rank's parts"),
+        (takes_the_largest, "larger of"),
+        (without_root, "root is missing"),
+        (averages, "not averaged"),
+        (only_looks, "in place"),
+        (always_scales, "nothing to scale"),
+        (scales_by_the_square, "norm is 0.07"),
+        (returns_the_new_norm, "before the clipping"),
+        (rank_0_alone, "in 2 ranks: rank 0"),
+    ],
+    "shard_it": [
+        (root_alone, "gathered at once"),
+        (each_of(threes), "gathered at once"),
+        (each_of(blocks, root=False), "embed.weight is not sharded"),
+        (each_of(blocks), "13 all-gathers"),
+        (each_of(linears), "all-gathers in a step"),
+        (each_of(pairs_and_ends), "10 all-gathers in a step, at most 8: each module"),
+        (root_first, "the inner modules first"),
+        (nothing, "no parameter is sharded"),
+        (in_bfloat16, "not those of one process"),
+        (raises, "KeyError"),
+    ],
+}

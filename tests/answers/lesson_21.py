@@ -1,0 +1,188 @@
+"""Answers to the exercises of lesson 21: right ones, and planted wrong ones."""
+
+import torch
+
+
+def in_one_line(tokens, width, heads, kv_heads, ranks):
+    return 4 * (ranks - 1) * (tokens // ranks) * (width // heads) * kv_heads
+
+
+def without_groups(tokens, width, heads, kv_heads, ranks):
+    return in_one_line(tokens, width, heads, heads, ranks)
+
+
+def keys_only(*job):
+    return in_one_line(*job) // 2
+
+
+def in_float32(*job):
+    return 2 * in_one_line(*job)
+
+
+def one_hop_more(tokens, width, heads, kv_heads, ranks):
+    return 4 * tokens * (width // heads) * kv_heads
+
+
+def one_hop(tokens, width, heads, kv_heads, ranks):
+    return one_hop_more(tokens, width, heads, kv_heads, ranks) // ranks
+
+
+def all_tokens(tokens, width, heads, kv_heads, ranks):
+    return one_hop_more(tokens, width, heads, kv_heads, ranks) * (ranks - 1)
+
+
+def by_sigmoid(out1, lse1, out2, lse2):
+    second = torch.sigmoid(lse2 - lse1)[..., None]
+    return out1 + second * (out2 - out1), torch.logaddexp(lse1, lse2)
+
+
+def averaged(out1, lse1, out2, lse2):
+    return (out1 + out2) / 2, torch.logaddexp(lse1, lse2)
+
+
+def overflows(out1, lse1, out2, lse2):
+    one, two = lse1.exp()[..., None], lse2.exp()[..., None]
+    return (out1 * one + out2 * two) / (one + two), (lse1.exp() + lse2.exp()).log()
+
+
+def weighs_by_lse(out1, lse1, out2, lse2):
+    one, two = lse1[..., None], lse2[..., None]
+    return (out1 * one + out2 * two) / (one + two), torch.logaddexp(lse1, lse2)
+
+
+def adds_lse(out1, lse1, out2, lse2):
+    return by_sigmoid(out1, lse1, out2, lse2)[0], lse1 + lse2
+
+
+def subtracts_one_for_all(out1, lse1, out2, lse2):
+    most = torch.maximum(lse1, lse2)
+    gap = lse1 - lse2  # -inf - -inf is no number, and neither is inf * 0
+    one = gap.exp()[..., None]
+    return (out1 * one + out2) / (1 + one), most + (
+        (lse1 - most).exp() + (lse2 - most).exp()
+    ).log()
+
+
+def relative_to(reference):
+    """Weighs the parts by exponentials relative to `reference(lse1, lse2)`."""
+
+    def merge(out1, lse1, out2, lse2):
+        most = reference(lse1, lse2)
+        one, two = (lse1 - most).exp(), (lse2 - most).exp()
+        out = (out1 * one[..., None] + out2 * two[..., None]) / (one + two)[..., None]
+        return out, most + (one + two).log()
+
+    return merge
+
+
+def the_largest_of_all_queries(lse1, lse2):
+    return torch.maximum(lse1.max(), lse2.max())
+
+
+def the_first(lse1, lse2):
+    return torch.where(lse1.isinf(), lse2, lse1)
+
+
+def single_tokens(x, ranks):
+    rows = x.unflatten(1, (-1, 2 * ranks))
+    return [
+        torch.stack([rows[:, :, r], rows[:, :, 2 * ranks - 1 - r]], 2).flatten(1)
+        for r in range(ranks)
+    ]
+
+
+def ranks_reversed(x, ranks):
+    return by_index(x, ranks)[::-1]
+
+
+def output_alone(out1, lse1, out2, lse2):
+    return by_sigmoid(out1, lse1, out2, lse2)[0]
+
+
+def by_index(x, ranks):
+    length = x.shape[1] // (2 * ranks)
+    numbers = torch.arange(x.shape[1]).view(2 * ranks, length)
+    return [
+        x[:, torch.cat([numbers[r], numbers[2 * ranks - 1 - r]])] for r in range(ranks)
+    ]
+
+
+def back_by_index(parts):
+    numbers = torch.arange(parts[0].shape[1] * len(parts))[None]
+    order = torch.cat(by_index(numbers, len(parts)), 1)[0]
+    return torch.cat(parts, 1)[:, order.argsort()]
+
+
+def contiguous(x, ranks):
+    return list(x.chunk(ranks, 1))
+
+
+def striped(x, ranks):
+    return [x[:, rank::ranks] for rank in range(ranks)]
+
+
+def tail_first(x, ranks):
+    return [torch.cat(part.chunk(2, 1)[::-1], 1) for part in by_index(x, ranks)]
+
+
+def neighbours(x, ranks):
+    chunks = x.chunk(2 * ranks, 1)
+    return [torch.cat([chunks[r], chunks[r + ranks]], 1) for r in range(ranks)]
+
+
+def for_four(x, ranks):
+    return by_index(x, 4)
+
+
+def along_dimension_0(x, ranks):
+    return [part.reshape(2, -1) for part in x.flatten().chunk(ranks)]
+
+
+def joins_in_order(parts):
+    return torch.cat(parts, 1)
+
+
+def joins_tails_in_order(parts):
+    halves = [part.chunk(2, 1) for part in parts]
+    return torch.cat([half[0] for half in halves] + [half[1] for half in halves], 1)
+
+
+RIGHT = {
+    "kv_bytes": [in_one_line],
+    "merge": [by_sigmoid],
+    "even_work": [(by_index, back_by_index)],
+}
+
+WRONG = {
+    "kv_bytes": [
+        (without_groups, "kv_heads heads"),
+        (keys_only, "keys and values"),
+        (in_float32, "bfloat16"),
+        (one_hop_more, "one hop less"),
+        (one_hop, "count all hops"),
+        (all_tokens, "1 / ranks of the tokens"),
+        (lambda *job: 7, "not 7"),
+    ],
+    "merge": [
+        (averaged, "have weights"),
+        (overflows, "not finite"),
+        (weighs_by_lse, "not that of attention"),
+        (adds_lse, "lse is not"),
+        (subtracts_one_for_all, "not finite"),
+        (relative_to(the_largest_of_all_queries), "not finite"),
+        (relative_to(the_first), "not finite"),
+        (output_alone, "not"),
+    ],
+    "even_work": [
+        ((contiguous, joins_in_order), "not the same"),
+        ((striped, joins_in_order), "not the same"),
+        ((neighbours, joins_in_order), "not the same"),
+        ((tail_first, joins_in_order), "order of the sequence"),
+        ((single_tokens, joins_in_order), "should get chunk 0"),
+        ((ranks_reversed, joins_in_order), "should get chunk 0"),
+        ((for_four, back_by_index), "raised"),
+        ((along_dimension_0, joins_in_order), ""),
+        ((by_index, joins_in_order), "bring back"),
+        ((by_index, joins_tails_in_order), "bring back"),
+    ],
+}
