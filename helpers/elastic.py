@@ -34,9 +34,6 @@ MARK = "HELPERS_ELASTIC_JOB"  # in the environment of all that a job starts
 # Ten times 1 s: an agent that a busy machine holds up for 3 s must not count as dead.
 # It would never learn of it, and train on by itself beside the others.
 CONF = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 10}
-_PATH = [str(Path(__file__).parents[1])]
-if "PYTHONPATH" in os.environ:
-    _PATH.append(os.environ["PYTHONPATH"])
 # ends when the notebook closes the pipe, or is gone while another holds it open
 _GUARD = """
 import os, select, shutil, sys
@@ -183,7 +180,6 @@ class Job:
         ]  # fmt: skip
         self.environ = {
             **os.environ, MARK: self.name, "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(_PATH),  # for simgpu
             "TMPDIR": str(self.folder),  # torchrun leaves a folder there
             # or a restarted rank may find the address of the one before it
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -197,7 +193,7 @@ class Job:
 
     def _start_guard(self) -> subprocess.Popen:
         """A process that ends the job when this one is gone."""
-        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(_PATH)}
+        environ = {**os.environ, "PYTHONPATH": _course_first()}
         environ.pop(MARK, None)  # it must outlive a job that has started this one
         words = [str(os.getpid()), self.name]
         if self._temporary is not None:
@@ -442,6 +438,12 @@ def _met(node: "Node") -> list[float]:
         at = midnight + 3600 * int(hours) + 60 * int(minutes) + float(seconds)
         found.append(at - 86400 if at > time.time() else at)  # yesterday
     return found
+
+
+def _course_first() -> str:
+    """A PYTHONPATH on which `helpers` is found, for a process outside the notebook."""
+    course = str(Path(__file__).parents[1])
+    return os.pathsep.join(filter(None, (course, os.environ.get("PYTHONPATH"))))
 
 
 # -- processes -------------------------------------------------------------------------
