@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import simgpu
 from helpers import (
     count_copies,
     draw,
@@ -14,7 +15,6 @@ from helpers import (
     gpus,
     host_seconds,
     need_gpus,
-    simgpu,
     timeline,
 )
 from helpers.draw.course_map import FAST_TRACK
