@@ -39,7 +39,8 @@ def stopwatches(log) -> Picture | str:
         f"done after {_us(end - begin)}"
     )
     height = 142 + 30 * len(bars)
-    axis = Lanes(title, height, end - begin, _LEFT, begin=begin, drop=5, least=1)
+    axis = Lanes(title, height, end - begin, _LEFT, begin=begin, letter=8, room=4,
+                 drop=5, least=1)  # fmt: skip
     axis.text(8, 20, title, 14, weight="bold")
     for x in (axis.at(launched), axis.at(end) - 1):
         axis.line(x, 42, x, height - 22, HOST)

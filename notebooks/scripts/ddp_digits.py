@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node=4 ddp_digits.py --epochs 5
 
 `--batch` counts the rows of all ranks together, so 1, 2 or 4 ranks take the same steps
-and reach the same accuracy. Used in 16-average-gradients.
+and reach the same accuracy. Used in lesson 25.
 """
 
 import argparse

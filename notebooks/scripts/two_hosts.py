@@ -14,7 +14,7 @@ Nothing of the machine's own network is touched. While hosts exist, their names 
 die with this program, also when it is killed; the namespaces of one that was killed
 are removed by the next that starts. Leaves out: latency (a veth has nearly none), and
 all that hosts share here, such as the disk, the processor and the memory.
-Used in 25-leave-one-machine.
+Used in lesson 25.
 """
 
 import argparse
