@@ -51,7 +51,9 @@ def stopwatches(log) -> Picture | str:
         axis.box(axis.at(event.launched), 42, width - 1, 18, INK, stroke="none")
         words = event.name, event.name.split("_")[0]
         axis.bar(80, 24, event.start, event.end, COLOURS[0], *words, stroke="white")
-    axis.between(97, begin, kernels[0].start, _us(kernels[0].start - begin))
+    idle, first = _us(kernels[0].start - begin), kernels[0].start
+    if (first - begin) * axis.scale > 6 * len(idle):  # no box around it
+        axis.text(axis.at((begin + first) / 2), 97, idle, 12, "middle")
     axis.text(axis.at(launched) + 8, 56, "the host is free, or waits", 12)
     for row, (name, words, start, stop, fill) in enumerate(bars):
         y = 116 + 30 * row
