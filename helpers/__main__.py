@@ -31,8 +31,6 @@ from typing import NamedTuple
 if sys.version_info < (3, 10):  # noqa: UP036 - here an older Python is turned away
     sys.exit(f"Python 3.10 or newer is needed, this is {sys.version.split()[0]}.")
 
-from helpers.badges import badges
-
 WINDOWS = os.name == "nt"
 if WINDOWS:
     import msvcrt
@@ -43,6 +41,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FIRST_NOTEBOOK = ROOT / "notebooks" / "00-start-here.ipynb"
 REQUIREMENTS = ROOT / "requirements.txt"
 SITE = ROOT / ".github" / "site"
+SIMULATOR = ROOT / "simgpu"
+OLD_NAME = "multi-gpu-course"  # the course was once a package of this name
 
 # What lessons import beside PyTorch.
 LESSONS_NEED = ("numpy", "matplotlib", "ipywidgets", "psutil", "cloudpickle")
@@ -116,6 +116,7 @@ def set_up(venv: Venv) -> None:
         print(f"Installing the packages of {file}: minutes the first time.")
         pip = [str(venv.python), "-m", "pip", "install", "--disable-pip-version-check"]
         run_step(venv, "Installing the packages", [*pip, "-r", file], lock)
+        forget_old_package(venv, lock)
         finished = venv.built_from.with_suffix(".new")
         finished.write_text("\n".join(want), encoding="utf-8")
         finished.replace(venv.built_from)
@@ -128,9 +129,21 @@ def wanted(venv: Venv) -> list[str]:
     building anew; new requirements mean running pip once more.
     """
     packages = hashlib.sha256()
-    for file in (venv.requirements, ROOT / "pyproject.toml"):
+    for file in (venv.requirements, SIMULATOR / "pyproject.toml"):
         packages.update(file.read_bytes() + b"\0")
     return [f"{sys.implementation.cache_tag} {ROOT}", packages.hexdigest()]
+
+
+def forget_old_package(venv: Venv, lock: int) -> None:
+    """Take out the package that the course was until it was run from its folder.
+
+    It would go on announcing its plugin to pytest, from the environment or from the
+    folder beside its sources.
+    """
+    shutil.rmtree(ROOT / f"{OLD_NAME.replace('-', '_')}.egg-info", ignore_errors=True)
+    pip = [str(venv.python), "-m", "pip", "--disable-pip-version-check", "-qq"]
+    name = "Taking out the old package"
+    run_step(venv, name, [*pip, "uninstall", "-y", OLD_NAME], lock)
 
 
 def built_from(venv: Venv) -> list[str]:
@@ -343,7 +356,7 @@ def site(arguments: list[str]) -> int:
 
 
 def join(arguments: list[str]) -> int:
-    """Add the course to the running Python, with what the lessons lack there.
+    """Add the simulator to the running Python, with what the lessons lack there.
 
     For Colab and Kaggle, whose own packages must stay: what is there is kept in
     whatever version, and PyTorch is never installed.
@@ -357,7 +370,7 @@ def join(arguments: list[str]) -> int:
     texts = [line.partition("#")[0].strip() for line in lines]
     packages = [text for text in texts if re.split("[<>=]", text)[0] in lacking]
     pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-    for installed in (["--no-deps", str(ROOT)], packages):
+    for installed in (["--no-deps", str(SIMULATOR)], packages):
         if installed and subprocess.call([*pip, *installed]):
             raise Trouble("pip failed; the lines above say why.")
     return 0
@@ -369,17 +382,15 @@ COMMANDS = {
     "check": check,
     "site": site,
     "join": join,
-    "badges": badges,
 }
 USAGE = """\
 usage: python3 -m helpers COMMAND
 
-  lab [options]                       set up, then open JupyterLab on lesson 00
-  test [options]                      set up, then run all tests with pytest
-  check NN                            set up, then check the exercises of lesson NN
-  site [FOLDER]                       set up, then build the reading site into FOLDER
-  join                                add the course to this Python (Colab, Kaggle)
-  badges OWNER/REPO [--branch NAME]   point the badges at your repository
+  lab [options]    set up, then open JupyterLab on lesson 00
+  test [options]   set up, then run all tests with pytest
+  check NN         set up, then check the exercises of lesson NN
+  site [FOLDER]    set up, then build the reading site into FOLDER
+  join             add what the lessons need to this Python (Colab, Kaggle)
 
 The options of lab go to JupyterLab, those of test to pytest."""
 

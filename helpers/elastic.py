@@ -10,33 +10,32 @@ Leaves out: more than one real machine (25-leave-one-machine has network namespa
 Taught in 24-survive-failures.
 """
 
-import contextlib
-import json
 import os
-import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
 from pathlib import Path
-from typing import NamedTuple
 
-import psutil
-
+from helpers.job_log import meetings, noted, runs_of
+from helpers.processes import (
+    MARK,
+    JobError,
+    children,
+    end,
+    environment,
+    free_port,
+    kill,
+)
 from simgpu._loopback import LOOPBACK
 
-MARK = "HELPERS_ELASTIC_JOB"  # in the environment of all that a job starts
 # quick; PyTorch's own are 30 s for the last call, and 3 times 5 s until one is missed.
 # Ten times 1 s: an agent that a busy machine holds up for 3 s must not count as dead.
 # It would never learn of it, and train on by itself beside the others.
 CONF = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 10}
-_PATH = [str(Path(__file__).parents[1])]
-if "PYTHONPATH" in os.environ:
-    _PATH.append(os.environ["PYTHONPATH"])
 # ends when the notebook closes the pipe, or is gone while another holds it open
 _GUARD = """
 import os, select, shutil, sys
@@ -44,15 +43,11 @@ parent, job, *folders = sys.argv[1:]
 while os.getppid() == int(parent):
     if select.select([sys.stdin], [], [], 1)[0]:
         break
-from helpers.elastic import end
+from helpers.processes import end
 end(job)
 for folder in folders:
     shutil.rmtree(folder, ignore_errors=True)
 """
-
-
-class JobError(RuntimeError):
-    """A job did not do what was waited for; the message has its last words."""
 
 
 class Node:
@@ -72,7 +67,7 @@ class Node:
         if self._pid is None:
             found = [self.agent.pid]
             if self.job.gpus:
-                found = [child.pid for child in _children(self.agent.pid)]
+                found = [child.pid for child in children(self.agent.pid)]
             self._pid = next(iter(found), None)
         return self._pid
 
@@ -80,8 +75,8 @@ class Node:
     def workers(self) -> list[int]:
         """The processes of its ranks, in order of their number on this node."""
         with_rank = []
-        for child in _children(self.pid) if self.pid else []:
-            rank = _environment(child).get("LOCAL_RANK")
+        for child in children(self.pid) if self.pid else []:
+            rank = environment(child).get("LOCAL_RANK")
             if rank is not None:
                 with_rank.append((int(rank), child.pid))
         return [pid for _, pid in sorted(with_rank)]
@@ -117,14 +112,14 @@ class Node:
     def kill_agent(self) -> None:
         """Kill the agent alone. Its workers live on."""
         self.job.mark("kill agent", self.number)
-        _kill(self.pid)
+        kill(self.pid)
         self.agent.wait(30)
 
     def kill(self) -> None:
         """Kill agent and workers: the machine is gone."""
         self.job.mark("kill node", self.number)
         for pid in (self.pid, *self.workers):
-            _kill(pid)
+            kill(pid)
         self.agent.wait(30)
 
 
@@ -183,7 +178,6 @@ class Job:
         ]  # fmt: skip
         self.environ = {
             **os.environ, MARK: self.name, "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(_PATH),  # for simgpu
             "TMPDIR": str(self.folder),  # torchrun leaves a folder there
             # or a restarted rank may find the address of the one before it
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -197,7 +191,7 @@ class Job:
 
     def _start_guard(self) -> subprocess.Popen:
         """A process that ends the job when this one is gone."""
-        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(_PATH)}
+        environ = {**os.environ, "PYTHONPATH": _course_first()}
         environ.pop(MARK, None)  # it must outlive a job that has started this one
         words = [str(os.getpid()), self.name]
         if self._temporary is not None:
@@ -292,7 +286,7 @@ class Job:
         (LOGLEVEL=INFO).
         """
         runs, found = runs_of(self.log), []
-        meetings = [at for node in self.nodes for at in _met(node)]
+        met = [at for node in self.nodes for at in meetings(node.words)]
         for before, after in zip(runs, runs[1:], strict=False):
             if not before.marks:  # a node came late, and the ranks started again
                 continue
@@ -305,7 +299,7 @@ class Job:
                     and step in (None, e["step"])
                 ]  # fmt: skip
                 ends.append(max(times, default=ends[-1]))
-            ends.insert(1, max(t for t in meetings if t < ends[1]))
+            ends.insert(1, max(t for t in met if t < ends[1]))
             parts = [b - a for a, b in zip(ends, ends[1:], strict=False)]
             found.append((before.marks[0]["event"], *parts))
         return found
@@ -393,123 +387,7 @@ class Job:
         self.close()
 
 
-# -- what a log says -------------------------------------------------------------------
-
-
-class Run(NamedTuple):
-    """From one start of the ranks to the next."""
-
-    ranks: int
-    first: int  # step
-    steps: dict[int, list[int]]  # rank -> the steps that it has done
-    agents: dict[int, int]  # rank -> the process that has started it
-    pids: list[int]  # of the ranks
-    marks: list[dict]  # what was done to the job meanwhile, with the step to come
-
-    @property
-    def end(self) -> int:
-        """The step after the last one that was done."""
-        return max((s[-1] + 1 for s in self.steps.values() if s), default=self.first)
-
-
-def runs_of(log: list[dict]) -> list[Run]:
-    """The log, cut where the ranks started anew."""
-    runs: list[Run] = []
-    for entry in log:
-        rank = entry.get("rank")
-        if entry["event"] == "loaded":
-            last = runs[-1] if runs else None
-            if not last or rank in last.steps or last.ranks != entry["ranks"]:
-                runs.append(Run(entry["ranks"], entry["step"], {}, {}, [], []))
-            runs[-1].steps[rank] = []
-            runs[-1].agents[rank] = entry["agent"]
-            runs[-1].pids.append(entry["pid"])
-        elif entry["event"] == "step":
-            runs[-1].steps[rank].append(entry["step"])
-        elif "node" in entry and runs:
-            runs[-1].marks.append({**entry, "step": runs[-1].end})
-    return runs
-
-
-_MET = re.compile(r"I\d{4} (\d\d):(\d\d):(\d\d\.\d+) .*Rendezvous complete")
-
-
-def _met(node: "Node") -> list[float]:
-    """When its agent said that the nodes have met: seconds of the epoch."""
-    midnight = time.mktime((*time.localtime()[:3], 0, 0, 0, 0, 0, -1))
-    found = []
-    for hours, minutes, seconds in _MET.findall(node.words):
-        at = midnight + 3600 * int(hours) + 60 * int(minutes) + float(seconds)
-        found.append(at - 86400 if at > time.time() else at)  # yesterday
-    return found
-
-
-# -- processes -------------------------------------------------------------------------
-
-
-def noted(folder: Path) -> list[dict]:
-    """What ranks have noted in a folder, but for lines whose writer was killed."""
-    path, entries = folder / "log.jsonl", []
-    if path.exists():
-        for line in path.read_text().splitlines():
-            with contextlib.suppress(ValueError):
-                entries.append(json.loads(line))
-    return entries
-
-
-def processes(job: str) -> list[psutil.Process]:
-    """Every process that a job has started: it has `MARK=job` in its environment."""
-    return [p for p in psutil.process_iter() if _environment(p).get(MARK) == job]
-
-
-def end(job: str) -> None:
-    """Kill every process that a job has started.
-
-    Raises:
-        JobError: if some of them are there still after half a minute.
-    """
-    late = time.monotonic() + 30
-    while found := processes(job):
-        for process in found:
-            _kill(process.pid)
-        psutil.wait_procs(found, 5)
-        if time.monotonic() > late:
-            raise JobError(f"these processes do not die: {[p.pid for p in found]}")
-
-
-def free_port() -> int:
-    """A port that nobody uses now.
-
-    From 20000 to 29999: the system gives ports above these to whoever asks for any.
-
-    Raises:
-        JobError: if none of 100 is free.
-    """
-    for _ in range(100):
-        port = random.SystemRandom().randrange(20_000, 30_000)
-        with socket.socket() as door, contextlib.suppress(OSError):
-            door.bind(("", port))
-            return port
-    raise JobError("no port is free between 20000 and 30000")
-
-
-def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-
-
-def _children(pid: int) -> list[psutil.Process]:
-    try:
-        return psutil.Process(pid).children()
-    except psutil.NoSuchProcess:
-        return []
-
-
-def _environment(process: psutil.Process) -> dict[str, str]:
-    """Of a process that may be gone, or somebody else's: then nothing."""
-    try:
-        if process.status() == psutil.STATUS_ZOMBIE:
-            return {}
-        return process.environ()
-    except (psutil.Error, OSError):
-        return {}
+def _course_first() -> str:
+    """A PYTHONPATH on which `helpers` is found, for a process outside the notebook."""
+    course = str(Path(__file__).parents[1])
+    return os.pathsep.join(filter(None, (course, os.environ.get("PYTHONPATH"))))

@@ -11,7 +11,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from helpers.elastic import free_port
+from helpers.processes import free_port
 from tests.launching import NOTEBOOKS, ROOT, SCRIPTS, environment, prose_of
 
 SECONDS = 200  # that a script may take

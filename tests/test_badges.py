@@ -1,6 +1,6 @@
 """Every Binder, Colab and clone link names one repository, one branch, a real file.
 
-Also tests `python3 -m helpers badges`, which moves them all to another repository.
+Also tests `python -m tests.tools.badges`, which moves them all to another repository.
 Nothing here opens a link: that the services answer is not tested.
 """
 
@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from helpers import __main__ as commands
-from helpers import badges
+from tests.tools import badges
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
+TOOL = "tests/tools/badges.py"
 HOME = (badges.REPOSITORY, badges.BRANCH)
 LINKS = {  # part of a link: what stands in front of a notebook's name
     "mybinder.org/v2": "https://mybinder.org/v2/gh/{}/{}?urlpath=lab/tree/notebooks/",
@@ -56,7 +56,7 @@ def test_no_other_file_names_the_repository():
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if listed.returncode not in (0, 1):
         pytest.skip("not a git checkout")
-    moved = {"README.md", "helpers/badges.py"}
+    moved = {"README.md", TOOL}
     moved |= {f"notebooks/{notebook.name}" for notebook in NOTEBOOKS}
     assert set(listed.stdout.splitlines()) <= moved
 
@@ -102,22 +102,22 @@ def notebook_text(repo: str, branch: str) -> str:
 
 @pytest.fixture
 def course(tmp_path) -> Path:
-    """A copy of the commands beside a README and notebooks made up here."""
+    """A copy of the command beside a README and notebooks made up here."""
     files = {"README.md": readme_text(*HOME)}
     files |= {
         f"notebooks/{name}.ipynb": notebook_text(*HOME) for name in ("01-a", "02-b")
     }
-    for name in ("__init__.py", "__main__.py", "badges.py"):
-        files[f"helpers/{name}"] = (ROOT / "helpers" / name).read_text()
+    for name in ("tests/__init__.py", "tests/tools/__init__.py", TOOL):
+        files[name] = (ROOT / name).read_text()
     for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(text.encode())
     return tmp_path
 
 
 def move(course: Path, *arguments: str) -> str:
-    """Run `python3 -m helpers badges …` in a copy of the course."""
-    command = [sys.executable, "-m", "helpers", "badges", *arguments]
+    """Run `python -m tests.tools.badges …` in a copy of the course."""
+    command = [sys.executable, "-m", "tests.tools.badges", *arguments]
     return subprocess.run(
         command, cwd=course, capture_output=True, text=True, check=True, timeout=60
     ).stdout
@@ -143,12 +143,12 @@ def test_badges_moves_all_links_and_no_other_there_and_back(
     before = contents(course)
     constants = '\nREPOSITORY = "{}"\nBRANCH = "{}"\n'
     old, new = constants.format(*HOME), constants.format(repo, branch)
-    assert old in before["helpers/badges.py"]
+    assert old in before[TOOL]
     expected = before | {
         "README.md": readme_text(repo, branch),
         "notebooks/01-a.ipynb": notebook_text(repo, branch),
         "notebooks/02-b.ipynb": notebook_text(repo, branch),
-        "helpers/badges.py": before["helpers/badges.py"].replace(old, new),
+        TOOL: before[TOOL].replace(old, new),
     }
     assert move(course, *arguments).count(": changed\n") == 4
     assert contents(course) == expected
@@ -178,7 +178,7 @@ def test_badges_refuses_bad_arguments(course, monkeypatch, capsys, arguments, wo
     monkeypatch.setattr(badges, "ROOT", course)
     before = contents(course)
     with pytest.raises(SystemExit) as ended:
-        commands.main(["badges", *arguments])
+        badges.main(arguments)
     assert ended.value.code == 2
     assert words in capsys.readouterr().err
     assert contents(course) == before

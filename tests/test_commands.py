@@ -26,8 +26,7 @@ from helpers import __main__ as commands
 from support.waiting import wait
 
 ROOT = Path(__file__).resolve().parents[1]
-COPIED = ["helpers/__init__.py", "helpers/__main__.py", "helpers/badges.py"]
-COPIED += ["pyproject.toml"]
+COPIED = ["helpers/__init__.py", "helpers/__main__.py", "simgpu/pyproject.toml"]
 SECONDS = 60  # that no subprocess of these tests may take
 NOWHERE = {"PIP_INDEX_URL": "http://127.0.0.1:9", "PIP_RETRIES": "1"}
 NOWHERE["PIP_NO_INDEX"] = "0"
@@ -73,8 +72,8 @@ def write_wheel(folder: Path, name: str, files: dict[str, str]) -> str:
 def copy_course(folder: Path) -> Path:
     """Make a small course: the commands, one requirement and a first notebook."""
     (folder / "notebooks").mkdir(parents=True)
-    (folder / "helpers").mkdir()
     for name in COPIED:
+        (folder / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
     (folder / "notebooks" / "00-start-here.ipynb").write_text("{}")
     requirement = write_wheel(folder, "stand_ins", STAND_INS)
@@ -217,14 +216,14 @@ def test_check_asks_for_a_lesson_and_says_what_its_exercises_say(course):
 
 @pytest.mark.parametrize("lacking", [[], ["cloudpickle", "psutil"]])
 def test_join_adds_what_is_lacking_and_replaces_nothing(monkeypatch, lacking):
-    """On Colab and Kaggle: the course without its requirements, and never PyTorch."""
+    """On Colab and Kaggle: simgpu without its requirements, and never PyTorch."""
     calls = []
     monkeypatch.setattr(subprocess, "call", calls.append)
     for name in lacking:
         monkeypatch.setitem(sys.modules, name, None)
     assert commands.main(["join"]) == 0
     pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-    assert calls.pop(0) == [*pip, "--no-deps", str(ROOT)]
+    assert calls.pop(0) == [*pip, "--no-deps", str(ROOT / "simgpu")]
     packages = [word for call in calls for word in call[len(pip) :]]
     assert [re.split("[<>=]", package)[0] for package in packages] == lacking
 
@@ -255,6 +254,21 @@ def test_changed_requirements_are_installed(course):
     _, out, _ = run(course, "test")
     assert "late" in out and "Making .venv" not in out
     assert "Installing" not in run(course, "test")[1]
+
+
+def test_the_package_that_the_course_once_was_is_taken_out(course):
+    old = write_wheel(course, "multi_gpu_course", {"once.py": ""}).strip()
+    python = course / ".venv" / commands.BIN / "python"
+    pip = [python, "-m", "pip", "install", "-q", "--no-index", old]
+    subprocess.run(pip, cwd=course, check=True, timeout=SECONDS)
+    (course / "multi_gpu_course.egg-info").mkdir()  # what `pip install -e .` left
+    with open(course / "requirements.txt", "a") as file:
+        file.write("# another reason to install\n")
+    status, _, err = run(course, "test")
+    assert (status, err) == (5, "")
+    assert not (course / "multi_gpu_course.egg-info").exists()
+    imported = subprocess.run([python, "-c", "import once"], stderr=subprocess.PIPE)
+    assert b"No module named 'once'" in imported.stderr
 
 
 def test_another_python_or_folder_builds_anew(monkeypatch):

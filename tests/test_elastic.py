@@ -19,7 +19,9 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from helpers import elastic
-from helpers.elastic import LOOPBACK, Job, JobError, processes, runs_of
+from helpers.elastic import LOOPBACK, Job
+from helpers.job_log import runs_of
+from helpers.processes import JobError, processes
 from support.waiting import wait
 from tests.launching import (
     ROOT,

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import simgpu
 from helpers import (
     count_copies,
     draw,
@@ -14,7 +15,6 @@ from helpers import (
     gpus,
     host_seconds,
     need_gpus,
-    simgpu,
     timeline,
 )
 from helpers.draw.course_map import FAST_TRACK
@@ -91,7 +91,7 @@ def test_gpus_are_simulated_beside_real_ones_and_a_line_tells_of_these(
     monkeypatch, capsys
 ):
     monkeypatch.delenv("HELPERS_GPUS")
-    monkeypatch.setattr(gpus, "_REAL_GPUS", 2)
+    monkeypatch.setattr(simgpu, "real_gpus", lambda: 2)
     need_gpus(2)
     simulated, told = capsys.readouterr().out.splitlines()
     assert simulated.startswith("2 simulated GPUs (A100")

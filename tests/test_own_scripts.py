@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.elastic import free_port
+from helpers.processes import free_port
 
 pytestmark = pytest.mark.slow
 

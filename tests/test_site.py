@@ -19,7 +19,7 @@ from urllib.parse import unquote
 import pytest
 
 from helpers import __main__ as commands
-from helpers import badges
+from tests.tools import badges
 
 ROOT = Path(__file__).resolve().parents[1]
 SITE = ROOT / ".github" / "site"

@@ -19,7 +19,8 @@ import psutil
 import pytest
 import torch
 
-from helpers.elastic import MARK, noted, processes
+from helpers.job_log import noted
+from helpers.processes import MARK, processes
 from support.waiting import wait
 from tests.launching import NOTEBOOKS, ROOT, SCRIPTS, environment, starts
 from tests.scripts import train_on_hosts

@@ -7,7 +7,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 sys.path.insert(0, str(HERE.parents[1]))
 
-from helpers.badges import REPOSITORY  # noqa: E402
+from tests.tools.badges import REPOSITORY  # noqa: E402
 
 project = "More than one GPU"
 html_title = project

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
-from helpers.badges import BRANCH, REPOSITORY
+from tests.tools.badges import BRANCH, REPOSITORY
 
 ROOT = Path(__file__).resolve().parents[2]
 GITHUB = f"https://github.com/{REPOSITORY}"

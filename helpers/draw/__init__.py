@@ -3,15 +3,11 @@
 The same device has the same colour in every lesson. Every picture has a title, which
 screen readers speak, and looks the same on every machine, so that tests compare it.
 
-    picture.py      Picture, an SVG under construction, and the colours
     averaging.py    ways to average gradients: what ranks compute and send
     budgets.py      what ways to train a step take, beside what the card has
-    memory.py       which tensor is on which device; what a GPU's memory is made of
     memory_bars.py  what memory is made of at several moments, predicted and counted
-    jobs.py         what runs when on all ranks of a job, and their memory
     meshes.py       groups of a mesh on their nodes; what each rank has of a model
     network_steps.py  one step of a rank on several nodes: computing, and each link
-    timelines.py    what runs when: streams of GPUs, stages of a pipeline
     precision.py    numbers of 16 bits, and where a step of mixed precision has them
     loss_curves.py  curves of one training in several ways, and their distances
     loaders.py      what loader workers and the GPU do when
@@ -39,6 +35,9 @@ screen readers speak, and looks the same on every machine, so that tests compare
     sharing.py      one tensor in two processes, and a lost update
     verdicts.py     claims and their cases: which hold, which fail, which are open
     visible.py      which cards a program sees, and what it calls them
+
+Of simgpu are `Picture` with the colours, `Lanes`, on which all pictures of what runs
+when are drawn, and pictures of timelines, of jobs and of memory.
 """
 
 from helpers.draw.averaging import averaging

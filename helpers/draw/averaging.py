@@ -1,12 +1,12 @@
 """Ways to average gradients: what ranks compute and send in a step, on one axis."""
 
-from simgpu._pictures.picture import COLOURS, HOST, INK, WIDEST, Picture
+from simgpu._pictures.lanes import Lanes
+from simgpu._pictures.picture import COLOURS, HOST, INK, Picture
 
 _LANE, _HEAD, _LEFT = 20, 26, 118
 _FORWARD, _STEP = "#E3E3E3", "#777777"
 _PACKS = ("cat", "copy_", "_to_copy", "mul", "mul_", "div", "div_")
 _STEPS = ("_foreach_add_", "_fused_sgd_")
-_LETTER = 6.6  # pixels, at most, of one in size 11
 
 
 def averaging(logs: dict, ranks=(0, 1, 2, 3), until=None) -> Picture:
@@ -31,26 +31,24 @@ def averaging(logs: dict, ranks=(0, 1, 2, 3), until=None) -> Picture:
         for name, log in logs.items()
     )
     each = _HEAD + len(ranks) * (2 * _LANE + 6) + 4
-    picture = Picture(WIDEST, len(logs) * each + 46, f"A step, simulated. {spoken}")
-    scale = (WIDEST - _LEFT - 12) / longest
+    axis = Lanes(f"A step, simulated. {spoken}", len(logs) * each + 46, longest, _LEFT,
+                 size=11, letter=6.6, room=2, drop=4.5, least=1)  # fmt: skip
     y = 4
     for name, log in logs.items():
         words = f"{name}: {ends[name] * 1e6:,.0f} µs, of which the GPU waits "
         words += f"{waits[name] * 1e6:,.0f} µs for messages"
-        picture.text(8, y + 16, words, 13, weight="bold")
+        axis.text(8, y + 16, words, 13, weight="bold")
         y += _HEAD
         for rank in ranks:
-            _lanes(picture, y, log, rank, scale)
+            _lanes(axis, y, log, rank)
             y += 2 * _LANE + 6
         y += 4
-    picture.line(_LEFT, y, WIDEST - 12, y, HOST)
-    picture.text(_LEFT, y + 16, "0", 12)
-    end = f"{longest * 1e6:,.0f} µs (simulated)"
-    picture.text(WIDEST - 12, y + 16, end, 12, "end")
+    axis.rule(y)
+    axis.footer(y + 16)
     legend = "black: packing a bucket · last grey box: optimizer step · "
     legend += "colour: hidden message · white: the GPU waits"
-    picture.text(_LEFT, y + 34, legend, 11)
-    return picture
+    axis.text(_LEFT, y + 34, legend, 11)
+    return axis
 
 
 def _end(log) -> float:
@@ -92,27 +90,20 @@ def _wait(log, rank: int) -> float:
     return sum(max(0.0, e.end - max(e.start, end)) for e in _messages(log, rank))
 
 
-def _lanes(picture: Picture, y: float, log, rank: int, scale: float) -> None:
+def _lanes(axis: Lanes, y: float, log, rank: int) -> None:
+    tall = _LANE - 3
     fills = {"forward": _FORWARD, "backward": HOST, "pack": INK, "step": _STEP}
-    picture.text(8, y + 14, f"rank {rank} computes", 11)
-    picture.text(8, y + _LANE + 14, "all-reduces", 11)
+    axis.text(8, y + 14, f"rank {rank} computes", 11)
+    axis.text(8, y + _LANE + 14, "all-reduces", 11)
     for phase, start, end in _kernels(log, rank):
-        _box(picture, y + 1, start, end, scale, fills[phase], phase)
-    over = _backward_ends(log, rank)
+        words = () if phase == "pack" else (phase,)  # too dark for words
+        axis.bar(y + 1, tall, start, end, fills[phase], *words)
+    over, y = _backward_ends(log, rank), y + _LANE
     for number, event in enumerate(_messages(log, rank), 1):
         middle = min(max(event.start, over), event.end)
-        colour = COLOURS[rank % len(COLOURS)]
         if event.start < middle:
-            words = str(number) if middle == event.end else ""
-            _box(picture, y + _LANE, event.start, middle, scale, colour, words)
+            words = (number,) if middle == event.end else ()
+            colour = COLOURS[rank % len(COLOURS)]
+            axis.bar(y, tall, event.start, middle, colour, *words)
         if middle < event.end:
-            _box(picture, y + _LANE, middle, event.end, scale, "white", str(number))
-
-
-def _box(picture: Picture, y, start, end, scale, fill, words: str) -> None:
-    x, long = _LEFT + start * scale, max((end - start) * scale, 1)
-    white = fill == "white"
-    stroke = INK if white else "none"
-    picture.box(x, y, long, _LANE - 3, fill, stroke=stroke)
-    if len(words) * _LETTER + 2 < long and fill != INK:
-        picture.text(x + long / 2, y + 13, words, 11, "middle")
+            axis.bar(y, tall, middle, event.end, "white", number, stroke=INK)

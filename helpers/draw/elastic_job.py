@@ -1,5 +1,6 @@
 """Agents of torchrun that meet at a store; a job that is killed and restarted."""
 
+from helpers.job_log import runs_of
 from simgpu._pictures.picture import COLOURS, HOST, INK, WIDEST, Picture, plural
 
 LEFT, TOP, ROW, START, MEET = 58, 62, 50, 34, 14  # pixels
@@ -57,8 +58,6 @@ def elastic_job(log: list[dict], nodes: list, every: int) -> Picture:
 
     Taught in 24-survive-failures.
     """
-    from helpers.elastic import runs_of
-
     runs = runs_of(log)
     lane_of = {node.pid: node.number for node in nodes}
     spoken = "; ".join(

@@ -3,7 +3,8 @@
 Unlike in `jobs.overlap`, nothing hides a message here: while it travels, the GPU waits.
 """
 
-from simgpu._pictures.picture import COLOURS, HOST, WIDEST, Picture
+from simgpu._pictures.lanes import Lanes
+from simgpu._pictures.picture import COLOURS, HOST, Picture
 
 _LEFT, _ROW, _LANE = 92, 104, 28
 
@@ -19,37 +20,28 @@ def exposed(runs: dict, rank: int = 0) -> Picture:
     """
     spans = {name: _spans(log.events(rank)) for name, log in runs.items()}
     longest = max(end for _, _, end in spans.values())
-    scale = (WIDEST - _LEFT - 12) / longest
     said = [
         f"{name} {end * 1e6:,.0f} µs, of which it waits {_waits(*found) * 1e6:,.0f} µs"
         for name, (*found, end) in spans.items()
     ]
     title = f"Rank {rank}, simulated: {'; '.join(said)}"
-    picture = Picture(WIDEST, 24 + _ROW * len(runs), title)
+    height = 24 + _ROW * len(runs)
+    axis = Lanes(title, height, longest, _LEFT, size=11, letter=6, room=2, drop=5)
     for number, (name, (computing, messages, end)) in enumerate(spans.items()):
         y = 8 + _ROW * number
         wait = _waits(computing, messages)
         words = f"{name}: {end * 1e6:,.0f} µs, waits {wait * 1e6:,.0f} µs"
-        picture.text(8, y + 14, words, 13, weight="bold")
-        picture.text(8, y + 40, "computing", 12)
-        picture.text(8, y + 40 + _LANE, "NCCL", 12)
+        axis.text(8, y + 14, words, 13, weight="bold")
+        axis.text(8, y + 40, "computing", 12)
+        axis.text(8, y + 40 + _LANE, "NCCL", 12)
         for start, stop in computing:
-            width = max((stop - start) * scale, 0.5)
-            x = _LEFT + start * scale
-            picture.box(x, y + 24, width, _LANE - 6, COLOURS[rank], stroke="none")
+            axis.bar(y + 24, _LANE - 6, start, stop, COLOURS[rank])
         for start, stop in messages:
-            x, width = _LEFT + start * scale, (stop - start) * scale
-            picture.box(x, y + 24 + _LANE, width, _LANE - 6, HOST, stroke="none")
-            if width > 62:
-                middle = x + width / 2
-                picture.text(middle, y + 40 + _LANE, "all-reduce", 11, "middle")
-                picture.text(middle, y + 40, "waits", 11, "middle")
-        bottom = y + 28 + 2 * _LANE
-        picture.line(_LEFT, bottom, WIDEST - 12, bottom, HOST)
-    picture.text(_LEFT, picture.height - 6, "0", 12)
-    words = f"{longest * 1e6:,.0f} µs (simulated)"
-    picture.text(WIDEST - 12, picture.height - 6, words, 12, "end")
-    return picture
+            axis.bar(y + 24 + _LANE, _LANE - 6, start, stop, HOST, "all-reduce")
+            axis.between(y + 40, start, stop, "waits")
+        axis.rule(y + 28 + 2 * _LANE)
+    axis.footer(height - 6)
+    return axis
 
 
 def _spans(events) -> tuple[list, list, float]:

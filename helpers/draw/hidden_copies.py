@@ -1,5 +1,6 @@
 """Copies and computing of a loop over batches, each way of the loop on one axis."""
 
+from simgpu._pictures.lanes import Lanes
 from simgpu._pictures.picture import COLOURS, HOST, INK, WIDEST, Picture
 from simgpu._timing.events import Event
 
@@ -45,23 +46,19 @@ def hidden_copies(runs: dict[str, list[Event]], batches: int) -> Picture:
         f"{n} {ends[n] * 1e6:,.0f} µs, {hidden[n] * 1e6:,.0f} hidden" for n in runs
     )
     title = f"{batches} batches, simulated: {'; '.join(words)}"
-    picture = Picture(WIDEST, _ROW * len(runs) + 24, title)
-    scale = (WIDEST - _LEFT - 12) / max(ends.values())
+    height, longest = _ROW * len(runs) + 24, max(ends.values())
+    axis = Lanes(title, height, longest, _LEFT, letter=9, room=0, drop=5)
     for row, (name, (copies, work)) in enumerate(lanes.items()):
         y = _ROW * row
         total = f"{name}: {ends[name] * 1e6:,.0f} µs"
-        picture.text(8, y + 18, total, 14, weight="bold")
-        _lane(picture, "copies", copies, y + 28, HOST, scale)
-        _lane(picture, "compute", work, y + 62, COLOURS[0], scale)
-        note = _note(picture, copies, work, scale)
-        if note is not None:
-            x, said = note
-            picture.text(x, y + 18, said, 12, "middle")
-            picture.line(x, y + 21, x, y + 29, INK, arrow=True)
-    picture.text(_LEFT, picture.height - 6, "0", 12)
-    end = f"{max(ends.values()) * 1e6:,.0f} µs (simulated)"
-    picture.text(WIDEST - 12, picture.height - 6, end, 12, "end")
-    return picture
+        axis.text(8, y + 18, total, 14, weight="bold")
+        _lane(axis, "copies", copies, y + 28, HOST)
+        _lane(axis, "compute", work, y + 62, COLOURS[0])
+        copy = copies[len(copies) // 2]  # in the middle of the loop
+        if said := _said(copy, work):
+            axis.note(y + 18, (copy.start + copy.end) / 2, said)
+    axis.footer(height - 6)
+    return axis
 
 
 def _spans(events: list[Event], batches: int) -> list[_Span]:
@@ -71,23 +68,18 @@ def _spans(events: list[Event], batches: int) -> list[_Span]:
     return [_Span(events[i * each : (i + 1) * each]) for i in range(batches)]
 
 
-def _lane(picture, words: str, spans: list[_Span], y: int, fill: str, scale) -> None:
-    picture.text(8, y + 18, words, 13)
+def _lane(axis: Lanes, words: str, spans: list[_Span], y: int, fill: str) -> None:
+    axis.text(8, y + 18, words, 13)
     for number, span in enumerate(spans, 1):
-        x, width = _LEFT + span.start * scale, (span.end - span.start) * scale
-        picture.box(x, y, width, 26, fill)
-        if width > 9 * len(str(number)):
-            picture.text(x + width / 2, y + 18, number, 12, "middle")
+        axis.bar(y, 26, span.start, span.end, fill, number, stroke=INK)
 
 
-def _note(picture, copies: list[_Span], work: list[_Span], scale):
-    """Where to write it, and what: about a copy in the middle of the loop."""
-    copy = copies[len(copies) // 2]
-    x = _LEFT + (copy.start + copy.end) / 2 * scale
+def _said(copy: _Span, work: list[_Span]) -> str | None:
+    """What is worth a note about a copy."""
     if copy.covered(work) > 0.9 * (copy.end - copy.start):
-        return x, "copy hidden here"
+        return "copy hidden here"
     if not copy.covered(work):
-        return x, "compute waits for this copy"
+        return "compute waits for this copy"
     return None
 
 

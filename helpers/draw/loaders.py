@@ -1,6 +1,7 @@
 """What loader workers and the GPU do when, for a model of a `DataLoader`."""
 
-from simgpu._pictures.picture import COLOURS, HOST, INK, WIDEST, Picture, plural
+from simgpu._pictures.lanes import Lanes
+from simgpu._pictures.picture import COLOURS, HOST, INK, Picture, plural
 
 _LEFT, _LANE, _HEAD = 84, 26, 46  # pixels
 
@@ -36,40 +37,29 @@ def loaders(
         for count in workers
     }
     height = sum(_HEAD + _LANE * (count + 1) for count in workers) + 34
-    picture = Picture(
-        WIDEST, height, f"Loading and training. {'; '.join(said.values())}"
-    )
-    scale = (WIDEST - _LEFT - 12) / max(ends.values())
+    title = f"Loading and training. {'; '.join(said.values())}"
+    axis = Lanes(title, height, max(ends.values()), _LEFT, letter=7, drop=5)
     y = 8
 
     def lane(name: str, spans: list, fill: str) -> None:
-        picture.text(8, y + 15, name, 12)
+        axis.text(8, y + 15, name, 12)
         for number, (start, end) in spans:
-            x, long = _LEFT + start * scale, (end - start) * scale
-            picture.box(x, y, long, _LANE - 6, fill)
-            if long > 14:
-                picture.text(x + long / 2, y + 15, number, 12, "middle")
+            axis.bar(y, _LANE - 6, start, end, fill, number, stroke=INK)
 
     for count, (loaded, used) in plans.items():
-        picture.text(8, y + 14, said[count], 13, weight="bold")
+        axis.text(8, y + 14, said[count], 13, weight="bold")
         y += 26
         for worker in range(count):
             lane(f"worker {worker}", list(enumerate(loaded))[worker::count], HOST)
             y += _LANE
         for (_, end), (start, _) in zip(used, used[1:], strict=False):
-            if (start - end) * scale > 34:
-                x = _LEFT + (start + end) / 2 * scale
-                picture.text(x, y + 15, "waits", 12, "middle")
+            axis.between(y + 15, end, start, "waits")
         lane("GPU", list(enumerate(used)), COLOURS[0])
         y += _LANE + _HEAD - 26
-    y = height - 24
-    picture.line(_LEFT, y, WIDEST - 12, y, INK)
-    picture.text(_LEFT, y + 15, "0", 12)
-    words = (
-        f"{1e3 * max(ends.values()):.1f} ms (a model: all batches take equally long)"
-    )
-    picture.text(WIDEST - 12, y + 15, words, 12, "end")
-    return picture
+    axis.rule(height - 24, INK)
+    last = f"{1e3 * max(ends.values()):.1f} ms"
+    axis.footer(height - 9, f"{last} (a model: all batches take equally long)")
+    return axis
 
 
 def plan(

@@ -2,11 +2,11 @@
 
 import re
 
-from simgpu._pictures.picture import COLOURS, HOST, WIDEST, Picture
+from simgpu._pictures.lanes import Lanes
+from simgpu._pictures.picture import COLOURS, HOST, Picture
 
 _LEFT, _LANE, _HEAD = 84, 26, 30
-_LABEL = 6.4  # pixels of a letter in size 11
-NVLINK, NETWORK = COLOURS[2], COLOURS[5]
+FILLS = {"computing": COLOURS[0], "NVLink": COLOURS[2], "network": COLOURS[5]}
 
 
 def network_steps(runs: dict, title: str, per_node: int) -> Picture:
@@ -32,62 +32,51 @@ def network_steps(runs: dict, title: str, per_node: int) -> Picture:
     )
     rows = sum(len(lanes) for lanes in found.values())
     height = 58 + _HEAD * len(runs) + _LANE * rows
-    picture = Picture(WIDEST, height, f"{title}, simulated. {said}")
-    picture.text(8, 20, title, 14, weight="bold")
-    scale = (WIDEST - _LEFT - 12) / max(ends.values())
+    spoken, longest = f"{title}, simulated. {said}", max(ends.values())
+    axis = Lanes(spoken, height, longest, _LEFT, size=11, letter=6.4, room=4)
+    axis.text(8, 20, title, 14, weight="bold")
     y = 28
     for name, lanes in found.items():
         words = f"{name}: {1e6 * ends[name]:,.0f} µs"
-        picture.text(8, y + 18, words, 13, weight="bold")
+        axis.text(8, y + 18, words, 13, weight="bold")
         y += _HEAD
         for lane, spans in lanes.items():
-            picture.text(8, y + 14, lane.partition(":")[0], 12)
-            fill = {"computing": COLOURS[0], "NVLink": NVLINK}.get(
-                lane.partition(":")[0], NETWORK
-            )
-            label = lane.partition(": ")[2]
+            place, _, label = lane.partition(": ")
+            axis.text(8, y + 14, place, 12)
             for start, stop in spans:
-                x, width = _LEFT + start * scale, max((stop - start) * scale, 0.5)
-                picture.box(x, y, width, _LANE - 8, fill, stroke="none")
-            _name(picture, label, spans, y, scale)
+                axis.bar(y, _LANE - 8, start, stop, FILLS[place])
+            _name(axis, label, spans, y)
             if lane == "computing":
-                _waits(picture, spans, ends[name], y, scale)
+                _waits(axis, spans, ends[name], y)
             y += _LANE
-    picture.line(_LEFT, y + 2, WIDEST - 12, y + 2, HOST)
-    picture.text(_LEFT, y + 18, "0", 12)
-    words = f"{1e6 * max(ends.values()):,.0f} µs (simulated)"
-    picture.text(WIDEST - 12, y + 18, words, 12, "end")
-    return picture
+    axis.rule(y + 2)
+    axis.footer(y + 18)
+    return axis
 
 
-def _waits(picture: Picture, spans: list, end: float, y: float, scale: float) -> None:
+def _waits(axis: Lanes, spans: list, end: float, y: float) -> None:
     """Dashed boxes where nothing is computed, with words in the long ones."""
     stops = [0.0, *(stop for _, stop in spans)]
     starts = [*(start for start, _ in spans), end]
     for stop, start in zip(stops, starts, strict=True):
-        width = (start - stop) * scale
-        if width < 12:
-            continue
-        x = _LEFT + stop * scale
-        picture.box(x, y, width, _LANE - 8, "white", True, HOST)
-        if width > 40:
-            picture.text(x + width / 2, y + 13, "waits", 11, "middle")
+        if (start - stop) * axis.scale >= 12:
+            look = {"stroke": HOST, "dashed": True}
+            axis.bar(y, _LANE - 8, stop, start, "white", "waits", **look)
 
 
-def _name(picture: Picture, label: str, spans: list, y: float, scale: float) -> None:
-    """A lane's kind of message: in each box that is long enough, else beside them."""
-    needed = _LABEL * len(label) + 4
-    inside = [s for s in spans if label and (s[1] - s[0]) * scale > needed]
+def _name(axis: Lanes, label: str, spans: list, y: float) -> None:
+    """A lane's kind of message: in each bar that is long enough, else beside them."""
+    needed = axis.letter * len(label) + axis.room
+    inside = [s for s in spans if label and (s[1] - s[0]) * axis.scale > needed]
     for start, stop in inside:
-        x = _LEFT + (start + stop) / 2 * scale
-        picture.text(x, y + 13, label, 11, "middle")
+        axis.between(y + 13, start, stop, label)
     if inside or not label:
         return
-    before, after = spans[0][0] * scale, spans[-1][1] * scale
-    if before > needed + 6:
-        picture.text(_LEFT + before - 6, y + 13, label, 11, "end")
+    before, after = axis.at(spans[0][0]), axis.at(spans[-1][1])
+    if before - axis.left > needed + 6:
+        axis.text(before - 6, y + 13, label, 11, "end")
     else:
-        picture.text(_LEFT + after + 6, y + 13, label, 11)
+        axis.text(after + 6, y + 13, label, 11)
 
 
 def _lanes(log, per_node: int) -> dict[str, list[tuple[float, float]]]:

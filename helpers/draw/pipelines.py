@@ -6,9 +6,10 @@ that waits for one has a bubble.
 
 from collections.abc import Iterable
 
-from simgpu._pictures.picture import COLOURS, HOST, INK, WIDEST, Picture
+from simgpu._pictures.lanes import Lanes
+from simgpu._pictures.picture import COLOURS, HOST, Picture
 
-LEFT, RIGHT, TOP = 62, 12, 40  # pixels
+LEFT, TOP = 62, 40  # pixels
 LANE, BOX, BETWEEN = 26, 20, 30  # of a rank; of a task in it; above each schedule
 KINDS = {
     "F": ("forward", COLOURS[0]),
@@ -37,21 +38,24 @@ def pipelines(runs: dict[str, tuple], title: str) -> Picture:
     rows = {name: _rows(log, marks) for name, (log, marks) in runs.items()}
     lanes = sum(len(found) for found in rows.values())
     height = TOP + BETWEEN * len(runs) + LANE * lanes + 56
-    picture = Picture(WIDEST, height, f"{title}. {'; '.join(said.values())}")
-    picture.text(8, 22, title, 14, weight="bold")
     longest = max((seconds(log) for log, _ in runs.values()), default=0) or 1e-6
-    scale = (WIDEST - LEFT - RIGHT) / longest
+    spoken = f"{title}. {'; '.join(said.values())}"
+    axis = Lanes(spoken, height, longest, LEFT, size=11, letter=7, room=0)
+    axis.text(8, 22, title, 14, weight="bold")
     y = TOP
     for name, found in rows.items():
-        picture.text(8, y + 18, said[name], 13, weight="bold")
+        axis.text(8, y + 18, said[name], 13, weight="bold")
         y += BETWEEN
         for rank, tasks in enumerate(found):
-            picture.text(8, y + 15, f"rank {rank}", 12)
-            _lane(picture, y, tasks, seconds(runs[name][0]), scale)
+            axis.text(8, y + 15, f"rank {rank}", 12)
+            _lane(axis, y, tasks, seconds(runs[name][0]))
             y += LANE
-    _axis(picture, y + 6, longest, scale)
-    _legend(picture, height - 16)
-    return picture
+    axis.ticks(y + 6, "ms")
+    x = axis.legend(height - 16, dict(KINDS.values()))
+    axis.line(x, height - 5, x + 14, height - 5)
+    axis.text(x + 19, height - 5, "the rank's second stage", 12)
+    axis.simulated(height - 5)
+    return axis
 
 
 def seconds(log) -> float:
@@ -102,53 +106,24 @@ def _tasks(events: list, marks: list[Mark], first: float) -> list[Task]:
     return found
 
 
-def _lane(
-    picture: Picture, y: float, tasks: list[Task], end: float, scale: float
-) -> None:
+def _lane(axis: Lanes, y: float, tasks: list[Task], end: float) -> None:
     second = max((task[2] for task in tasks), default=0)
     has_two = len({task[2] for task in tasks}) > 1
     free = 0.0
     for kind, number, stage, start, stop in tasks:
-        _gap(picture, y, free, start, scale)
-        x, wide = LEFT + start * scale, (stop - start) * scale
-        picture.box(x, y, wide, BOX, KINDS[kind][1], stroke="white")
+        _gap(axis, y, free, start)
+        axis.bar(y, BOX, start, stop, KINDS[kind][1], number, stroke="white")
         if has_two and stage == second:
-            picture.line(x + 1, y + BOX - 1, x + wide - 1, y + BOX - 1)
-        if wide >= 7 * len(str(number)):
-            picture.text(x + wide / 2, y + 14, number, 11, "middle")
+            bottom = y + BOX - 1
+            axis.line(axis.at(start) + 1, bottom, axis.at(stop) - 1, bottom)
         free = stop
-    _gap(picture, y, free, end, scale)
+    _gap(axis, y, free, end)
 
 
-def _gap(picture: Picture, y: float, start: float, end: float, scale: float) -> None:
+def _gap(axis: Lanes, y: float, start: float, end: float) -> None:
     """A bubble, with the word where it has room; messages alone are too short."""
-    wide = (end - start) * scale
+    wide = (end - start) * axis.scale
     if wide < 3:
         return
-    x = LEFT + start * scale
-    picture.box(x + 1, y + 1, wide - 2, BOX - 2, dashed=True, stroke=HOST)
-    if wide > 44:
-        picture.text(x + wide / 2, y + 14, "bubble", 11, "middle")
-
-
-def _axis(picture: Picture, y: float, longest: float, scale: float) -> None:
-    """A line with marks at whole milliseconds, at most ten."""
-    picture.line(LEFT, y, WIDEST - RIGHT, y, INK)
-    between = 1
-    while 1e3 * longest > 10 * between:
-        between *= 2 if str(between)[0] == "1" else 5
-    for mark in range(0, int(1e3 * longest + 1e-6) + 1, between):
-        x = LEFT + mark / 1e3 * scale
-        picture.line(x, y, x, y + 4, INK)
-        picture.text(x, y + 16, f"{mark} ms" if mark else "0", 12, "middle")
-
-
-def _legend(picture: Picture, y: float) -> None:
-    x = LEFT
-    for words, fill in KINDS.values():
-        picture.box(x, y, 12, 12, fill, stroke="none")
-        picture.text(x + 17, y + 11, words, 12)
-        x += 30 + 6.6 * len(words)
-    picture.line(x, y + 11, x + 14, y + 11)
-    picture.text(x + 19, y + 11, "the rank's second stage", 12)
-    picture.text(WIDEST - RIGHT, y + 11, "simulated", 12, "end")
+    axis.box(axis.at(start) + 1, y + 1, wide - 2, BOX - 2, dashed=True, stroke=HOST)
+    axis.between(y + 14, start, end, "bubble")

@@ -2,6 +2,7 @@
 
 from math import exp
 
+from simgpu._pictures.lanes import Lanes
 from simgpu._pictures.picture import COLOURS, HOST, INK, WIDEST, Picture
 
 _SIDE, _HEAD = 232, 64  # pixels: a grid; what stands above it
@@ -188,33 +189,30 @@ def attention_times(logs: dict) -> Picture:
     )
     rows = [len(found) * (2 * _LANE + 6) + 30 for found in lanes.values()]
     title = f"Attention on the ranks, simulated. {spoken}"
-    picture = Picture(WIDEST, sum(rows) + 42, title)
-    scale = (WIDEST - _LEFT - _RIGHT) / longest
+    axis = Lanes(title, sum(rows) + 42, longest, _LEFT, right=_RIGHT)
     y = 4
     for name, found in lanes.items():
         words = f"{name}: {ends[name] * 1e6:,.0f} µs"
-        picture.text(8, y + 16, words, 13, weight="bold")
+        axis.text(8, y + 16, words, 13, weight="bold")
         y += 24
         for rank, (kernels, sent) in enumerate(found):
-            picture.text(8, y + 14, f"rank {rank}", 12)
+            axis.text(8, y + 14, f"rank {rank}", 12)
             for start, end in kernels:
-                _bar(picture, y, start, end, scale, COLOURS[rank])
+                axis.bar(y, _LANE - 1, start, end, COLOURS[rank])
             for start, end in sent:
-                _message(picture, y + _LANE, start, end, scale, kernels, rank)
+                _message(axis, y + _LANE, start, end, kernels, rank)
             end = max(end for _, end in kernels + sent)
             said = f"computes {_total(kernels) * 1e6:,.0f} µs"
-            picture.text(_LEFT + end * scale + 6, y + 14, said, 11)
+            axis.text(axis.at(end) + 6, y + 14, said, 11)
             y += 2 * _LANE + 6
         y += 6
-    picture.line(_LEFT, y, WIDEST - _RIGHT, y, HOST)
-    picture.text(_LEFT, y + 16, "0", 12)
-    said = f"{longest * 1e6:,.0f} µs (simulated)"
-    picture.text(WIDEST - _RIGHT, y + 16, said, 12, "end")
+    axis.rule(y)
+    axis.footer(y + 16)
     legend = (
         "above: computing · below: a message, coloured: hidden, white: the GPU waits"
     )
-    picture.text(_LEFT, y + 32, legend, 11)
-    return picture
+    axis.text(_LEFT, y + 32, legend, 11)
+    return axis
 
 
 def _spans(events) -> tuple[list, list]:
@@ -235,17 +233,14 @@ def _total(spans: list) -> float:
     return sum(end - start for start, end in spans)
 
 
-def _bar(picture: Picture, y, start, end, scale, fill) -> None:
-    long = max((end - start) * scale, 0.5)
-    stroke = INK if fill == "white" else "none"
-    picture.box(_LEFT + start * scale, y, long, _LANE - 1, fill, stroke=stroke)
-
-
-def _message(picture: Picture, y, start, end, scale, kernels: list, rank: int) -> None:
+def _message(
+    axis: Lanes, y: float, start: float, end: float, kernels: list, rank: int
+) -> None:
     """A message, cut where its rank begins or ends to compute."""
     marks = sorted({start, end, *(m for k in kernels for m in k if start < m < end)})
     for first, last in zip(marks, marks[1:], strict=False):
         middle = (first + last) / 2
-        hidden = any(begin <= middle <= stop for begin, stop in kernels)
-        if hidden or (last - first) * scale > 1:
-            _bar(picture, y, first, last, scale, COLOURS[rank] if hidden else "white")
+        if any(begin <= middle <= stop for begin, stop in kernels):
+            axis.bar(y, _LANE - 1, first, last, COLOURS[rank])
+        elif (last - first) * axis.scale > 1:
+            axis.bar(y, _LANE - 1, first, last, "white", stroke=INK)

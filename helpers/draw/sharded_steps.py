@@ -2,6 +2,7 @@
 
 import re
 
+from simgpu._pictures.lanes import Lanes
 from simgpu._pictures.picture import COLOURS, HOST, INK, WIDEST, Picture
 
 LEFT, TOP, LANE, ROW = 108, 40, 24, 128  # pixels
@@ -33,9 +34,6 @@ def sharded_steps(
     }
     said = {name: _words(found["compute"]) for name, found in lanes.items()}
     spoken = "; ".join(f"{name}: {words}" for name, words in said.items())
-    picture = Picture(WIDEST, TOP + ROW * len(runs) + 30, f"{title}. {spoken}")
-    picture.text(8, 20, title, 14, weight="bold")
-    picture.text(WIDEST - 8, 20, "rank 0, simulated", 12, "end")
     longest = max(
         (
             end
@@ -45,18 +43,22 @@ def sharded_steps(
         ),
         default=1e-6,
     )
-    scale = (WIDEST - LEFT - 12) / longest
+    height = TOP + ROW * len(runs) + 30
+    axis = Lanes(f"{title}. {spoken}", height, longest, LEFT, size=11, room=0,
+                 letter=0, drop=4.5, least=1)  # fmt: skip
+    axis.text(8, 20, title, 14, weight="bold")
+    axis.text(WIDEST - 8, 20, "rank 0, simulated", 12, "end")
     for row, (name, (begin, forward, _)) in enumerate(runs.items()):
         y = TOP + ROW * row
-        picture.text(8, y + 12, f"{name}: {said[name]}", 13, weight="bold")
-        turn = LEFT + (forward - begin) * scale
-        picture.line(turn, y + 20, turn, y + 34 + LANE * len(LANES), INK)
-        picture.text(turn - 6, y + 29, "forward", 11, "end")
-        picture.text(turn + 6, y + 29, "backward", 11)
+        axis.text(8, y + 12, f"{name}: {said[name]}", 13, weight="bold")
+        turn = axis.at(forward - begin)
+        axis.line(turn, y + 20, turn, y + 34 + LANE * len(LANES), INK)
+        axis.text(turn - 6, y + 29, "forward", 11, "end")
+        axis.text(turn + 6, y + 29, "backward", 11)
         for place, (lane, spans) in enumerate(lanes[name].items()):
-            _lane(picture, y + 34 + LANE * place, lane, spans, scale)
-    _axis(picture, TOP + ROW * len(runs) - 2, longest, scale)
-    return picture
+            _lane(axis, y + 34 + LANE * place, lane, spans)
+    axis.ticks(height - 32, "µs")
+    return axis
 
 
 def _numbered(events: list, blocks: int) -> list:
@@ -98,25 +100,12 @@ def _words(spans: list[tuple[float, float, str]]) -> str:
     return f"{1e6 * total:,.0f} µs, of which the GPU waits {1e6 * waited:,.0f}"
 
 
-def _lane(picture: Picture, y: float, lane: str, spans: list, scale: float) -> None:
-    """Boxes of one lane; in the lane of kernels, dashed ones between them."""
-    picture.text(LEFT - 8, y + 14, lane, 12, "end")
+def _lane(axis: Lanes, y: float, lane: str, spans: list) -> None:
+    """Bars of one lane; in the lane of kernels, dashed ones between them."""
+    axis.text(LEFT - 8, y + 14, lane, 12, "end")
     before = 0.0
     for start, end, words in spans:
-        x, long = LEFT + start * scale, max((end - start) * scale, 1)
         if lane == "compute" and start > before:
-            width = (start - before) * scale
-            picture.box(x - width, y + 1, width, 17, dashed=True, stroke=HOST)
-        picture.box(x, y + 1, long, 17, LANES[lane], stroke="none")
-        picture.text(x + long / 2, y + 14, words, 11, "middle")
+            axis.bar(y + 1, 17, before, start, "white", dashed=True, stroke=HOST)
+        axis.bar(y + 1, 17, start, end, LANES[lane], words)
         before = end
-
-
-def _axis(picture: Picture, y: float, seconds: float, scale: float) -> None:
-    """A line with a mark at every 1000 µs."""
-    picture.line(LEFT, y, WIDEST - 12, y, INK)
-    for mark in range(0, int(1e6 * seconds) + 1, 1000):
-        x = LEFT + mark / 1e6 * scale
-        picture.line(x, y, x, y + 4, INK)
-        anchor = "start" if mark == 0 else "end" if x > WIDEST - 40 else "middle"
-        picture.text(x, y + 17, f"{mark:,} µs", 12, anchor)

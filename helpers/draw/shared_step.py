@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
-from simgpu._pictures.picture import COLOURS, HOST, INK, WIDEST, Picture
+from simgpu._pictures.lanes import Lanes
+from simgpu._pictures.picture import COLOURS, HOST, Picture
 
-_LEFT, _RIGHT, _TOP, _LANE = 62, 12, 66, 44  # pixels
+_LEFT, _TOP, _LANE = 62, 66, 44  # pixels
 
 
 def shared_step(events: Sequence, title: str = "One step on four GPUs") -> Picture:
@@ -22,38 +23,31 @@ def shared_step(events: Sequence, title: str = "One step on four GPUs") -> Pictu
     events = sorted(events, key=lambda event: event.start)
     begin, end = events[0].start, max(event.end for event in events)
     gpus = sorted({event.device for event in events})
-    scale = (WIDEST - _LEFT - _RIGHT) / (end - begin)
     said = {gpu: _words(gpu, events, end - begin) for gpu in gpus}
     spoken = "; ".join(f"{gpu}: {words}" for gpu, words in said.items())
     height = _TOP + _LANE * len(gpus) + 48
-    picture = Picture(WIDEST, height, f"{title}. {spoken}")
-    picture.text(8, 20, title, 14, weight="bold")
-    picture.text(8, 44, "cuda:0:", 12)
+    spoken = f"{title}. {spoken}"
+    axis = Lanes(spoken, height, end - begin, _LEFT, begin=begin, least=1)
+    axis.text(8, 20, title, 14, weight="bold")
+    axis.text(8, 44, "cuda:0:", 12)
     for words, start, stop in _phases(events, end):
-        left, right = (_LEFT + (t - begin) * scale for t in (start, stop))
-        picture.line(left, 50, right - 2, 50)
-        picture.text((left + right) / 2, 44, words, 12, "middle")
+        axis.line(axis.at(start), 50, axis.at(stop) - 2, 50)
+        axis.text(axis.at((start + stop) / 2), 44, words, 12, "middle")
     for row, gpu in enumerate(gpus):
         y = _TOP + _LANE * row
-        picture.text(8, y + 16, gpu, 13)
-        picture.box(_LEFT, y, (end - begin) * scale, 22, "white", stroke=HOST)
+        axis.text(8, y + 16, gpu, 13)
+        axis.bar(y, 22, begin, end, "white", stroke=HOST)
         for event in events:
             if gpu not in _gpus(event):
                 continue
             fill = HOST if event.kind == "copy" else COLOURS[int(gpu[5:])]
-            long = max((event.end - event.start) * scale, 1)
-            x = _LEFT + (event.start - begin) * scale
-            picture.box(x, y, long, 22, fill, stroke="none")
-        picture.text(_LEFT, y + 36, said[gpu], 12)
-    y = height - 42
-    picture.line(_LEFT, y, WIDEST - _RIGHT, y, INK)
-    for mark in range(int(1e3 * (end - begin)) + 1):
-        x = _LEFT + mark / 1e3 * scale
-        picture.line(x, y, x, y + 4, INK)
-        picture.text(x, y + 17, f"{mark} ms", 12, "middle")
-    picture.text(_LEFT, y + 36, "in colour: kernels, grey: copies, white: idle", 12)
-    picture.text(WIDEST - 8, y + 36, "simulated", 12, "end")
-    return picture
+            axis.bar(y, 22, event.start, event.end, fill)
+        axis.text(_LEFT, y + 36, said[gpu], 12)
+    axis.ticks(height - 42, "ms")
+    words = "in colour: kernels, grey: copies, white: idle"
+    axis.text(_LEFT, height - 6, words, 12)
+    axis.simulated(height - 6)
+    return axis
 
 
 def _gpus(event) -> tuple[str, ...]:

@@ -4,9 +4,10 @@ The host's lane shows the launches, the GPU's lane the idle time and the kernels
 Below, a bar for each stopwatch begins and ends where the clock was read.
 """
 
-from simgpu._pictures.picture import COLOURS, HOST, INK, WIDEST, Picture
+from simgpu._pictures.lanes import Lanes
+from simgpu._pictures.picture import COLOURS, HOST, INK, Picture
 
-_LEFT, _RIGHT = 112, 12
+_LEFT = 112  # pixels
 
 
 def stopwatches(log) -> Picture | str:
@@ -37,46 +38,33 @@ def stopwatches(log) -> Picture | str:
         f"One step, simulated: launched in {_us(launched - begin)}, "
         f"done after {_us(end - begin)}"
     )
-    picture = Picture(WIDEST, 142 + 30 * len(bars), title)
-    picture.text(8, 20, title, 14, weight="bold")
-    scale = (WIDEST - _LEFT - _RIGHT) / (end - begin)
-
-    def place(seconds: float) -> float:
-        return _LEFT + (seconds - begin) * scale
-
-    for x in (place(launched), place(end) - 1):
-        picture.line(x, 42, x, picture.height - 22, HOST)
-    picture.text(8, 56, "host")
-    picture.text(8, 96, "GPU")
+    height = 142 + 30 * len(bars)
+    axis = Lanes(title, height, end - begin, _LEFT, begin=begin, letter=8, room=4,
+                 drop=5, least=1)  # fmt: skip
+    axis.text(8, 20, title, 14, weight="bold")
+    for x in (axis.at(launched), axis.at(end) - 1):
+        axis.line(x, 42, x, height - 22, HOST)
+    axis.text(8, 56, "host")
+    axis.text(8, 96, "GPU")
     for event in kernels:
-        width = LAUNCH * scale
-        picture.box(place(event.launched), 42, width - 1, 18, INK, stroke="none")
-        long = max((event.end - event.start) * scale, 1)
-        x = place(event.start)
-        picture.box(x, 80, long, 24, COLOURS[0], stroke="white")
-        for name in (event.name, event.name.split("_")[0]):  # the first that fits
-            if long > 8 * len(name) + 4:
-                picture.text(x + long / 2, 97, name, 12, "middle")
-                break
-    idle, first = place(begin), place(kernels[0].start)
-    words = _us(kernels[0].start - begin)
-    if first - idle > 6 * len(words):
-        picture.text((idle + first) / 2, 97, words, 12, "middle")
-    x = place(launched)
-    picture.text(x + 8, 56, "the host is free, or waits", 12)
+        width = LAUNCH * axis.scale
+        axis.box(axis.at(event.launched), 42, width - 1, 18, INK, stroke="none")
+        words = event.name, event.name.split("_")[0]
+        axis.bar(80, 24, event.start, event.end, COLOURS[0], *words, stroke="white")
+    idle, first = _us(kernels[0].start - begin), kernels[0].start
+    if (first - begin) * axis.scale > 6 * len(idle):  # no box around it
+        axis.text(axis.at((begin + first) / 2), 97, idle, 12, "middle")
+    axis.text(axis.at(launched) + 8, 56, "the host is free, or waits", 12)
     for row, (name, words, start, stop, fill) in enumerate(bars):
         y = 116 + 30 * row
-        picture.text(8, y + 17, name, 12)
-        picture.box(place(start), y, (stop - start) * scale, 24, fill)
+        axis.text(8, y + 17, name, 12)
+        axis.bar(y, 24, start, stop, fill, stroke=INK)
         about = f"{words}: {_us(stop - start)}"
-        fits = 7 * len(about) < (stop - start) * scale
-        x = place(start) if fits else place(stop)  # else right of the bar
-        picture.text(x + 6, y + 17, about, 12)
-    y = picture.height - 8
-    picture.text(_LEFT, y, "0", 12)
-    words = f"{_us(end - begin)} (simulated)"
-    picture.text(WIDEST - _RIGHT, y, words, 12, "end")
-    return picture
+        fits = 7 * len(about) < (stop - start) * axis.scale
+        x = axis.at(start) if fits else axis.at(stop)  # else right of the bar
+        axis.text(x + 6, y + 17, about, 12)
+    axis.footer(height - 8)
+    return axis
 
 
 def _us(seconds: float) -> str:

@@ -2,6 +2,7 @@
 
 from helpers import draw
 from helpers.explore.explorer import Explorer, slider
+from simgpu._pictures.lanes import Lanes
 from simgpu._timing.cost import COPY_LATENCY
 
 
@@ -49,19 +50,18 @@ def overlap_picture(
         f"One stream {one * 1e3:.2f} ms, two streams {two * 1e3:.2f} ms (simulated): "
         f"{one / two:.2f} times as fast"
     )
-    picture = draw.Picture(draw.WIDEST, 156, title)
-    picture.text(8, 20, title, 14, weight="bold")
-    scale = (draw.WIDEST - 120) / one
+    axis = Lanes(title, 156, one, 108)
+    axis.text(8, 20, title, 14, weight="bold")
 
-    def box(row, start, seconds, fill):
-        x, y = 108 + start * scale, 34 + 38 * row
-        picture.box(x, y, max(seconds * scale, 0.5), 30, fill)
+    def bar(row: int, start: float, end: float, fill: str) -> None:
+        axis.bar(34 + 38 * row, 30, start, end, fill, stroke=draw.INK)
 
     for row, words in enumerate(("one stream", "copy stream", "compute")):
-        picture.text(8, 54 + 38 * row, words)
-    for i, (there, start, _) in enumerate(times):
-        box(0, i * (copy + work), copy, draw.HOST)
-        box(0, i * (copy + work) + copy, work, draw.colour("cuda:0"))
-        box(1, there - copy, copy, draw.HOST)
-        box(2, start, work, draw.colour("cuda:0"))
-    return picture
+        axis.text(8, 54 + 38 * row, words)
+    for i, (there, start, end) in enumerate(times):
+        first = i * (copy + work)
+        bar(0, first, first + copy, draw.HOST)
+        bar(0, first + copy, first + copy + work, draw.colour("cuda:0"))
+        bar(1, there - copy, there, draw.HOST)
+        bar(2, start, end, draw.colour("cuda:0"))
+    return axis

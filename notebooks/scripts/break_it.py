@@ -5,7 +5,7 @@
 A rank that reaches a step of `--hold` waits until there is a file FOLDER/go-STEP. So a
 test can kill something at a step and not at a second. `--trouble` breaks one rank once,
 and with `--always` again after each restart.
-Used in 24-survive-failures and its tests; not for real jobs.
+Used in lesson 24 and its tests; not for real jobs.
 """
 
 import argparse

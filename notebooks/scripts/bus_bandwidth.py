@@ -4,7 +4,7 @@
 
 Every rank runs this file, with one GPU each. For each size: two calls to warm up, five
 between two CUDA events, the slowest rank's time, and a check of the values. Taught in
-15-talk-between-ranks.
+lesson 15.
 """
 
 import os

@@ -5,7 +5,7 @@
 Before each epoch, the ranks compare the samples that they are about to take; every
 few steps, each parameter and buffer. Rank 0 saves after each epoch, and the next start
 goes on from there. `--spoil 2` changes a weight of rank 2, to see what is said then.
-Used in 17-keep-ranks-in-step.
+Used in lesson 17.
 """
 
 import argparse

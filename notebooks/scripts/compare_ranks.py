@@ -7,7 +7,7 @@ One rank trains twice, the second time with the samples of each batch in reverse
 Both are right, so their distance is what rounding does in float32. N ranks may be ten
 times as far away. The script names the first value that is further away. Switch dropout
 and autocast off.
-Used in 28-find-the-bug.
+Used in lesson 28.
 """
 
 import argparse

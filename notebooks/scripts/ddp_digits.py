@@ -3,12 +3,13 @@
     torchrun --standalone --nproc-per-node=4 ddp_digits.py --epochs 5
 
 `--batch` counts the rows of all ranks together, so 1, 2 or 4 ranks take the same steps
-and reach the same accuracy. Used in 16-average-gradients.
+and reach the same accuracy. Used in lesson 25.
 """
 
 import argparse
 import os
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,11 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from helpers import Messages, digits
+from simgpu import Messages
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # the course's folder
+
+from helpers import digits  # noqa: E402
 
 
 def make_model(width: int = 512) -> nn.Module:

@@ -7,7 +7,7 @@ computed, and how long it was idle between two steps. If the GPU is idle, and th
 waits about as long, add workers. A loop that waits while the GPU is busy is all right.
 Epoch 0 also waits for the start of the workers. With `--workers 0`, the loop waits as
 long as loading a batch takes. (A simulated GPU does not see your loader's time.)
-Used in 11-feed-the-gpu.
+Used in lesson 11.
 """
 
 import argparse

@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node=4 four_gpus.py
 
 `batch_size` is divided by the number of ranks, so 1, 2 or 4 ranks take the same steps.
-Used in 03-train-on-four-gpus.
+Used in lesson 03.
 """
 
 import os

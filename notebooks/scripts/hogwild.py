@@ -3,7 +3,7 @@
     python hogwild.py
 
 Both processes have the same weights, in the same memory of the GPU. In turn, they do
-what one process does. Used in 14-share-tensors-between-processes.
+what one process does. Used in lesson 14.
 """
 
 import torch

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node=2 --max-restarts=1 kill_gpt.py --text=book.txt …
 
 A kill from outside would hit another step on a slow machine. The signal is SIGKILL, as
-when the machine runs out of memory. Used in 27-train-it-all.
+when the machine runs out of memory. Used in lesson 27.
 """
 
 import json

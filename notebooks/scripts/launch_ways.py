@@ -4,7 +4,7 @@
 
 Process 1 raises an error, or is killed. Process 0 works for three seconds more, and
 then writes a file. The functions with `by_` are the ways. Used in
-14-share-tensors-between-processes.
+lesson 14.
 """
 
 import multiprocessing

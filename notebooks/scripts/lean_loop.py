@@ -4,7 +4,7 @@
 
 The data go to the GPU once. Each step makes its indices there, the constants of the
 model are buffers, and the losses of an epoch are read in one copy. Used in
-02-create-tensors-where-you-need-them.
+lesson 02.
 """
 
 import math

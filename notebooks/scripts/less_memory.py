@@ -6,7 +6,7 @@
 second time, `--offload` moves them to the CPU. Each prints the same losses, another
 peak of memory and another time. (Later norms of the gradient differ by rounding.)
 BatchNorm needs the full batch, once: with it, leave out `--accumulate`, and keep it
-outside of the segments. Used in 10-fit-a-bigger-model.
+outside of the segments. Used in lesson 10.
 """
 
 import argparse

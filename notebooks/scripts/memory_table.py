@@ -1,7 +1,7 @@
 """Print where the memory of a training step goes: `python memory_table.py 1000`.
 
 The argument is the batch size. Put your model, your optimizer and your batch at the
-place that is marked. Taken home from 04-count-memory.
+place that is marked. Taken home from lesson 04.
 """
 
 import sys

@@ -3,7 +3,7 @@
 The small GPT has two blocks of width 128, and a step has 32 sequences of 64 tokens. Two
 nodes have four A100s each, and a network of 50 Gbit/s. Bytes are those of rings. The
 bounds of a time come from the simulator, as the counted times do. Used in
-23-combine-them.
+lesson 23.
 """
 
 import re

@@ -2,7 +2,7 @@
 
 `slice_blocks` is lesson 19's plan of columns and rows, `Stage` one half of the layers,
 as in lesson 20, and `average` lesson 16's all-reduce of one flat tensor. `measure` runs
-a way of training in a rank. Used in 23-combine-them.
+a way of training in a rank. Used in lesson 23.
 """
 
 import gc

@@ -5,7 +5,7 @@
 Put your own work at the place that is marked. float16 needs the scaler; for the other
 types it is off and does nothing. The first epoch warms up and is not timed. At the
 default size launches bind: expect 16 bits to be slower, and try --width 8192 --depth 4
-on a real GPU. Used in 09-mix-precision.
+on a real GPU. Used in lesson 09.
 """
 
 import argparse

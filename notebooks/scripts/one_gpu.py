@@ -1,6 +1,6 @@
 """Train a small classifier on one GPU: `python one_gpu.py`.
 
-Used in 03-train-on-four-gpus, which makes it into `four_gpus.py`.
+Used in lesson 03, which makes it into `four_gpus.py`.
 """
 
 import torch

@@ -1,4 +1,7 @@
-"""The plan explorer: does a training run fit, how fast is it, and what is faster?"""
+"""The plan explorer: does a training run fit, how fast is it, and what is faster?
+
+Used in lesson 26.
+"""
 
 from helpers import draw
 from helpers.explore.explorer import Explorer, choice, slider

@@ -4,7 +4,8 @@
 
 prints a line for each of them. `runs` reads two tables of the simulator's
 recordings and adds the runs written down here. They are split by model: the shares
-`REACHED` of the planner were fitted to the runs of `FITTED`, and all others judge it. Used in 26-plan-a-run.
+`REACHED` of the planner were fitted to the runs of `FITTED`, and all others judge it.
+Used in lesson 26.
 """
 
 import json

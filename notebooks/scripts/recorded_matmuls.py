@@ -2,7 +2,7 @@
 
 Read from the simulator's recordings (`gemm_fp16.json`, which names their source): the
 kernel alone, by PyTorch's profiler, with a resolution of 1 µs. Used in
-08-find-what-binds.
+lesson 08.
 """
 
 import json

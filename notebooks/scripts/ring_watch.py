@@ -8,7 +8,7 @@ from torch.distributed.tensor.experimental import context_parallel
 
 import __main__ as cells
 import simgpu
-from helpers import Messages
+from simgpu import Messages
 
 LENGTH = 3072
 

@@ -4,7 +4,7 @@
 
 Each GPU gets a copy of the model, and the GPUs take the batches in turns. Works with
 any number of GPUs, and on the CPU where there is none. The scores go to scores.pt, in
-the order of the images. Used in 00-start-here.
+the order of the images. Used in lesson 00.
 """
 
 import copy

@@ -4,7 +4,7 @@
 
 The images and the scores lie in memory that all processes share, so the queue carries
 numbers only. When a worker dies, the others are ended, and the program says which one
-it was. Works with any number of GPUs. Used in 14-share-tensors-between-processes.
+it was. Works with any number of GPUs. Used in lesson 14.
 """
 
 import queue

@@ -5,7 +5,7 @@
 
 The model starts on "meta", without memory. A checkpoint may be loaded by another number
 of ranks. Put your own model, first values and data between the two lines of dashes.
-Used in 18-shard-everything.
+Used in lesson 18.
 """
 
 import argparse

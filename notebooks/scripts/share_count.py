@@ -2,7 +2,7 @@
 
     python share_count.py
 
-Used in 14-share-tensors-between-processes.
+Used in lesson 14.
 """
 
 import pickle

@@ -3,7 +3,7 @@
     python share_one.py
 
 The tensor does not travel: both processes use the same memory of the GPU. Used in
-14-share-tensors-between-processes.
+lesson 14.
 """
 
 import torch

@@ -133,7 +133,7 @@ def peak_of_a_step(sizes, plan) -> tuple[int, int]:
         sizes: a `Model` of `plan_run.py`.
         plan: a `Plan` with FSDP over all ranks.
     """
-    from helpers import Messages
+    from simgpu import Messages
 
     with torch.device("meta"):
         model = Llama(sizes, again=bool(plan.again))

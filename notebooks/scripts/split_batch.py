@@ -4,7 +4,7 @@
 gradients are compared with those of one GPU. At the end, the script prints what each
 GPU holds, and what to change for DDP. Put your own model and data between the two lines
 of dashes; leave the comparison out if the model has dropout or BatchNorm, which differ
-from part to part. Used in 12-split-the-batch.
+from part to part. Used in lesson 12.
 """
 
 import torch

@@ -4,7 +4,7 @@
 
 Measures the memory that each layer needs, cuts the model where the GPUs need about the
 same, trains it with each batch in `--parts` micro-batches, and prints the loss beside
-that of one GPU, if one can train the model. Used in 13-split-the-model.
+that of one GPU, if one can train the model. Used in lesson 13.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
 The stopwatch warms up, lets the GPU mark the times itself, waits once at the end, and
 says the median and the spread, not one run. Put your own model and your own step
-between the two lines of dashes. Used in 07-time-it-right.
+between the two lines of dashes. Used in lesson 07.
 """
 
 import statistics

@@ -3,7 +3,7 @@
     python train_anywhere.py --device cuda:1
 
 The device is `cpu`, `cuda` or `cuda:N`; without the option, it is a GPU if there is
-one, and else the CPU. The weights go to model.pt. Used in 01-choose-a-device.
+one, and else the CPU. The weights go to model.pt. Used in lesson 01.
 """
 
 import argparse

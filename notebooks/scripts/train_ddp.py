@@ -4,7 +4,7 @@
 
 A step takes `--batch` samples of all ranks together, in `--accumulate` parts, of which
 only the last one sends its gradients. `--compress` sends them in bfloat16. Put your
-model and your data between the two lines of dashes. Used in 16-average-gradients.
+model and your data between the two lines of dashes. Used in lesson 16.
 """
 
 import argparse

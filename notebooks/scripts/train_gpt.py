@@ -5,7 +5,7 @@
 
 A step takes the same `--batch` rows for any number of ranks, and each way reads the
 checkpoints of the others. Rank 0 prints a line of JSON a step. Put your model, its plan
-and its first values between the two lines of dashes. Used in 27-train-it-all.
+and its first values between the two lines of dashes. Used in lesson 27.
 """
 
 import argparse

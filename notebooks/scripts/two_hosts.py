@@ -14,7 +14,7 @@ Nothing of the machine's own network is touched. While hosts exist, their names 
 die with this program, also when it is killed; the namespaces of one that was killed
 are removed by the next that starts. Leaves out: latency (a veth has nearly none), and
 all that hosts share here, such as the disk, the processor and the memory.
-Used in 25-leave-one-machine.
+Used in lesson 25.
 """
 
 import argparse
@@ -33,10 +33,10 @@ from pathlib import Path
 
 import psutil
 
-from helpers.elastic import CONF
-
 CARD = "eth0"  # the same name in both, as two machines of a cluster have it
 PORT = 29500  # of the rendezvous; all ports are free on a host of our own
+# Of the rendezvous, in seconds and attempts: quick, because both hosts are here.
+CONF = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 10}
 # Inside a host only: files of its own, that go with it, and the names of both. The
 # second spelling is how torch's stores see an address; without it they warn. Where a
 # host may not have a name of its own, it has the machine's: nothing needs it.

@@ -3,7 +3,7 @@
 Prints the kernels of a step by their time, the share of the time in which the GPU is
 busy, and the FLOPs a second of its matmuls and convolutions beside the card's peak. Put
 your own model and step between the two lines of dashes, and the peak of your card and
-dtype into PEAK. The step uses a single stream. Used in 08-find-what-binds.
+dtype into PEAK. The step uses a single stream. Used in lesson 08.
 """
 
 import re

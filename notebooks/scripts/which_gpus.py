@@ -2,7 +2,7 @@
 
     CUDA_VISIBLE_DEVICES=0,1 python which_gpus.py A
 
-Used in 01-choose-a-device.
+Used in lesson 01.
 """
 
 import sys

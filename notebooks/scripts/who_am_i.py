@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node=2 who_am_i.py
 
-Used in 25-leave-one-machine.
+Used in lesson 25.
 """
 
 import os

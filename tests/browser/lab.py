@@ -32,7 +32,7 @@ from playwright.sync_api import (
     TimeoutError,
 )
 
-from helpers.elastic import free_port
+from helpers.processes import free_port
 from tests.harness.processes import (
     end_processes,
     find_processes,

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from helpers.elastic import free_port
+from helpers.processes import free_port
 from support.waiting import wait
 from tests.harness import usage
 from tests.harness.processes import MARK

@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-from helpers.badges import REPOSITORY
+from tests.tools.badges import REPOSITORY
 
 ROOT = Path(__file__).resolve().parents[2]
 # Colab's packages in August 2026, as googlecolab/backend-info lists them.

@@ -1,5 +1,6 @@
 """Pictures of all ranks of a job, one under the other, each in its own colour."""
 
+from simgpu._pictures.lanes import Lanes
 from simgpu._pictures.picture import (
     COLOURS,
     HOST,
@@ -10,7 +11,6 @@ from simgpu._pictures.picture import (
     size_text,
 )
 
-_LETTER = 7.2  # pixels, at most, of one in size 12
 _LONGEST_TITLE = 24  # letters of a lane's
 _HOST_HEIGHT, _LANE_HEIGHT, _GAP = 18, 28, 6
 
@@ -28,29 +28,27 @@ def job_timeline(log) -> Picture:
     letters = min(max(map(len, titles), default=4), _LONGEST_TITLE)
     lanes_in_all = sum(map(len, rows.values()))
     height = 36 + len(rows) * (_HOST_HEIGHT + _GAP) + lanes_in_all * _LANE_HEIGHT
-    picture = Picture(WIDEST, height + 18 * len(log.missing), _title(log))
-    axis = _Axis(picture, 68 + 6.6 * letters, max(log.seconds, 1e-6))
+    height += 18 * len(log.missing)
+    axis = Lanes(_title(log), height, max(log.seconds, 1e-6), 68 + 6.6 * letters)
     y = 8
     for rank, lanes in rows.items():
-        picture.text(8, y + 13, f"rank {rank}", 14, weight="bold")
-        picture.text(64, y + 13, "host", 12)
-        axis.host(y, log.events(rank), log.waits(rank))
+        axis.text(8, y + 13, f"rank {rank}", 14, weight="bold")
+        axis.text(64, y + 13, "host", 12)
+        _host(axis, y, log.events(rank), log.waits(rank))
         y += _HOST_HEIGHT
         for lane, events in lanes.items():
             title = lane.title
             if len(title) > _LONGEST_TITLE:
                 title = f"{title[: _LONGEST_TITLE - 1]}…"
-            picture.text(64, y + 16, title, 12)
-            axis.stream(y, events, COLOURS[rank % len(COLOURS)])
+            axis.text(64, y + 16, title, 12)
+            _stream(axis, y, events, COLOURS[rank % len(COLOURS)])
             y += _LANE_HEIGHT
         y += _GAP
     for rank, why in log.missing.items():
-        picture.text(8, y + 12, f"rank {rank}: {why}", 12)
+        axis.text(8, y + 12, f"rank {rank}: {why}", 12)
         y += 18
-    picture.text(axis.left, picture.height - 8, "0", 12)
-    words = f"{log.seconds * 1e6:,.0f} µs (simulated)"
-    picture.text(WIDEST - 12, picture.height - 8, words, 12, "end")
-    return picture
+    axis.footer(height - 8)
+    return axis
 
 
 def _title(log) -> str:
@@ -63,60 +61,42 @@ def _title(log) -> str:
     return f"{title}: {'; '.join(waits)}" if waits else title
 
 
-class _Axis:
-    """Draws lanes of one axis of time.
+def _host(axis: Lanes, y: float, events: list, waits: list) -> None:
+    """A host: when it launches, and when it waits."""
+    from simgpu._timing.cost import LAUNCH
 
-    Args:
-        picture: to draw on.
-        left: pixels to its beginning.
-        seconds: to its end.
-    """
+    tall, drawn = _HOST_HEIGHT - 4, -1.0
+    for event in events:
+        x = event.launched * axis.scale
+        if x > drawn:  # else there is a sliver already
+            axis.bar(y, tall, event.launched, event.launched + LAUNCH, INK)
+            drawn = x + max(LAUNCH * axis.scale, axis.least) / 2
+    for wait in waits:
+        axis.bar(y, tall, wait.start, wait.end, "#EEEEEE", wait.name)
 
-    def __init__(self, picture: Picture, left: float, seconds: float):
-        self.picture, self.left = picture, left
-        self.scale = (WIDEST - left - 12) / seconds
 
-    def host(self, y: float, events: list, waits: list) -> None:
-        """A host: when it launches, and when it waits."""
-        from simgpu._timing.cost import LAUNCH
+def _stream(axis: Lanes, y: float, events: list, fill: str) -> None:
+    """A stream: what runs, and what waits for another rank."""
+    tall, drawn = _LANE_HEIGHT - 6, 0.0
+    for event in sorted(events, key=lambda event: event.start):
+        if event.end * axis.scale < drawn:
+            continue
+        drawn = event.start * axis.scale + 0.5
+        start = event.start + event.waited
+        if event.waited * axis.scale >= 0.5:
+            who = event.waited_for
+            words = (f"waits for rank {who}", f"for {who}")
+            _waits(axis, y + 1, tall, event.start, start, *words)
+        is_copy = event.kind == "copy"
+        name = f"copy {event.name}" if is_copy else event.name
+        its = HOST if is_copy else fill
+        axis.bar(y + 1, tall, start, event.end, its, name, name.split()[0])
+    axis.rule(y + tall + 2)
 
-        height, drawn = _HOST_HEIGHT - 4, -1.0
-        long = max(LAUNCH * self.scale, 0.5)
-        for event in events:
-            x = event.launched * self.scale
-            if x > drawn:  # else there is a sliver already
-                self.picture.box(self.left + x, y, long, height, INK, stroke="none")
-                drawn = x + long / 2
-        for wait in waits:
-            self._span(y, height, wait.start, wait.end, "#EEEEEE", wait.name)
 
-    def stream(self, y: float, events: list, fill: str) -> None:
-        """A stream: what runs, and what waits for another rank."""
-        height, drawn = _LANE_HEIGHT - 6, 0.0
-        for event in sorted(events, key=lambda event: event.start):
-            if event.end * self.scale < drawn:
-                continue
-            drawn = event.start * self.scale + 0.5
-            start = event.start + event.waited
-            if event.waited * self.scale >= 0.5:
-                who = event.waited_for
-                words = (f"waits for rank {who}", f"for {who}")
-                self._span(y + 1, height, event.start, start, "white", *words)
-            is_copy = event.kind == "copy"
-            words = f"copy {event.name}" if is_copy else event.name
-            its = HOST if is_copy else fill
-            self._span(y + 1, height, start, event.end, its, words, words.split()[0])
-        self.picture.line(self.left, y + height + 2, WIDEST - 12, y + height + 2, HOST)
-
-    def _span(self, y, height, start, end, fill, *words: str) -> None:
-        """A box with the first of these words that fit in."""
-        x, long = self.left + start * self.scale, max((end - start) * self.scale, 0.5)
-        waits = fill == "white"
-        stroke = HOST if waits else "none"
-        self.picture.box(x, y, long, height, fill, waits, stroke)
-        fits = [some for some in words if len(some) * _LETTER + 6 < long]
-        if fits:
-            self.picture.text(x + long / 2, y + height / 2 + 4, fits[0], 12, "middle")
+def _waits(axis: Lanes, y: float, tall: float, start: float, end: float,
+           *words: str) -> None:  # fmt: skip
+    axis.bar(y, tall, start, end, "white", *words, stroke=HOST, dashed=True)
 
 
 def overlap(log, rank: int = 0) -> Picture:
@@ -138,28 +118,25 @@ def overlap(log, rank: int = 0) -> Picture:
         f"Rank {rank}, simulated: backward hides {hidden * 1e6:,.0f} of "
         f"{total * 1e6:,.0f} µs of all-reduce"
     )
-    picture = Picture(WIDEST, 166, title)
-    picture.text(8, 20, title, 14, weight="bold")
-    picture.text(8, 58, "computing", 12)
-    picture.text(8, 98, "all-reduce", 12)
-    axis = _Axis(picture, 90, log.seconds)
-    axis._span(40, 26, computing[0].start, begin, HOST, "forward")
-    axis._span(40, 26, begin, end, HOST, "backward")
-    axis._span(40, 26, last, computing[-1].end, HOST, "step", "")
+    axis = Lanes(title, 166, log.seconds, 90)
+    axis.text(8, 20, title, 14, weight="bold")
+    axis.text(8, 58, "computing", 12)
+    axis.text(8, 98, "all-reduce", 12)
+    axis.bar(40, 26, computing[0].start, begin, HOST, "forward")
+    axis.bar(40, 26, begin, end, HOST, "backward")
+    axis.bar(40, 26, last, computing[-1].end, HOST, "step")
     for number, event in enumerate(messages, 1):
         middle = min(max(event.start, end), event.end)
         if event.start < middle:
-            axis._span(80, 26, event.start, middle, COLOURS[rank % len(COLOURS)], "")
+            axis.bar(80, 26, event.start, middle, COLOURS[rank % len(COLOURS)])
         if middle < event.end:
-            axis._span(80, 26, middle, event.end, "white", "")
-        x = axis.left + (event.start + event.end) / 2 * axis.scale
+            _waits(axis, 80, 26, middle, event.end)
+        x = axis.at((event.start + event.end) / 2)
         words = "hidden" if middle == event.end else "the GPU waits"
-        picture.text(x, 120, f"bucket {number}", 12, "middle")
-        picture.text(x, 135, words, 12, "middle")
-    picture.text(axis.left, 158, "0", 12)
-    words = f"{log.seconds * 1e6:,.0f} µs (simulated)"
-    picture.text(WIDEST - 12, 158, words, 12, "end")
-    return picture
+        axis.text(x, 120, f"bucket {number}", 12, "middle")
+        axis.text(x, 135, words, 12, "middle")
+    axis.footer(158)
+    return axis
 
 
 def job_memory(rows) -> Picture:
@@ -170,7 +147,7 @@ def job_memory(rows) -> Picture:
     """
     most = max((row.peak for row in rows), default=0)
     first = max(rows, key=lambda row: row.peak, default=None)
-    words = f"Memory of {plural(len({row.rank for row in rows}), 'rank')} ({_kind()})"
+    words = f"Memory of {plural(len({row.rank for row in rows}), 'rank')} ({rows.kind})"
     if first is not None:
         words += f": at most {size_text(most)}, on rank {first.rank}"
     spoken = "; ".join(
@@ -196,11 +173,3 @@ def job_memory(rows) -> Picture:
             figures += f" of {size_text(row.total)}"
         picture.text(left + longest * scale + 8, y + 15, figures, 12)
     return picture
-
-
-def _kind() -> str:
-    """Whether the GPUs of the ranks that are open are simulated."""
-    from simgpu._ranks import current
-
-    ranks = current()
-    return "measured" if ranks is not None and not ranks.simulated else "simulated"

@@ -1,7 +1,6 @@
 """The memory of the GPUs of all ranks of a job, to look at.
 
-The figures are `torch.cuda`'s own, of simulated GPUs and real ones alike. A picture is
-drawn by whoever is set as `JobMemory.painter`.
+The figures are `torch.cuda`'s own, of simulated GPUs and real ones alike.
 """
 
 from collections.abc import Iterable
@@ -22,10 +21,19 @@ class GpuMemory(NamedTuple):
 
 
 class JobMemory(list):
-    """A `GpuMemory` for each GPU that a rank has used; it draws itself."""
+    """A `GpuMemory` for each GPU that a rank has used; it draws itself.
 
-    def __init__(self, rows: Iterable[GpuMemory]):
+    Args:
+        rows: in any order.
+        simulated: whether the GPUs are.
+
+    Attributes:
+        kind: "simulated" or "measured": what the figures are.
+    """
+
+    def __init__(self, rows: Iterable[GpuMemory], simulated: bool = True) -> None:
         super().__init__(sorted(rows))
+        self.kind = "simulated" if simulated else "measured"
 
     def _repr_svg_(self) -> str | None:
         from simgpu._pictures.jobs import job_memory

@@ -160,7 +160,8 @@ class Ranks:
         """
         if self.backend != "nccl":
             raise RankError("these ranks are on the CPU, whose memory is not counted")
-        return JobMemory(row for rows in self.run(worker.memory) for row in rows)
+        rows = (row for rows in self.run(worker.memory) for row in rows)
+        return JobMemory(rows, self.simulated)
 
     def _call(self, kind: str, payload: object, timeout: float) -> list:
         """The answers of all ranks, in their order."""

@@ -2,8 +2,7 @@
 
 Models: nothing of its own. Each rank hands in the log of its clock, as plain data; the
 clocks agree because every collective ends for all its members at once. Leaves out:
-ranks that have not handed one in. A picture is drawn by whoever is set as
-`JobTimeline.painter`.
+ranks that have not handed one in.
 """
 
 import json

@@ -1,7 +1,7 @@
 """The log of what ran on simulated GPUs, to look at: picture, table, totals.
 
 Models: nothing of its own; `clock.py` writes the log. Leaves out: what the host does
-between launches. A picture is drawn by whoever is set as `Timeline.painter`.
+between launches. `_pictures/timelines.py` draws it.
 """
 
 import contextlib

@@ -1,11 +1,14 @@
-"""`python3 -m helpers badges`: point every badge and link at another repository.
+"""Points every badge and link of the course at another repository.
 
-Standard library only, as all commands. What it changes: the Binder, Colab and GitHub
-links of this course in the README and the notebooks, and the two constants below.
+    python3 -m tests.tools.badges OWNER/REPO [--branch NAME]
+
+Standard library only. What it changes: the Binder, Colab and GitHub links of this
+course in the README and the notebooks, and the two constants below.
 """
 
 import argparse
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,10 +16,10 @@ from pathlib import Path
 REPOSITORY = "multi-gpu-course/multi-gpu-course"
 BRANCH = "main"
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
-def badges(arguments: list[str]) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Move every badge, link and clone address to another repository or branch.
 
     This file comes last: it tells what the others name now, so a run that was
@@ -25,7 +28,10 @@ def badges(arguments: list[str]) -> int:
     Returns:
         0, the exit status.
     """
-    parser = argparse.ArgumentParser(prog="python3 -m helpers badges")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.tools.badges",
+        description="Points the badges and links at another repository.",
+    )
     parser.add_argument("repository", metavar="OWNER/REPO", type=repository_name)
     parser.add_argument("--branch", metavar="NAME", type=branch_name, default=BRANCH)
     new = parser.parse_args(arguments)
@@ -33,7 +39,7 @@ def badges(arguments: list[str]) -> int:
     for file in (readme, *sorted((ROOT / "notebooks").glob("*.ipynb"))):
         rewrite(file, lambda text: move_links(text, new.repository, new.branch))
     rewrite(
-        ROOT / "helpers" / "badges.py",
+        ROOT / "tests" / "tools" / "badges.py",
         lambda text: move_home(text, new.repository, new.branch),
     )
     return 0
@@ -100,3 +106,7 @@ def rewrite(file: Path, change: Callable[[str], str]) -> None:
         whole.write_bytes(new)
         whole.replace(file)
         print(f"{file.relative_to(ROOT).as_posix()}: changed")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
