@@ -27,8 +27,9 @@ from typing import NamedTuple
 
 import psutil
 
-from simgpu._loopback import LOOPBACK
+import simgpu
 
+LOOPBACK = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)  # its name, if known
 MARK = "HELPERS_ELASTIC_JOB"  # in the environment of all that a job starts
 # quick; PyTorch's own are 30 s for the last call, and 3 times 5 s until one is missed.
 # Ten times 1 s: an agent that a busy machine holds up for 3 s must not count as dead.
@@ -172,8 +173,7 @@ class Job:
         self.launcher = [sys.executable, "-m", "torch.distributed.run"]
         if gpus:
             self.launcher[1:1] = ["-m", "simgpu", f"--gpus={gpus}"]
-            if "simgpu._ranks" in sys.modules:
-                sys.modules["simgpu._ranks"].close()
+            simgpu.close_ranks()
         self.command = [
             *self.launcher, f"--nnodes={nodes}", f"--nproc-per-node={ranks}",
             f"--max-restarts={restarts}", "--rdzv-backend=c10d",

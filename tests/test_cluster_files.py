@@ -22,8 +22,7 @@ import torch
 import yaml
 from torch.nn.functional import cross_entropy
 
-from helpers.elastic import MARK, free_port, processes
-from simgpu._loopback import LOOPBACK
+from helpers.elastic import LOOPBACK, MARK, free_port, processes
 from support.waiting import wait
 from tests.launching import ROOT, environment, load
 

@@ -2,7 +2,7 @@
 
 import re
 
-from simgpu._pictures.picture import COLOURS, HOST, WIDEST, Picture
+from simgpu.pictures import COLOURS, HOST, WIDEST, Picture
 
 _LEFT, _LANE, _HEAD = 84, 26, 30
 _LABEL = 6.4  # pixels of a letter in size 11

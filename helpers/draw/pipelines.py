@@ -6,7 +6,7 @@ that waits for one has a bubble.
 
 from collections.abc import Iterable
 
-from simgpu._pictures.picture import COLOURS, HOST, INK, WIDEST, Picture
+from simgpu.pictures import COLOURS, HOST, INK, WIDEST, Picture
 
 LEFT, RIGHT, TOP = 62, 12, 40  # pixels
 LANE, BOX, BETWEEN = 26, 20, 30  # of a rank; of a task in it; above each schedule

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from simgpu._pictures.picture import COLOURS, HOST, INK, WIDEST, Picture
+from simgpu.pictures import COLOURS, HOST, INK, WIDEST, Picture
 
 _LEFT, _RIGHT, _TOP, _LANE = 62, 12, 66, 44  # pixels
 

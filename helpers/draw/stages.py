@@ -1,6 +1,6 @@
 """What each GPU of a split model does when, for several ways to run a step."""
 
-from simgpu._pictures.picture import COLOURS, HOST, INK, WIDEST, Picture
+from simgpu.pictures import COLOURS, HOST, INK, WIDEST, Picture
 
 _LEFT, _RIGHT, _TOP = 62, 12, 40  # pixels
 _LANE, _BETWEEN = 32, 30  # of a GPU; above each run, for its name

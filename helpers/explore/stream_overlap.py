@@ -2,7 +2,7 @@
 
 from helpers import draw
 from helpers.explore.explorer import Explorer, slider
-from simgpu._timing.cost import COPY_LATENCY
+from simgpu.costs import COPY_LATENCY
 
 
 def overlap() -> Explorer:
