@@ -120,7 +120,7 @@ def test_a_program_without_a_step_is_refused(tmp_path):
         prove(script, (1, 2))
 
 
-# -- as a command, and as a check in a test --------------------------------------------
+# -- as a command, and as a check in a test -------------------------------------------
 
 # a step of a linear layer on the whole batch; right if the seeds of all ranks are equal
 SCRIPT = """
