@@ -20,6 +20,7 @@ import time
 import uuid
 from pathlib import Path
 
+import simgpu
 from helpers.job_log import meetings, noted, runs_of
 from helpers.processes import (
     MARK,
@@ -30,7 +31,8 @@ from helpers.processes import (
     free_port,
     kill,
 )
-from simgpu._loopback import LOOPBACK
+
+LOOPBACK = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)  # its name, if known
 
 # quick; PyTorch's own are 30 s for the last call, and 3 times 5 s until one is missed.
 # Ten times 1 s: an agent that a busy machine holds up for 3 s must not count as dead.
@@ -167,8 +169,7 @@ class Job:
         self.launcher = [sys.executable, "-m", "torch.distributed.run"]
         if gpus:
             self.launcher[1:1] = ["-m", "simgpu", f"--gpus={gpus}"]
-            if "simgpu._ranks" in sys.modules:
-                sys.modules["simgpu._ranks"].close()
+            simgpu.close_ranks()
         self.command = [
             *self.launcher, f"--nnodes={nodes}", f"--nproc-per-node={ranks}",
             f"--max-restarts={restarts}", "--rdzv-backend=c10d",

@@ -18,8 +18,8 @@ import psutil
 import torch
 
 import simgpu
-from simgpu._device.cards import show_bytes
-from simgpu._switch import wanted
+
+_CHOICES = ("simulated", "real")
 
 
 def need_gpus(number: int, card: str = "A100", memory: int | str | None = None) -> None:
@@ -40,7 +40,7 @@ def need_gpus(number: int, card: str = "A100", memory: int | str | None = None) 
 
     Taught in 00-start-here.
     """
-    choice = wanted()
+    choice = _wanted()
     wanted_gpus = simgpu.check_request(number, card, memory)
     if choice == "real":
         simgpu.stop()
@@ -55,11 +55,19 @@ def need_gpus(number: int, card: str = "A100", memory: int | str | None = None) 
     if simgpu.request() != wanted_gpus:
         simgpu.stop()
         simgpu.start(number, card, memory)
-    size = show_bytes(torch.cuda.get_device_properties(0).total_memory)
+    size = simgpu.show_bytes(torch.cuda.get_device_properties(0).total_memory)
     what = f"simulated {'GPUs' if number > 1 else 'GPU'} ({card.upper()}, {size} each)"
     print(f"{number} {what}: values computed on this CPU, memory and time counted.")
     if simgpu.real_gpus() >= number and "HELPERS_GPUS" not in os.environ:
         print(f"HELPERS_GPUS=real takes this machine's own: {simgpu.real_gpus()} real.")
+
+
+def _wanted() -> str:
+    """What HELPERS_GPUS asks for: "simulated", as where it is not set, or "real"."""
+    choice = os.environ.get("HELPERS_GPUS", "simulated")
+    if choice not in _CHOICES:
+        raise ValueError(f"HELPERS_GPUS={choice!r}; use {' or '.join(_CHOICES)}")
+    return choice
 
 
 def _use_real(number: int, memory: int | str | None) -> None:
@@ -220,7 +228,7 @@ def show_machine() -> None:
     print(f"Python    {platform.python_version()} on {platform.system()}")
     print(f"PyTorch   {torch.__version__}")
     print(f"CPU cores {len(_cores())}")
-    print(f"memory    {show_bytes(psutil.virtual_memory().total)}")
+    print(f"memory    {simgpu.show_bytes(psutil.virtual_memory().total)}")
     print(f"real GPUs {simgpu.real_gpus()}")
 
 

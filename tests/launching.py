@@ -18,7 +18,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from helpers.processes import MARK, end
-from simgpu._ranks import RankError, Ranks
+from simgpu import RankError, Ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = ROOT / "notebooks"

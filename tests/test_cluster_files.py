@@ -22,8 +22,8 @@ import torch
 import yaml
 from torch.nn.functional import cross_entropy
 
+from helpers.elastic import LOOPBACK
 from helpers.processes import MARK, free_port, processes
-from simgpu._loopback import LOOPBACK
 from support.waiting import wait
 from tests.launching import ROOT, environment, load
 

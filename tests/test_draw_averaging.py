@@ -1,8 +1,7 @@
 """`draw.averaging`: what a rank computes and sends in a step of DDP by hand."""
 
 from helpers import draw
-from simgpu._timing.events import Event
-from simgpu._timing.job import JobTimeline, RankLog
+from simgpu import Event, JobTimeline, RankLog
 
 US = 1e-6
 

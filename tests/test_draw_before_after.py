@@ -3,7 +3,7 @@
 import re
 
 from helpers import draw
-from simgpu._pictures.picture import COLOURS
+from simgpu.pictures import COLOURS
 
 BEFORE = [[10 * rank + i for i in range(2)] for rank in range(2)]
 ROWS = {

@@ -3,9 +3,8 @@
 import re
 
 from helpers import draw
-from simgpu._pictures.picture import COLOURS, HOST
-from simgpu._timing.events import Event
-from simgpu._timing.job import JobTimeline, RankLog
+from simgpu import Event, JobTimeline, RankLog
+from simgpu.pictures import COLOURS, HOST
 
 
 def message(name: str, start: float, end: float, **waits) -> Event:

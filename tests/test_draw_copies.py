@@ -5,7 +5,7 @@ import re
 import pytest
 
 from helpers import draw
-from simgpu._timing.events import Event
+from simgpu import Event
 
 
 def event(start: float, end: float, kind: str) -> Event:

@@ -3,7 +3,7 @@
 import re
 
 from helpers import draw
-from simgpu._pictures.picture import COLOURS
+from simgpu.pictures import COLOURS
 
 
 def test_a_token_goes_to_its_expert_and_keeps_its_colour():

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from helpers import draw
-from simgpu._timing.events import Event
+from simgpu import Event
 
 
 def event(kind: str, name: str, start: float, end: float, group: str = "") -> Event:

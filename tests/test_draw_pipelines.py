@@ -3,8 +3,7 @@
 import pytest
 
 from helpers import draw
-from simgpu._timing.events import Event
-from simgpu._timing.job import JobTimeline, RankLog
+from simgpu import Event, JobTimeline, RankLog
 
 
 def kernel(rank: int, launched: float, start: float, end: float) -> Event:

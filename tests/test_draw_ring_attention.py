@@ -5,7 +5,7 @@ from math import log
 import pytest
 
 from helpers import draw
-from simgpu._timing.events import Event
+from simgpu import Event
 
 TAIL = [[0, 7], [1, 6], [2, 5], [3, 4]]
 

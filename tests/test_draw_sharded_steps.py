@@ -1,7 +1,7 @@
 """The picture of steps with sharded parameters, read from its SVG."""
 
 from helpers import draw
-from simgpu._timing.events import Event
+from simgpu import Event
 
 
 def event(kind: str, name: str, start: float, end: float, nbytes: int = 0) -> Event:

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from helpers import draw
-from simgpu._pictures.picture import COLOURS
-from simgpu._timing.events import Event
+from simgpu import Event
+from simgpu.pictures import COLOURS
 
 
 def text(picture) -> list[str]:

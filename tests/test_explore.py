@@ -13,7 +13,7 @@ from helpers import explore
 from helpers.explore import explorer as base
 from scripts import plan_explorer
 from scripts.plan_run import MODELS, peak_bytes, rate
-from simgpu._timing.cost import COPY_LATENCY
+from simgpu.costs import COPY_LATENCY
 
 ALL = [
     explore.allocator, explore.overlap, explore.ring, explore.pipeline, explore.shards,

@@ -1,35 +1,81 @@
-"""`simgpu` is a package of its own; `simgpu` is another name for it."""
+"""The course depends on simgpu like anybody else: on what is public."""
 
-import importlib
-import subprocess
-import sys
+import ast
+import json
+from collections.abc import Iterator
+from pathlib import Path
 
-import simgpu
-import simgpu as through_helpers
-import simgpu._startup
+import pytest
 
+from tests.launching import ROOT
 
-def test_helpers_simgpu_is_the_same_module_and_not_a_copy():
-    assert through_helpers is simgpu
-    module = importlib.import_module("simgpu._startup")
-    assert module is simgpu._startup
-    assert module.__spec__.name == "simgpu._startup"
-
-
-def test_the_old_command_still_runs_a_script(tmp_path):
-    script = tmp_path / "two.py"
-    script.write_text("import torch; print(torch.cuda.device_count())")
-    command = [sys.executable, "-m", "simgpu", "--gpus", "2", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert (done.stdout, done.stderr, done.returncode) == ("2\n", "", 0)
+_OF_THE_COURSE = ("helpers", "notebooks", "tests")
+FILES = sorted(
+    path
+    for folder in _OF_THE_COURSE
+    for ending in ("*.py", "*.ipynb")
+    for path in (ROOT / folder).rglob(ending)
+    if ".ipynb_checkpoints" not in path.parts
+)
 
 
-def test_importing_simgpu_does_not_import_pytorch():
-    """pytest looks at the plugin in every run, whatever is tested."""
-    script = "import sys, simgpu.pytest_plugin; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+def _programs(path: Path) -> Iterator[str]:
+    """What of a file is Python: its text, or each cell, without magics."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        yield text
+        return
+    for cell in json.loads(text)["cells"]:
+        if cell["cell_type"] == "code":
+            lines = "".join(cell["source"]).splitlines()
+            yield "\n".join(line for line in lines if line[:1] not in "%!")
 
 
-def test_every_public_name_is_there():
-    for name in simgpu.__all__:
-        assert getattr(simgpu, name) is not None
+def _private_names(program: str) -> Iterator[str]:
+    """The names of simgpu with an underscore that a program imports or takes."""
+    for node in ast.walk(ast.parse(program)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            names = [ast.unparse(node)]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names = [node.value]  # for importlib, `python -m` and monkeypatch
+        for name in names:
+            package, *rest = name.split(".")
+            if package == "simgpu" and any(_is_private(part) for part in rest):
+                yield name
+
+
+def _is_private(part: str) -> bool:
+    return part.startswith("_") and not part.startswith("__")
+
+
+def test_the_course_uses_public_names_of_simgpu():
+    private = {
+        str(path.relative_to(ROOT)): names
+        for path in FILES
+        if (names := [n for text in _programs(path) for n in _private_names(text)])
+    }
+    assert private == {}
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import simgpu._startup",
+        "from simgpu._timing.cost import LAUNCH",
+        "from simgpu import _frames as frames",
+        "import simgpu\nsimgpu._runtime",
+        "sys.modules['simgpu._ranks']",
+    ],
+)
+def test_a_private_name_is_noticed(program):
+    assert len(set(_private_names(program))) == 1
+
+
+def test_public_names_are_not_taken_for_private_ones():
+    program = "import simgpu\nfrom simgpu.costs import LAUNCH\nsimgpu.__version__"
+    assert list(_private_names(program)) == []

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from scripts.mesh_costs import PREDICTED, mesh_bytes, mesh_times
-from simgpu._timing.events import Event
+from simgpu import Event
 
 
 def message(name: str, group: str, nbytes: int) -> Event:

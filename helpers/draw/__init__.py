@@ -76,10 +76,23 @@ from helpers.draw.stopwatches import stopwatches
 from helpers.draw.two_matmuls import two_matmuls
 from helpers.draw.verdicts import verdicts
 from helpers.draw.visible import visible_cards
-from simgpu._pictures.jobs import job_memory, job_timeline, overlap
-from simgpu._pictures.memory import devices, parts, segment_picture, segments
-from simgpu._pictures.picture import COLOURS, HOST, INK, WIDEST, Picture, colour
-from simgpu._pictures.timelines import schedule, timeline
+from simgpu.pictures import (
+    COLOURS,
+    HOST,
+    INK,
+    WIDEST,
+    Picture,
+    colour,
+    devices,
+    job_memory,
+    job_timeline,
+    overlap,
+    parts,
+    schedule,
+    segment_picture,
+    segments,
+    timeline,
+)
 
 __all__ = [
     "Budget", "COLOURS", "HOST", "INK", "ON_RANKS", "Picture", "WIDEST", "agents_meet",

@@ -1,7 +1,6 @@
 """Ways to average gradients: what ranks compute and send in a step, on one axis."""
 
-from simgpu._pictures.lanes import Lanes
-from simgpu._pictures.picture import COLOURS, HOST, INK, Picture
+from simgpu.pictures import COLOURS, HOST, INK, Lanes, Picture
 
 _LANE, _HEAD, _LEFT = 20, 26, 118
 _FORWARD, _STEP = "#E3E3E3", "#777777"

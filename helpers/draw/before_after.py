@@ -1,6 +1,6 @@
 """What each rank has before and after several collectives, number by number."""
 
-from simgpu._pictures.picture import COLOURS, WIDEST, Picture
+from simgpu.pictures import COLOURS, WIDEST, Picture
 
 _SUM = "#DDDDDD"
 _BOX, _LEFT, _MIDDLE = 19, 118, 46  # pixels: height of a number, margin, arrow

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from simgpu._pictures.picture import COLOURS, WIDEST, Picture
+from simgpu.pictures import COLOURS, WIDEST, Picture
 
 MIB = 2**20
 LEFT, RIGHT, TOP, ROW = 150, 130, 64, 34  # pixels

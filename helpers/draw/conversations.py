@@ -3,8 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from simgpu._pictures.lanes import Lanes
-from simgpu._pictures.picture import COLOURS, HOST, Picture
+from simgpu.pictures import COLOURS, HOST, Lanes, Picture
 
 _MESSAGE = re.compile(r"(send to|recv from) (\d+)")
 _LEFT, _LANE, _UPPER = 60, 32, 18  # pixels: margin, a rank's lane, its messages

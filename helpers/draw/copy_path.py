@@ -1,6 +1,6 @@
 """The way of a batch: pageable memory, pinned memory, the GPU's own memory."""
 
-from simgpu._pictures.picture import HOST, WIDEST, Picture, colour
+from simgpu.pictures import HOST, WIDEST, Picture, colour
 
 # what each place is: its name, and two lines about it
 _PLACES = (

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from helpers.solved import progress
-from simgpu._pictures.picture import Picture
+from simgpu.pictures import Picture
 
 FAST_TRACK = {0, 3, 4, 16, 18, 24, 25, 27}
 ON_RANKS = {3, *range(14, 29)}  # lessons; the others: on simulated GPUs

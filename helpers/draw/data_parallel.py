@@ -1,6 +1,6 @@
 """`nn.DataParallel`: its four functions, and how weights reach the other GPUs."""
 
-from simgpu._pictures.picture import COLOURS, HOST, WIDEST, Picture
+from simgpu.pictures import COLOURS, HOST, WIDEST, Picture
 
 _LEFT, _WIDE = 132, 141  # pixels: where the first GPU's column begins, and its width
 

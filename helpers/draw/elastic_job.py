@@ -1,7 +1,7 @@
 """Agents of torchrun that meet at a store; a job that is killed and restarted."""
 
 from helpers.job_log import runs_of
-from simgpu._pictures.picture import COLOURS, HOST, INK, WIDEST, Picture, plural
+from simgpu.pictures import COLOURS, HOST, INK, WIDEST, Picture, plural
 
 LEFT, TOP, ROW, START, MEET = 58, 62, 50, 34, 14  # pixels
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from simgpu._pictures.picture import COLOURS, WIDEST, Picture, plural
+from simgpu.pictures import COLOURS, WIDEST, Picture, plural
 
 _LEFT, _ROW, _TOP = 270, 34, 40
 

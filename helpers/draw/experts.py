@@ -1,6 +1,6 @@
 """Tokens that travel to the rank of their expert."""
 
-from simgpu._pictures.picture import COLOURS, Picture
+from simgpu.pictures import COLOURS, Picture
 
 _CELL, _GAP = 30, 26  # pixels: width of a token, between two ranks
 _ROWS = {"before": 52, "after": 108}

@@ -3,8 +3,7 @@
 Unlike in `jobs.overlap`, nothing hides a message here: while it travels, the GPU waits.
 """
 
-from simgpu._pictures.lanes import Lanes
-from simgpu._pictures.picture import COLOURS, HOST, Picture
+from simgpu.pictures import COLOURS, HOST, Lanes, Picture
 
 _LEFT, _ROW, _LANE = 92, 104, 28
 

@@ -1,8 +1,7 @@
 """Copies and computing of a loop over batches, each way of the loop on one axis."""
 
-from simgpu._pictures.lanes import Lanes
-from simgpu._pictures.picture import COLOURS, HOST, INK, WIDEST, Picture
-from simgpu._timing.events import Event
+from simgpu import Event
+from simgpu.pictures import COLOURS, HOST, INK, WIDEST, Lanes, Picture
 
 _LEFT = 84
 _ROW = 104

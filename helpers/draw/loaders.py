@@ -1,7 +1,6 @@
 """What loader workers and the GPU do when, for a model of a `DataLoader`."""
 
-from simgpu._pictures.lanes import Lanes
-from simgpu._pictures.picture import COLOURS, HOST, INK, Picture, plural
+from simgpu.pictures import COLOURS, HOST, INK, Lanes, Picture, plural
 
 _LEFT, _LANE, _HEAD = 84, 26, 46  # pixels
 

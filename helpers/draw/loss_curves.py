@@ -2,7 +2,7 @@
 
 import math
 
-from simgpu._pictures.picture import COLOURS, HOST, INK, WIDEST, Picture
+from simgpu.pictures import COLOURS, HOST, INK, WIDEST, Picture
 
 TOP, HIGH, BAR = 44, 190, 19  # pixels: the panels begin, their height, a row at right
 LEFT, SPLIT, NAMES = 44, 330, 478  # the left panel, the right one, where bars begin

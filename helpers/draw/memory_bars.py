@@ -1,6 +1,6 @@
 """Bars of memory on one axis: predicted in named parts, and counted below."""
 
-from simgpu._pictures.picture import COLOURS, HOST, WIDEST, Picture, size_text
+from simgpu.pictures import COLOURS, HOST, WIDEST, Picture, size_text
 
 MIB = 2**20
 LEFT, RIGHT = 144, 136  # pixels beside the bars: their names, their sums

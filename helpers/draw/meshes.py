@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from simgpu._pictures.picture import COLOURS, HOST, WIDEST, Picture
+from simgpu.pictures import COLOURS, HOST, WIDEST, Picture
 
 _BOX, _HIGH, _STEP = 52, 34, 72  # pixels: a rank, and from one rank to the next
 _TOP, _NODE = 78, 118

@@ -2,8 +2,7 @@
 
 import re
 
-from simgpu._pictures.lanes import Lanes
-from simgpu._pictures.picture import COLOURS, HOST, Picture
+from simgpu.pictures import COLOURS, HOST, Lanes, Picture
 
 _LEFT, _LANE, _HEAD = 84, 26, 30
 FILLS = {"computing": COLOURS[0], "NVLink": COLOURS[2], "network": COLOURS[5]}

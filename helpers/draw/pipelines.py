@@ -6,8 +6,7 @@ that waits for one has a bubble.
 
 from collections.abc import Iterable
 
-from simgpu._pictures.lanes import Lanes
-from simgpu._pictures.picture import COLOURS, HOST, Picture
+from simgpu.pictures import COLOURS, HOST, Lanes, Picture
 
 LEFT, TOP = 62, 40  # pixels
 LANE, BOX, BETWEEN = 26, 20, 30  # of a rank; of a task in it; above each schedule

@@ -3,7 +3,7 @@
 import struct
 from typing import TYPE_CHECKING
 
-from simgpu._pictures.picture import COLOURS, WIDEST, Picture
+from simgpu.pictures import COLOURS, WIDEST, Picture
 
 if TYPE_CHECKING:
     import torch

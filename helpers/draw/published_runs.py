@@ -6,7 +6,7 @@ many times the published rate the prediction is, on an axis of ratios.
 
 import math
 
-from simgpu._pictures.picture import COLOURS, HOST, WIDEST, Picture
+from simgpu.pictures import COLOURS, HOST, WIDEST, Picture
 
 _TOP, _ROW, _LABEL, _AXIS = 62, 13, 208, 92
 _NEAR, _WIDE, _EDGE = 1.15, 1.3, 1.35  # bands of the axis, and its end

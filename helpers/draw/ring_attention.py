@@ -2,8 +2,7 @@
 
 from math import exp
 
-from simgpu._pictures.lanes import Lanes
-from simgpu._pictures.picture import COLOURS, HOST, INK, WIDEST, Picture
+from simgpu.pictures import COLOURS, HOST, INK, WIDEST, Lanes, Picture
 
 _SIDE, _HEAD = 232, 64  # pixels: a grid; what stands above it
 _LEFT, _RIGHT, _LANE = 70, 122, 15

@@ -6,7 +6,7 @@ the ridge, and is flat from there at the card's peak.
 
 import math
 
-from simgpu._pictures.picture import COLOURS, HOST, INK, WIDEST, Picture
+from simgpu.pictures import COLOURS, HOST, INK, WIDEST, Picture
 
 _LEFT, _TOP, _WIDTH, _HEIGHT = 64, 50, 424, 250
 _X, _Y = (-2, 4), (-2, 3.5)  # powers of ten: FLOPs for each byte, TFLOP/s

@@ -2,8 +2,7 @@
 
 import re
 
-from simgpu._pictures.lanes import Lanes
-from simgpu._pictures.picture import COLOURS, HOST, INK, WIDEST, Picture
+from simgpu.pictures import COLOURS, HOST, INK, WIDEST, Lanes, Picture
 
 LEFT, TOP, LANE, ROW = 108, 40, 24, 128  # pixels
 GAP = 10e-6  # seconds without a kernel that are drawn as a wait

@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from simgpu._pictures.lanes import Lanes
-from simgpu._pictures.picture import COLOURS, HOST, Picture
+from simgpu.pictures import COLOURS, HOST, Lanes, Picture
 
 _LEFT, _TOP, _LANE = 62, 66, 44  # pixels
 

@@ -1,6 +1,6 @@
 """One tensor in two processes: who holds what, and how an update is lost."""
 
-from simgpu._pictures.picture import COLOURS, WIDEST, Picture, colour
+from simgpu.pictures import COLOURS, WIDEST, Picture, colour
 
 
 def shared_tensor(nbytes: int) -> Picture:

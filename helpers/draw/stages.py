@@ -1,7 +1,6 @@
 """What each GPU of a split model does when, for several ways to run a step."""
 
-from simgpu._pictures.lanes import Lanes
-from simgpu._pictures.picture import COLOURS, HOST, Picture
+from simgpu.pictures import COLOURS, HOST, Lanes, Picture
 
 _LEFT, _TOP = 62, 40  # pixels
 _LANE, _BETWEEN = 32, 30  # of a GPU; above each run, for its name

@@ -1,7 +1,6 @@
 """One training step of several runs, one under the other, on one axis of time."""
 
-from simgpu._pictures.lanes import Lanes
-from simgpu._pictures.picture import COLOURS, HOST, Picture
+from simgpu.pictures import COLOURS, HOST, Lanes, Picture
 
 _TOP, _ROW = 44, 74  # pixels above the first run, and of each run
 

@@ -4,8 +4,7 @@ The host's lane shows the launches, the GPU's lane the idle time and the kernels
 Below, a bar for each stopwatch begins and ends where the clock was read.
 """
 
-from simgpu._pictures.lanes import Lanes
-from simgpu._pictures.picture import COLOURS, HOST, INK, Picture
+from simgpu.pictures import COLOURS, HOST, INK, Lanes, Picture
 
 _LEFT = 112  # pixels
 
@@ -21,7 +20,7 @@ def stopwatches(log) -> Picture | str:
     """
     if isinstance(log, str):
         return log
-    from simgpu._timing.cost import LAUNCH
+    from simgpu.costs import LAUNCH
 
     kernels = [event for event in log.events if event.kind == "kernel"]
     begin, launched = kernels[0].launched, kernels[-1].launched + LAUNCH

@@ -4,7 +4,7 @@ The first weight is cut by columns and the second by rows. Each rank has a colou
 is what every rank has.
 """
 
-from simgpu._pictures.picture import COLOURS, HOST, INK, WIDEST, Picture
+from simgpu.pictures import COLOURS, HOST, INK, WIDEST, Picture
 
 _SMALL, _LARGE, _TALL = 62, 124, 96  # pixels: width, hidden, tokens
 _X, _WEIGHT, _OUT = 52, 218, 420  # where the three parts of a row begin

@@ -3,7 +3,7 @@
 import textwrap
 from collections.abc import Callable, Mapping
 
-from simgpu._pictures.picture import COLOURS, HOST, WIDEST, Picture
+from simgpu.pictures import COLOURS, HOST, WIDEST, Picture
 
 _LEFT, _RIGHT, _LINE, _TOP = 186, 122, 14, 34  # pixels
 _LETTER = 6.2  # pixels of a letter of size 10, with what is free beside a word

@@ -1,6 +1,6 @@
 """The cards of a machine, and what programs with CUDA_VISIBLE_DEVICES call them."""
 
-from simgpu._pictures.picture import HOST, WIDEST, Picture, colour, plural
+from simgpu.pictures import HOST, WIDEST, Picture, colour, plural
 
 _LEFT, _HIGH, _GAP = 236, 34, 8  # pixels: of the words, of a row, between boxes
 

@@ -4,9 +4,9 @@ import torch
 
 from helpers import draw
 from helpers.explore.explorer import Explorer, choice, slider
-from simgpu._device.allocator import CachingAllocator
-from simgpu._device.cards import MIB
+from simgpu import CachingAllocator
 
+MIB = 2**20
 CARD = 64 * MIB
 _FREE = ("none", "every second", "first half", "all")
 

@@ -15,8 +15,8 @@ from torch import nn
 import simgpu
 from helpers import draw
 from helpers.explore.explorer import Explorer, choice, slider
-from simgpu._device.cards import CARDS
-from simgpu._timing.cost import LAUNCH
+from simgpu import CARDS
+from simgpu.costs import LAUNCH
 
 NUMBERS = ("float32", "tf32", "bfloat16")
 _LEAST = 0.03  # of the time of all kernels: what a picture names

@@ -2,8 +2,8 @@
 
 from helpers import draw
 from helpers.explore.explorer import Explorer, slider
-from simgpu._pictures.lanes import Lanes
-from simgpu._timing.cost import COPY_LATENCY
+from simgpu.costs import COPY_LATENCY
+from simgpu.pictures import Lanes
 
 
 def overlap() -> Explorer:

@@ -15,12 +15,12 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from simgpu import _frames as frames
+from simgpu import hide_frames, is_program_code
 
 FOLDER = Path(__file__).parent
 # the course's own files are not the learner's
 for _own in (FOLDER, FOLDER.with_name("incidents"), FOLDER.parents[1] / "helpers"):
-    frames.add_foreign(_own)
+    hide_frames(_own)
 
 
 class NotYet(Exception):
@@ -112,7 +112,7 @@ class Exercise:
 def is_learners(error: BaseException) -> bool:
     """Whether a line of the learner's had a part in an error."""
     steps = traceback.walk_tb(error.__traceback__)
-    return any(frames.is_learners(frame.f_code.co_filename) for frame, _ in steps)
+    return any(is_program_code(frame.f_code.co_filename) for frame, _ in steps)
 
 
 def exercise(number: str, hints: tuple[str, ...] = ()) -> Callable:

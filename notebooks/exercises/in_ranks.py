@@ -36,9 +36,9 @@ def in_ranks(
         Wrong: for an error in the learner's code, or if the ranks do not finish.
         RankError: for an error of the check's own.
     """
-    from simgpu._ranks import RankError, Ranks, current
+    from simgpu import RankError, Ranks, current_ranks
 
-    theirs = current() if reuse else None
+    theirs = current_ranks() if reuse else None
     if theirs is None or (theirs.size, theirs.backend) != (size, "gloo"):
         theirs = None
     with contextlib.redirect_stdout(io.StringIO()):  # "4 real ranks: ..."

@@ -7,8 +7,8 @@ from exercises.counted import counted, number
 from exercises.exercise import Wrong, call, exercise, solution
 from exercises.results import a, tensor
 from exercises.streams import called, check_overlap, check_waits, clear, race
-from simgpu._device.cards import CARDS
-from simgpu._timing.cost import COPY_LATENCY, OF_PEAK_BYTES
+from simgpu import CARDS
+from simgpu.costs import COPY_LATENCY, OF_PEAK_BYTES
 
 
 def _loop(function, batches: list[torch.Tensor], reads_loss: bool) -> None:

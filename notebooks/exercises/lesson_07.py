@@ -9,7 +9,7 @@ from exercises.counted import is_near, number
 from exercises.exercise import Wrong, call, exercise, solution
 from exercises.results import a, sequence
 from helpers import host_seconds
-from simgpu._timing.cost import LAUNCH
+from simgpu.costs import LAUNCH
 
 SOON = 50e-6  # seconds between the GPU's end and a reading that comes at once
 

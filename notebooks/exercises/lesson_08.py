@@ -2,9 +2,15 @@
 
 from exercises.counted import is_near, listed, name_mistake, number, word
 from exercises.exercise import Wrong, call, exercise, solution
-from simgpu._device.cards import CARDS
-from simgpu._timing.cost import COPY_LATENCY, HOST_COPY, LAUNCH, START
-from simgpu._timing.kernel_cost import OF_BANDWIDTH, PRODUCT_FLOOR
+from simgpu import CARDS
+from simgpu.costs import (
+    COPY_LATENCY,
+    HOST_COPY,
+    LAUNCH,
+    OF_BANDWIDTH,
+    PRODUCT_FLOOR,
+    START,
+)
 
 FLOPS = CARDS["A100"].reached["float32"] * CARDS["A100"].flops["float32"]
 BYTES = OF_BANDWIDTH * CARDS["A100"].memory_bandwidth

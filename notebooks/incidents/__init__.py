@@ -2,7 +2,7 @@
 
 `programs/` has complete programs that are right. An `Incident` is one of them with
 some lines changed, after a public report. A `Variant` is one with lines changed that is
-still right. `simgpu._prove` must find and place every incident, and stay silent on all
+still right. `simgpu.prove` must find and place every incident, and stay silent on all
 others.
 
 Taught in 28-find-the-bug.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from simgpu import CARDS
-from simgpu._timing.kernel_cost import Product, product_seconds
+from simgpu.costs import Product, product_seconds
 
 FILE = Path(__file__).parents[2] / "simgpu" / "tests" / "recordings" / "gemm_fp16.json"
 

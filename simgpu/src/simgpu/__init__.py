@@ -9,52 +9,135 @@ Numbers are computed on the CPU and are real; devices and their errors are PyTor
 memory and time are counted by a model, never measured. What is not supported raises
 `NotSimulated`.
 
+What is public: the names in `__all__`, the modules `simgpu.costs` (constants and
+formulas of the model), `simgpu.pictures` (drawing) and `simgpu.pytest_plugin`, and the
+command `simgpu`. Everything else has an underscore and may change in any release.
+
 Importing this package costs nothing: each name below is loaded when it is first used,
 so that pytest, which looks at the plugin in every run, need not import PyTorch.
 """
 
 import importlib
 import sys
+from typing import TYPE_CHECKING, Any
 
-# public name -> the module that defines it
+if TYPE_CHECKING:  # what type checkers and editors read; at run time see `_HOMES`
+    from simgpu._device.allocator import CachingAllocator
+    from simgpu._device.cards import (
+        CARDS,
+        Card,
+        find_card,
+        parse_memory,
+        show_bytes,
+    )
+    from simgpu._distributed.messages import Message
+    from simgpu._errors import NotSimulated
+    from simgpu._estimates import Estimate, Kernels, estimate, estimate_collective
+    from simgpu._frames import add_foreign as hide_frames
+    from simgpu._frames import is_learners as is_program_code
+    from simgpu._messages import Messages
+    from simgpu._prove import Finding, Report, assert_same_on_worlds, prove
+    from simgpu._ranks.gpus import cap_memory
+    from simgpu._ranks.notebook import Ranks
+    from simgpu._ranks.notebook import close as close_ranks
+    from simgpu._ranks.notebook import current as current_ranks
+    from simgpu._ranks.report import RankError
+    from simgpu._ranks.run_ranks import RanksFailed, run_ranks
+    from simgpu._request import Request, check_request
+    from simgpu._sanitizer.report import RaceError
+    from simgpu._startup import (
+        count,
+        host_busy,
+        installed,
+        is_running,
+        real_gpus,
+        request,
+        start,
+        stop,
+        timeline,
+    )
+    from simgpu._timing.events import Event, Wait
+    from simgpu._timing.job import JobTimeline, Lane, RankLog
+    from simgpu._timing.timeline import Timeline, Totals
+    from simgpu._timing.topology import Network
+
+__version__ = "0.3.0"  # the only place: pyproject.toml reads it from here
+
+__all__ = [
+    "CARDS", "CachingAllocator", "Card", "Estimate", "Event", "Finding", "JobTimeline",
+    "Kernels", "Lane", "Message", "Messages", "Network", "NotSimulated", "RaceError",
+    "RankError", "RankLog", "Ranks", "RanksFailed", "Report", "Request", "Timeline",
+    "Totals", "Wait", "__version__", "assert_same_on_worlds", "cap_memory",
+    "check_request", "close_ranks", "count", "current_ranks", "estimate",
+    "estimate_collective", "find_card", "hide_frames", "host_busy", "installed",
+    "is_program_code", "is_running", "parse_memory", "prove", "real_gpus", "request",
+    "run_ranks", "show_bytes", "start", "stop", "timeline",
+]  # fmt: skip
+
+# public name -> the module that defines it, and there its name, if it has another
 _HOMES = {
-    "CARDS": "simgpu._device.cards",
-    "Messages": "simgpu._messages",
-    "NotSimulated": "simgpu._errors",
-    "Timeline": "simgpu._timing.timeline",
-    "RankError": "simgpu._ranks.report",
-    "Ranks": "simgpu._ranks.notebook",
-    "RanksFailed": "simgpu._ranks.run_ranks",
-    "RaceError": "simgpu._sanitizer.report",
-    "Estimate": "simgpu._estimates",
-    "cap_memory": "simgpu._ranks.gpus",
-    "check_request": "simgpu._request",
-    "count": "simgpu._startup",
-    "estimate": "simgpu._estimates",
-    "estimate_collective": "simgpu._estimates",
-    "host_busy": "simgpu._startup",
-    "installed": "simgpu._startup",
-    "is_running": "simgpu._startup",
-    "prove": "simgpu._prove",
-    "real_gpus": "simgpu._startup",
-    "request": "simgpu._startup",
-    "run_ranks": "simgpu._ranks.run_ranks",
-    "start": "simgpu._startup",
-    "stop": "simgpu._startup",
-    "timeline": "simgpu._startup",
+    "CARDS": "_device.cards",
+    "CachingAllocator": "_device.allocator",
+    "Card": "_device.cards",
+    "Estimate": "_estimates",
+    "Event": "_timing.events",
+    "Finding": "_prove",
+    "JobTimeline": "_timing.job",
+    "Kernels": "_estimates",
+    "Lane": "_timing.job",
+    "Message": "_distributed.messages",
+    "Messages": "_messages",
+    "Network": "_timing.topology",
+    "NotSimulated": "_errors",
+    "RaceError": "_sanitizer.report",
+    "RankError": "_ranks.report",
+    "RankLog": "_timing.job",
+    "Ranks": "_ranks.notebook",
+    "RanksFailed": "_ranks.run_ranks",
+    "Report": "_prove",
+    "Request": "_request",
+    "Timeline": "_timing.timeline",
+    "Totals": "_timing.timeline",
+    "Wait": "_timing.events",
+    "assert_same_on_worlds": "_prove",
+    "cap_memory": "_ranks.gpus",
+    "check_request": "_request",
+    "close_ranks": "_ranks.notebook:close",
+    "count": "_startup",
+    "current_ranks": "_ranks.notebook:current",
+    "estimate": "_estimates",
+    "estimate_collective": "_estimates",
+    "find_card": "_device.cards",
+    "hide_frames": "_frames:add_foreign",
+    "host_busy": "_startup",
+    "installed": "_startup",
+    "is_program_code": "_frames:is_learners",
+    "is_running": "_startup",
+    "parse_memory": "_device.cards",
+    "prove": "_prove",
+    "real_gpus": "_startup",
+    "request": "_startup",
+    "run_ranks": "_ranks.run_ranks",
+    "show_bytes": "_device.cards",
+    "start": "_startup",
+    "stop": "_startup",
+    "timeline": "_startup",
 }
-__all__ = sorted(_HOMES)
+_MODULES = ("costs", "pictures", "pytest_plugin")
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"simgpu.{name}")
     if name in _HOMES:
         if "simgpu._child_commands" in sys.modules:  # the GPUs may be about to come
             sys.modules["simgpu._child_commands"].come()
-        if _HOMES[name] in ("simgpu._startup", "simgpu._estimates"):
+        home, _, there = _HOMES[name].partition(":")
+        if home in ("_startup", "_estimates"):
             importlib.import_module("simgpu._compat").check_packages()
-        return getattr(importlib.import_module(_HOMES[name]), name)
+        return getattr(importlib.import_module(f"simgpu.{home}"), there or name)
     raise AttributeError(f"module 'simgpu' has no attribute {name!r}")
 
 
-def __dir__() -> "list[str]":
-    return sorted([*globals(), *_HOMES])
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES, *_MODULES])

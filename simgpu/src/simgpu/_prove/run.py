@@ -61,9 +61,9 @@ class Report:
     __repr__ = __str__
 
 
-def across_worlds(
-    program: str | Path | Callable, worlds: Sequence[int] = (1, 2), *, arguments=(),
-    steps: int = STEPS, seconds: float = RUN_SECONDS,
+def prove(
+    program: str | Path | Callable[[], object], worlds: Sequence[int] = (1, 2), *,
+    arguments: Sequence[str] = (), steps: int = STEPS, seconds: float = RUN_SECONDS,
 ) -> Report:  # fmt: skip
     """Whether a training program does the same on any number of ranks.
 
@@ -114,6 +114,30 @@ def across_worlds(
         findings += filter(None, [difference])
         findings += (f for f in look(records) if f.stage not in _stages(findings))
     return Report(worlds, len(reference), tuple(findings))
+
+
+def assert_same_on_worlds(
+    program: str | Path | Callable[[], object], worlds: Sequence[int] = (1, 2), *,
+    arguments: Sequence[str] = (), steps: int = STEPS, seconds: float = RUN_SECONDS,
+) -> Report:  # fmt: skip
+    """`prove` for a test: fails with the report where the program does not agree.
+
+        def test_it_trains_the_same_on_two_ranks():
+            simgpu.assert_same_on_worlds("train.py", (1, 2))
+
+    Args and errors are those of `prove`.
+
+    Returns:
+        The report of what was compared.
+
+    Raises:
+        AssertionError: if something was found; its text is the report's.
+    """
+    __tracebackhide__ = True
+    report = prove(program, worlds, arguments=arguments, steps=steps, seconds=seconds)
+    if not report:
+        raise AssertionError(str(report))
+    return report
 
 
 def _stages(findings: list[Finding]) -> set[str]:

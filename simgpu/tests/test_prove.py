@@ -1,11 +1,6 @@
-"""`simgpu._prove` finds and places what is wrong, and is silent on what is right.
-
-The programs are those of `incidents`, each after a public report.
-"""
+"""`simgpu.prove`: what it is asked, what it says, and the parts of which it is made."""
 
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -15,55 +10,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DistributedSampler
 
-from incidents import INCIDENTS, PROGRAMS, VARIANTS, Variant, write
-from simgpu import _prove as prove
+from simgpu import Finding, Report, assert_same_on_worlds, prove
+from simgpu._prove import command, run
 from simgpu._prove.combine import combine, together
 from simgpu._prove.compare import first_difference
 from simgpu._prove.names import Names, Ties
 from simgpu._prove.noise import Rounding
 from simgpu._prove.record import Moments, RankRecord, Step
 from simgpu._prove.rounding import Allowed
-from tests.launching import ROOT
-
-
-def named(variants):
-    return pytest.mark.parametrize("variant", variants, ids=lambda v: v.name)
-
-
-# -- the programs ----------------------------------------------------------------------
-
-
-@named(INCIDENTS)
-@pytest.mark.slow
-def test_an_incident_is_found_and_placed(variant, tmp_path):
-    report = prove.across_worlds(write(variant, tmp_path), (1, 2))
-    assert not report
-    first = report.findings[0]
-    step, stage, place = variant.found
-    assert (first.step, first.stage) == (step, stage), report
-    begin, open_end, _ = place.partition("…")
-    right = first.place.startswith(begin) if open_end else first.place == place
-    assert right, report
-
-
-@named([*PROGRAMS, *VARIANTS])
-@pytest.mark.slow
-def test_a_right_program_raises_no_alarm(variant, tmp_path):
-    report = prove.across_worlds(write(variant, tmp_path), (1, 2))
-    assert report, report
-    assert report.steps >= 6
-
-
-@named([variant for variant in PROGRAMS if variant.name != "ddp_images"])
-@pytest.mark.slow
-def test_four_ranks_agree_as_well(variant, tmp_path):
-    assert prove.across_worlds(write(variant, tmp_path), (1, 4))
-
-
-def test_lines_that_are_not_there_are_refused():
-    with pytest.raises(ValueError, match="there 0 times"):
-        _ = Variant("typo", "ddp_digits", "-    no such line\n+    another\n").text
-
 
 # -- what it is asked -----------------------------------------------------------------
 
@@ -79,7 +33,7 @@ def square() -> None:
 
 
 def test_a_function_is_a_program_too():
-    report = prove.across_worlds(square, (1, 2))
+    report = prove(square, (1, 2))
     (finding,) = report.findings
     assert (finding.step, finding.stage) == (0, "parameters")
 
@@ -108,8 +62,7 @@ def parted() -> None:
 
 
 def test_several_optimizers_and_a_validation_are_right():
-    report = prove.across_worlds(parted, (1, 2))
-    assert report, report
+    report = assert_same_on_worlds(parted, (1, 2))
     assert report.steps == 3
 
 
@@ -132,76 +85,97 @@ def two_rates() -> None:
 
 
 def test_settings_of_the_second_optimizer_are_compared_too():
-    (finding,) = prove.across_worlds(two_rates, (1, 2)).findings
+    (finding,) = prove(two_rates, (1, 2)).findings
     assert (finding.stage, finding.place) == ("settings", "group 2, lr")
 
 
 def test_the_script_must_be_there(tmp_path):
     with pytest.raises(FileNotFoundError, match="no script"):
-        prove.across_worlds(tmp_path / "train.py", (1, 2))
+        prove(tmp_path / "train.py", (1, 2))
 
 
 def test_one_world_cannot_be_compared(tmp_path):
     with pytest.raises(ValueError, match="above 1"):
-        prove.across_worlds(square, (1,))
+        prove(square, (1,))
 
 
 def test_a_program_that_fails_on_one_rank_says_why(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("raise KeyError('no data')")
     with pytest.raises(ValueError, match="on one rank: KeyError: 'no data'"):
-        prove.across_worlds(script, (1, 2))
+        prove(script, (1, 2))
 
 
 def test_of_a_ruled_off_report_the_first_sentence_is_shown(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("raise RuntimeError('====\\nno data here\\n====')")
     with pytest.raises(ValueError, match="on one rank: RuntimeError: no data here"):
-        prove.across_worlds(script, (1, 2))
+        prove(script, (1, 2))
 
 
 def test_a_program_without_a_step_is_refused(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import torch")
     with pytest.raises(ValueError, match="taken no step"):
-        prove.across_worlds(script, (1, 2))
+        prove(script, (1, 2))
 
 
-@pytest.mark.slow
-def test_the_command_says_what_it_found_and_exits_with_one(tmp_path):
-    wrong = next(i for i in INCIDENTS if i.name == "divided-twice")
-    done = command(str(write(wrong, tmp_path)), "--worlds", "1,2")
-    assert done.returncode == 1, done.stderr
-    assert "2 ranks, step 0, gradient: every gradient is 0.5 times" in done.stdout
+# -- as a command, and as a check in a test -------------------------------------------
+
+# a step of a linear layer on the whole batch; right if the seeds of all ranks are equal
+SCRIPT = """
+import os, sys, torch
+folder, word = sys.argv[1:]
+assert word == 'hello' and os.listdir(folder) == [], sys.argv
+torch.cuda.set_device(int(os.environ['LOCAL_RANK']))
+torch.manual_seed({seed})
+model = torch.nn.Linear(2, 1).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(1, 2, device='cuda')).sum().backward()
+optimizer.step()
+"""
+WORDS = ["--worlds", "1,2", "--", "{folder}", "hello"]
 
 
-@pytest.mark.slow
-def test_the_command_passes_arguments_and_a_new_folder(tmp_path):
+def test_the_command_passes_arguments_and_a_new_folder(tmp_path, capsys):
     script = tmp_path / "train.py"
-    script.write_text(
-        "import os, sys, torch\n"
-        "folder, word = sys.argv[1:]\n"
-        "assert word == 'hello' and os.listdir(folder) == [], sys.argv\n"
-        "torch.cuda.set_device(int(os.environ['LOCAL_RANK']))\n"
-        "torch.manual_seed(0)\n"
-        "model = torch.nn.Linear(2, 1).cuda()\n"
-        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        "model(torch.ones(1, 2, device='cuda')).sum().backward()\n"
-        "optimizer.step()\n"
-    )
-    done = command(str(script), "--worlds", "1,2", "--", "{folder}", "hello")
-    assert done.returncode == 0, done.stderr + done.stdout
-    assert done.stdout.startswith("1 steps on 1, 2 ranks")
+    script.write_text(SCRIPT.format(seed=0))
+    status = command.main([str(script), *WORDS])
+    printed = capsys.readouterr()
+    assert status == 0, printed
+    assert printed.out.startswith("1 steps on 1, 2 ranks")
 
 
-def command(*words: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "simgpu._prove", *words],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+def test_the_command_says_what_it_found_and_exits_with_one(tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(seed="int(os.environ['RANK'])"))
+    status = command.main([str(script), *WORDS])
+    printed = capsys.readouterr()
+    assert status == 1, printed
+    assert "2 ranks, step 0, parameters of weight: the ranks differ" in printed.out
+
+
+@pytest.mark.parametrize(
+    "words, why",
+    [
+        (["nowhere.py"], "there is no script nowhere.py"),
+        (["nowhere.py", "--worlds", "1"], "name at least one number of ranks above 1"),
+        (["nowhere.py", "--worlds", "two"], "invalid literal"),
+    ],
+)
+def test_what_cannot_be_run_exits_with_two(words, why, capsys):
+    assert command.main(words) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_a_program_that_differs_fails_a_test_with_the_report(monkeypatch):
+    finding = Finding(2, 3, "gradient", "head.weight", "twice that of one rank")
+    report = Report((1, 2), 8, (finding,))
+    monkeypatch.setattr(run, "prove", lambda *args, **kwargs: report)
+    with pytest.raises(AssertionError) as failed:
+        assert_same_on_worlds("train.py")
+    assert str(failed.value) == str(report)
+    assert "2 ranks, step 3, gradient of head.weight: twice" in str(failed.value)
 
 
 # -- its parts -------------------------------------------------------------------------
@@ -310,10 +284,3 @@ def test_noise_reaches_gradients():
     with Rounding(seed=1):
         (x @ weight).sum().backward()
     assert 0 < (weight.grad - exact).norm() < 1e-4 * exact.norm()
-
-
-def test_the_corpus_is_large_enough():
-    assert len(INCIDENTS) >= 15
-    assert len(PROGRAMS) + len(VARIANTS) >= 15
-    assert len({i.name for i in INCIDENTS}) == len(INCIDENTS)
-    assert all(i.source.startswith("https://") for i in INCIDENTS)

@@ -1,12 +1,13 @@
-"""The command: `python -m simgpu._prove train.py --worlds 1,2,4 [-- its arguments]`.
+"""The command: `simgpu prove train.py --worlds 1,2,4 [-- its arguments]`.
 
 Exit status: 0 if all worlds agree, 1 if something was found, 2 if it could not run.
 """
 
 import argparse
 import sys
+from collections.abc import Sequence
 
-from simgpu._prove.run import RUN_SECONDS, STEPS, across_worlds
+from simgpu._prove.run import RUN_SECONDS, STEPS, prove
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:
@@ -15,10 +16,17 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
     return words[:where], words[where + 1 :]
 
 
-def main() -> None:
-    """Read the command line, compare, and say what was found."""
+def main(arguments: Sequence[str]) -> int:
+    """Compare, and say what was found.
+
+    Args:
+        arguments: the words after `simgpu prove`.
+
+    Returns:
+        The exit status.
+    """
     parser = argparse.ArgumentParser(
-        prog="python -m simgpu._prove",
+        prog="simgpu prove",
         usage="%(prog)s [-h] [--worlds 1,2] [--steps N] [--seconds S] SCRIPT "
         "[-- ARGUMENTS]",
         description="Run a training script on several numbers of simulated GPUs, and "
@@ -35,20 +43,16 @@ def main() -> None:
         "--seconds", type=float, default=RUN_SECONDS,
         help=f"that one run may take (default {RUN_SECONDS:g})",
     )  # fmt: skip
-    words, arguments = _split(sys.argv[1:])
-    args = parser.parse_args(words)
+    words, of_script = _split(list(arguments))
+    options = parser.parse_args(words)
     try:
-        worlds = [int(word) for word in args.worlds.split(",")]
-        report = across_worlds(
-            args.script, worlds, arguments=arguments, steps=args.steps,
-            seconds=args.seconds,
+        worlds = [int(word) for word in options.worlds.split(",")]
+        report = prove(
+            options.script, worlds, arguments=of_script, steps=options.steps,
+            seconds=options.seconds,
         )  # fmt: skip
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
-        sys.exit(2)
+        return 2
     print(report)
-    sys.exit(0 if report else 1)
-
-
-if __name__ == "__main__":
-    main()
+    return 0 if report else 1
