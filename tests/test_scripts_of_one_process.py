@@ -1,4 +1,4 @@
-"""The scripts of lessons 00 to 14: what `test_take_home.py` has no table for.
+"""Scripts of lessons 00 to 14: what `test_take_home.py` has no table for.
 
 Each lesson's part says what its script measures, counts or saves.
 """

@@ -73,7 +73,7 @@ LESSONS = {  # lesson -> lines (regular expressions), and how often each one is 
 BEFORE = {"28": "1 ranks --save=one.pt"}  # what a lesson's command goes on from
 
 
-@pytest.mark.parametrize("number", LESSONS.keys() - {"27"})
+@pytest.mark.parametrize("number", [n for n, lines in LESSONS.items() if lines])
 def test_the_lessons_own_command_prints(ran, number):
     text = ran(number, after=BEFORE.get(number, "")).text
     lines = LESSONS[number]
