@@ -39,7 +39,7 @@ LESSONS = {  # lesson -> lines (regular expressions), and how often each one is 
         r"^\w+ +\d+ x": 8,
         r"^relu .* memory$": 1,
         r"^addmm .* FLOPs$": 1,
-        r"launch-bound, or the host waits.*\Z": 1,
+        r"launch-bound, or the host waits.*\n\Z": 1,
     },
     "09": {r"float16: \d+ of 48 steps skipped": 1},
     "10": {r"loss [\d.]+, gradient [\d.]+, [\d.]+ ms": 5, r"peak [\d.]+ MiB": 1},
@@ -53,7 +53,7 @@ LESSONS = {  # lesson -> lines (regular expressions), and how often each one is 
         r"9 tensors are equal on 4 ranks": 4,
         r"256 samples a rank; 2 left out": 2,
         r"IS OUT OF STEP|SHARE": 0,
-        r"(\d+\.\d[,\]].*){4}\Z": 1,  # peaks
+        r"(\d+\.\d[,\]].*){4}\n\Z": 1,  # peaks
     },
     "18": {r"4 ranks, step \d+: loss \d\.\d{4}": 10},
     "19": {rf"rank {rank} of 4: weights [\d,]+, peak": 1 for rank in range(4)},
