@@ -1,7 +1,6 @@
 """Every lesson keeps every rule of lesson_rules.py; every rule finds its violation."""
 
 import base64
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,14 +9,13 @@ import pytest
 from nbformat import NotebookNode
 from nbformat.v4 import new_markdown_cell, new_notebook, new_output
 
-from tests import glossary
+from tests import glossary, test_take_home
 from tests import lesson_rules as rules
 from tests.harness.small_course import cell, result, stream
 from tests.lesson_rules import complaints
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 LESSONS = {path: rules.read(path) for path in sorted(NOTEBOOKS.glob("*.ipynb"))}
-RUN = re.compile(r'take_home\.run(?:_agents)?\("(\d\d)"')
 by_lesson = pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
 
 # -- the lessons -----------------------------------------------------------------------
@@ -46,11 +44,7 @@ def test_one_colab_cell():
 
 
 def test_the_script_that_each_lesson_takes_home_is_run_by_a_test():
-    texts = [
-        path.read_text() for path in Path(__file__).parent.glob("test_script_*.py")
-    ]
-    run = {number for text in texts for number in RUN.findall(text)}
-    assert {path.name[:2] for path in LESSONS} <= run
+    assert {path.name[:2] for path in LESSONS} == set(test_take_home.LESSONS)
 
 
 # -- a lesson without a fault ----------------------------------------------------------

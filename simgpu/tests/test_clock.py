@@ -423,6 +423,22 @@ def test_small_kernels_beside_each_other():
     assert log.totals()["cuda:0"].overlap > 0
 
 
+def test_every_kernel_beside_a_collective_has_fewer_multiprocessors(log):
+    """However late in it: 16 of an A100's 108 are the collective's."""
+    x, clock = torch.zeros(2 * MIB, device=1), runtime.current().clock
+    (gpu,) = (gpu for gpu in clock.gpus if gpu.index == 1)
+    torch.cuda.synchronize(1)
+    log.clear()
+    meeting = clock.meet(gpu, 40, 0, "all_reduce", 8, 300 * US)
+    for _ in range(5):
+        simgpu.host_busy(60 * US)
+        x.neg_()
+    clock.settled(meeting, meeting.ready, meeting.ready + 300 * US)
+    kernels = [event for event in log.events if event.kind == "kernel"]
+    *beside, alone = (event.end - event.start for event in kernels)
+    assert beside == pytest.approx([alone * 108 / (108 - 16)] * 4)
+
+
 SELECT = {
     "nonzero": lambda x, mask: x.nonzero(),
     "masked_select": lambda x, mask: torch.masked_select(x, mask),

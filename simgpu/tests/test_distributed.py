@@ -179,6 +179,41 @@ def test_ddp_with_views_of_its_buckets_has_no_second_copy(group):
     assert torch.cuda.memory_allocated("cuda:0") == 2 * 2**20  # weights, buckets
 
 
+class Crossed(nn.Module):
+    """Three layers, made in another order than that in which they compute."""
+
+    def __init__(self):
+        super().__init__()
+        self.second = nn.Linear(256, 128, bias=False)  # 128 KiB of gradients
+        self.first = nn.Linear(64, 256, bias=False)  # 64 KiB
+        self.third = nn.Linear(128, 512, bias=False)  # 256 KiB
+
+    def forward(self, x):
+        return self.third(self.second(self.first(x)))
+
+
+def test_buckets_are_sent_and_numbered_as_their_gradients_become_ready(group):
+    """In each pass anew, from the second on, which DDP orders by the first."""
+    ddp = DDP(Crossed().cuda(), device_ids=[0], bucket_cap_mb=0.01)
+    ready = [("third", 2**18), ("second", 2**17), ("first", 2**16)]
+    weights = [(f"module.{name}.weight", nbytes) for name, nbytes in ready]
+    assert {n: p.nbytes for n, p in ddp.named_parameters()} == dict(weights)
+    for step in range(3):
+        simgpu.timeline().clear()
+        ddp(torch.ones(4, 64, device="cuda")).sum().backward()
+        events = [e for e in simgpu.timeline().events if e.kind == "collective"]
+        sent = [(e.name, e.nbytes) for e in events if e.name != "broadcast"]
+        if step == 0:  # one bucket, since parameters of no order have all in one
+            assert sent == [("all_reduce bucket 1", 7 * 2**16)]
+            continue
+        assert sent == [
+            (f"all_reduce bucket {number}", nbytes)
+            for number, (_, nbytes) in enumerate(ready, 1)
+        ]
+        starts = [e.start for e in events]
+        assert starts == sorted(starts)
+
+
 # -- processes -------------------------------------------------------------------------
 
 

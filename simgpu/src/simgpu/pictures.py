@@ -25,7 +25,7 @@ from simgpu._pictures.picture import (
 from simgpu._pictures.timelines import schedule, timeline
 
 __all__ = [
-    "COLOURS", "HOST", "INK", "Lanes", "Picture", "WIDEST", "colour", "devices", "job_memory",
-    "job_timeline", "overlap", "parts", "plural", "schedule", "segment_picture",
+    "COLOURS", "HOST", "INK", "Lanes", "Picture", "WIDEST", "colour", "devices",
+    "job_memory", "job_timeline", "overlap", "parts", "plural", "schedule", "segment_picture",
     "segments", "size_text", "timeline",
 ]  # fmt: skip

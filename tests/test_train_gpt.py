@@ -10,15 +10,13 @@ import torch
 import helpers
 from helpers import text
 from tests import take_home
-from tests.launching import NOTEBOOKS, prose_of, text_of
+from tests.launching import NOTEBOOKS
 
 sys.path.insert(0, str(NOTEBOOKS))
 from scripts import train_gpt  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
-GPT = "train_gpt.py"
-LESSON = "27-train-it-all.ipynb"
 Log = dict[int, dict]
 
 
@@ -29,9 +27,8 @@ def log_of(printed: str) -> Log:
 
 
 def torchrun(folder: Path, ranks: int, options: str) -> Log:
-    words = f"torchrun --standalone --nproc-per-node={ranks} {GPT} --text=book.txt"
-    command = f"python -m simgpu --gpus {ranks} {words} --steps=10 --every=4 {options}"
-    return log_of(take_home.run_command(command, folder))
+    way = f"{ranks} ranks --text=book.txt --steps=10 --every=4 {options}"
+    return log_of(take_home.run_command(take_home.command_for("27", way), folder))
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +119,7 @@ def test_wrong_options_are_refused(ranks, words, why, monkeypatch, capfd):
     assert why in capfd.readouterr().err
 
 
-# -- the text, the lesson --------------------------------------------------------------
+# -- the text --------------------------------------------------------------------------
 
 
 def test_the_text():
@@ -132,18 +129,3 @@ def test_the_text():
     assert data.words(data.train[:20]) == "Special method names"
     file = Path(helpers.__file__).with_name("language_reference.txt.gz")
     assert file.stat().st_size < 80_000
-
-
-@pytest.mark.parametrize(
-    "first, behind",
-    [
-        ("def rows_of_step(", "\n\n\ndef inputs_and_targets("),
-        ("def parallelize(", "\n\n\n# -- data"),
-        ("def take_step(", "\n\n\n@torch.no_grad"),
-        ("def save(", "\n\n\ndef load("),
-    ],
-)
-def test_lesson_27_shows_the_functions_as_they_are(first, behind):
-    script = text_of(GPT)
-    function = script[script.index(first) :].partition(behind)[0]
-    assert f"```python\n{function}\n```" in prose_of(LESSON)
