@@ -20,7 +20,7 @@ import simgpu
 from exercises import exercise
 from exercises.exercise import NotYet, Verdict, Wrong, call
 from helpers import check
-from simgpu import _ranks as ranks
+from simgpu import close_ranks
 from tests.answers import as_answers
 
 ROOT = Path(__file__).parents[1]
@@ -65,7 +65,7 @@ def gpus():
 @pytest.fixture(scope="module", autouse=True)
 def real_ranks():
     yield
-    ranks.close()
+    close_ranks()
 
 
 def answers_to(name: str):

@@ -25,9 +25,11 @@ LAYERS = [
     {"_patches"},
     {"_startup"},
     {"_estimates"},
-    {"__init__"},
     {"_failures", "_child_commands", "_launchers", "_options", "_site"},
-    {"__main__", "_spawn_main", "_ranks", "_prove", "pytest_plugin"},
+    {"_ranks"},
+    {"_prove", "costs", "pictures"},
+    {"__init__"},
+    {"__main__", "_spawn_main", "pytest_plugin"},
 ]
 HEIGHTS = {name: height for height, names in enumerate(LAYERS) for name in names}
 MOST_LINES = 420

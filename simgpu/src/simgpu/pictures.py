@@ -26,6 +26,6 @@ from simgpu._pictures.timelines import schedule, timeline
 
 __all__ = [
     "COLOURS", "HOST", "INK", "Lanes", "Picture", "WIDEST", "colour", "devices",
-    "job_memory", "job_timeline", "overlap", "parts", "plural", "schedule", "segment_picture",
-    "segments", "size_text", "timeline",
+    "job_memory", "job_timeline", "overlap", "parts", "plural", "schedule",
+    "segment_picture", "segments", "size_text", "timeline",
 ]  # fmt: skip
