@@ -13,6 +13,8 @@ import signal
 import sys
 import threading
 from importlib.machinery import PathFinder
+from importlib.util import spec_from_loader
+from types import ModuleType
 
 VARIABLE = "SIMGPU_CHILDREN"  # tells children what they have, as JSON
 _OF_A_RANK = {"nodes": 1, "timeline": None, "failures": None}  # not of its children
@@ -21,14 +23,18 @@ _finder = None  # of this process, until PyTorch has been imported
 _failed = False
 
 
-def arm() -> None:
-    """Let the GPUs come once PyTorch has been imported."""
+def arm(hidden: dict[str, ModuleType] | None = None) -> None:
+    """Let the GPUs come once PyTorch has been imported.
+
+    Args:
+        hidden: PyTorch's modules, in a process that was forked with them.
+    """
     global _finder
     words = json.loads(os.environ[VARIABLE])
     if "RANK" in os.environ:
         _lay_out(words["nodes"])
         os.environ[VARIABLE] = json.dumps(words | _OF_A_RANK)
-    _finder = _AfterTorch(words)
+    _finder = _AfterTorch(words, hidden)
     sys.meta_path.insert(0, _finder)
 
 
@@ -59,26 +65,48 @@ def _lay_out(nodes: int) -> None:
 class _AfterTorch:
     """Finds PyTorch where it is, and starts the GPUs after it has been loaded."""
 
-    def __init__(self, words: dict):
-        self.words = words
+    def __init__(self, words: dict, hidden: dict[str, ModuleType] | None):
+        self.words, self.hidden = words, hidden
 
     def find_spec(self, name, path=None, target=None):
         if name != "torch":
             return None
-        disarm()
+        if self.hidden is not None:
+            return spec_from_loader(name, _Hidden(self.hidden, self.words))
         spec = PathFinder.find_spec(name, path)
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
             def load_and_start(module):
+                disarm()  # not before: a program may only ask whether it is there
                 load(module)
-                _start(self.words)
+                start(self.words)
 
             spec.loader.exec_module = load_and_start
         return spec
 
 
-def _start(words: dict) -> None:
+class _Hidden:
+    """Loads PyTorch where it is there already, and was only hidden."""
+
+    def __init__(self, modules: dict[str, ModuleType], words: dict):
+        self.modules, self.words = modules, words
+        self.spec = modules["torch"].__spec__
+
+    def create_module(self, spec):
+        return self.modules["torch"]
+
+    def exec_module(self, module):
+        from simgpu._launch import program
+
+        disarm()
+        module.__spec__ = self.spec
+        sys.modules.update(self.modules)
+        program.renew_torch()
+        start(self.words)
+
+
+def start(words: dict) -> None:
     """PyTorch is there: simulate GPUs, and see to the end of this process."""
     if threading.current_thread() is not threading.main_thread():
         print(

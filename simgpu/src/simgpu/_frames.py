@@ -25,7 +25,7 @@ def add_foreign(folder: Path) -> None:
         _FOREIGN.append(path)
 
 
-def is_learners(filename: str) -> bool:
+def is_program_code(filename: str) -> bool:
     """Whether a file is neither Python's, nor a package's, nor the course's."""
     packages = {"site-packages", "dist-packages"} & set(Path(filename).parts)
     return not packages and not filename.startswith(tuple(_FOREIGN))
@@ -52,7 +52,7 @@ def text(filename: str, line: int) -> str:
 def called_from() -> str:
     """The line of the program that runs: "train.py:12"."""
     frame = sys._getframe(1)
-    while frame is not None and not is_learners(frame.f_code.co_filename):
+    while frame is not None and not is_program_code(frame.f_code.co_filename):
         frame = frame.f_back
     if frame is None:
         return "PyTorch"

@@ -19,10 +19,15 @@ from pathlib import Path
 
 from simgpu import _failures as failures
 from simgpu._child_commands import VARIABLE
+from simgpu._launch import shown
 
 LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch",
              "accelerate", "accelerate.commands.launch",
              "accelerate.commands.accelerate_cli", "deepspeed")  # fmt: skip
+# those that start ranks through PyTorch's elastic engine
+_ELASTIC = LAUNCHERS[:-1]
+_CAN_FORK = sys.platform == "linux"
+_BECOME = Path(__file__).parent / "_launch" / "launcher.py"
 _SITE = str(Path(__file__).parent / "_site")
 _PYTHON = re.compile(r"(^|[\s/\\])(python[\d.]*|torchrun|accelerate)(\.exe)?(\s|$)")
 _SAYS = (
@@ -57,10 +62,13 @@ def hand_down(found, failed: str | None = None) -> dict[str, str]:
 def run(found, simulated: bool) -> int:
     """Run a command whose Pythons have the GPUs; returns its exit status."""
     with tempfile.TemporaryDirectory(prefix="simgpu") as folder:
-        environ = dict(os.environ)
+        environ, command = dict(os.environ), found.command
         if simulated:
             environ |= hand_down(found, folder)
-        process = subprocess.Popen([*found.command, *found.arguments], env=environ)
+        if simulated and _CAN_FORK and _is_elastic(command):
+            command = [sys.executable, "-u", str(_BECOME), *command]
+            environ = shown.with_room(environ)
+        process = subprocess.Popen([*command, *found.arguments], env=environ)
 
         def pass_on(number: int, frame) -> None:
             with contextlib.suppress(ProcessLookupError):
@@ -74,6 +82,18 @@ def run(found, simulated: bool) -> int:
         if status:
             failures.show_first(Path(folder))
     return 128 - status if status < 0 else status
+
+
+def _is_elastic(command: list[str]) -> bool:
+    """Whether a command is such a launcher, and a program of this very Python."""
+    if command[0] == sys.executable:
+        return command[-1] in _ELASTIC
+    folder, name = os.path.split(command[0])
+    if name not in _ELASTIC or folder != os.path.dirname(sys.executable):
+        return False
+    with open(command[0], "rb") as file:
+        first = file.readline()
+    return first.startswith(b"#!") and b"python" in first
 
 
 def tell_of_children() -> None:

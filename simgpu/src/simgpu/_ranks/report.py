@@ -129,7 +129,7 @@ def _learners_lines(stack: list[Frame]) -> str:
     """The learner's own lines of a stack, outermost first."""
     lines = []
     for file, line, function in _without_comprehensions(stack):
-        if frames.is_learners(file):
+        if frames.is_program_code(file):
             inside = "" if function == "<module>" else f", in {function}"
             code = frames.text(file, line)
             # a file from here has the same name on every machine
