@@ -30,8 +30,12 @@ def test_a_tool_is_a_command():
 def test_the_readme_lists_every_command():
     tools = {f.stem for f in (ROOT / "tests/tools").glob("[!_]*.py")}
     scripts = {f.stem for f in (ROOT / "tests/benchmarks").glob("*.py")}
-    scripts |= {"record_on_gpu", "fidelity"}
+    scripts |= {"fidelity"}
+    scripts |= {f.stem for f in (ROOT / "simgpu/tests/tools").glob("*.py")}
     assert set(re.findall(r"python -m tests\.tools\.(\w+)", README)) == {
         name for name in tools if not name.startswith("test_")
     }
-    assert set(re.findall(r"python tests/(?:\w+/)?(\w+)\.py", README)) == scripts
+    assert (
+        set(re.findall(r"python (?:simgpu/)?tests/(?:\w+/)?(\w+)\.py", README))
+        == scripts
+    )
