@@ -7,7 +7,4 @@
     steps.py        whole passes and steps of training, from `programs/`
     memory.py       peaks of training steps
     replay.py       traces of the allocator
-    training.py     published training runs, from the planner
-
-`tests/fidelity.py` prints them all.
 """
