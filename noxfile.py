@@ -65,9 +65,8 @@ def build(session: nox.Session) -> None:
     with tempfile.TemporaryDirectory() as folder:
         session.run("python", "-m", "build", "-o", folder, "simgpu")
         wheel, sdist = (next(Path(folder).glob(g)) for g in ("*.whl", "*.tar.gz"))
-        session.run(
-            "python", "-m", "twine", "check", "--strict", str(wheel), str(sdist)
-        )
+        twine = ("python", "-m", "twine", "check", "--strict")
+        session.run(*twine, str(wheel), str(sdist))
         session.install("--force-reinstall", "--no-deps", str(wheel))
         session.install(f"simgpu[test] @ {wheel.as_uri()}")
         session.run("python", "-m", "tarfile", "-e", str(sdist), folder)
