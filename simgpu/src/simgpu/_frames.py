@@ -8,6 +8,7 @@ import os
 import sys
 import sysconfig
 from pathlib import Path
+from types import FrameType
 
 _FOREIGN = [
     *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")},
@@ -51,7 +52,7 @@ def text(filename: str, line: int) -> str:
 
 def called_from() -> str:
     """The line of the program that runs: "train.py:12"."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and not is_learners(frame.f_code.co_filename):
         frame = frame.f_back
     if frame is None:

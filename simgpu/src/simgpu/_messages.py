@@ -36,7 +36,7 @@ class Messages(TorchDispatchMode):
         self.log: list[Message] = []
         self._threads: list[bool] = []
 
-    def __enter__(self):
+    def __enter__(self) -> "Messages":
         # On GPUs backward() would run in threads of its own, which have no modes.
         self._threads.append(torch.autograd.is_multithreading_enabled())
         torch.autograd.set_multithreading_enabled(False)

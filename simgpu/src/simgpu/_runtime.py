@@ -1,7 +1,7 @@
 """All state of the simulator, in one object: the `Runtime` that `start()` makes.
 
-Every other file looks here for what is running. Nothing is kept elsewhere but tables
-of facts about PyTorch's operations.
+Every other file looks here for what is running. What belongs to the process and not to
+its GPUs is kept elsewhere: HOW-IT-WORKS.md lists it ("State").
 """
 
 import threading

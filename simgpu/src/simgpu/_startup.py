@@ -43,8 +43,9 @@ from simgpu._timing.timeline import Timeline
 
 
 def start(
-    number: int = 4, card: str = "A100", memory=None, *, honour_visible: bool = False,
-    races: str = "raise", overhead: bool | None = None, compile: str = "refuse",
+    number: int = 4, card: str = "A100", memory: int | str | None = None, *,
+    honour_visible: bool = False, races: str = "raise", overhead: bool | None = None,
+    compile: str = "refuse",
 ) -> None:  # fmt: skip
     """Give this process `number` simulated GPUs.
 

@@ -15,6 +15,7 @@ Taught in 04-count-memory.
 
 import math
 from collections import deque
+from typing import Any
 
 import torch
 
@@ -51,7 +52,10 @@ class CachingAllocator:
         settings: those of the process, if it has any.
     """
 
-    def __init__(self, index: int, total: int, clock=None, settings=None):
+    def __init__(
+        self, index: int, total: int, clock: Any = None,
+        settings: Settings | None = None,
+    ) -> None:  # fmt: skip
         self.index = index
         self.total = total
         self.clock = clock or NoTime()

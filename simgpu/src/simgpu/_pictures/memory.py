@@ -1,5 +1,7 @@
 """Pictures of memory: tensors on devices, and what a GPU's allocator holds."""
 
+from typing import TYPE_CHECKING
+
 from simgpu._pictures.picture import (
     COLOURS,
     HOST,
@@ -10,8 +12,11 @@ from simgpu._pictures.picture import (
     size_text,
 )
 
+if TYPE_CHECKING:
+    import torch
 
-def devices(**tensors) -> Picture:
+
+def devices(**tensors: "torch.Tensor") -> Picture:
     """Each tensor in the box of the device on which it lives.
 
     Args:

@@ -2,9 +2,10 @@
 
 from simgpu._pictures.lanes import Lanes
 from simgpu._pictures.picture import COLOURS, HOST, INK, WIDEST, Picture, colour, plural
+from simgpu._timing.timeline import Timeline
 
 
-def timeline(log, width: int = WIDEST) -> Picture:
+def timeline(log: Timeline, width: int = WIDEST) -> Picture:
     """The log of `simgpu.timeline()`: lanes for the host and each stream of each GPU.
 
     Time goes from left to right. Kernels have their GPU's colour, copies are grey. The

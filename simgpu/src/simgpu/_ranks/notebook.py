@@ -100,7 +100,11 @@ class Ranks:
         print(f"{ranks}: processes on {where}, backend {self.backend}.")
 
     def run(
-        self, function: Callable, *args, timeout: float = RUN_SECONDS, **kwargs
+        self,
+        function: Callable,
+        *args: object,
+        timeout: float = RUN_SECONDS,
+        **kwargs: object,
     ) -> list:
         """Call a function in every rank.
 

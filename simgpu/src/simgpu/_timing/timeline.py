@@ -136,11 +136,11 @@ class Timeline:
         """Start again from time zero with an empty log."""
         self._clock.clear()
 
-    def chrome_trace(self) -> dict:
+    def chrome_trace(self) -> dict[str, object]:
         """The log in the format that Perfetto and chrome://tracing open."""
         return chrome_trace.of(self)
 
-    def export_chrome_trace(self, path: str | os.PathLike) -> None:
+    def export_chrome_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the log to a file; open it at ui.perfetto.dev or chrome://tracing."""
         Path(path).write_text(json.dumps(self.chrome_trace()), encoding="utf-8")
 
