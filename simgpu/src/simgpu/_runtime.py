@@ -32,10 +32,9 @@ def current() -> "Runtime":
         RuntimeError: if no GPUs are simulated.
     """
     if running is None:
-        real = "; HELPERS_GPUS=real asks for none" if wanted() == "real" else ""
+        real = "; SIMGPU=off asks for none" if wanted() == "real" else ""
         raise RuntimeError(
-            "no simulated GPUs are running; call simgpu.start(4) or need_gpus(4) first"
-            + real
+            "no simulated GPUs are running; call simgpu.start(4) first" + real
         )
     return running
 

@@ -94,7 +94,7 @@ def _begin(runtime: Runtime) -> None:
     if torch.cuda.is_initialized():
         raise RuntimeError(
             "CUDA is in use for real in this process; simulate in a fresh one: restart "
-            "the kernel, with HELPERS_GPUS=simulated in its environment"
+            "the kernel or program, and start before PyTorch uses CUDA"
         )
     real_gpus()  # before they cannot be seen any more
     random_generators.give_generators(runtime)

@@ -5,7 +5,7 @@
 
 `%%ranks` runs a cell in every rank's own namespace and prints in rank order. A rank is
 what `torchrun -m simgpu` starts: the process group is over NCCL, on simulated GPUs, or
-with HELPERS_GPUS=real on the machine's own. `Ranks(4, device="cpu")` simulates nothing:
+with SIMGPU=off on the machine's own. `Ranks(4, device="cpu")` simulates nothing:
 gloo, on the CPU.
 
 To follow `ranks.run(function)` from the notebook to a rank and back, read:
