@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # what type checkers and editors read; at run time see `_HOME
     from simgpu._errors import NotSimulated
     from simgpu._estimates import Estimate, Kernels, estimate, estimate_collective
     from simgpu._frames import add_foreign as hide_frames
-    from simgpu._frames import is_learners as is_program_code
+    from simgpu._frames import is_program_code
     from simgpu._messages import Messages
     from simgpu._prove import Finding, Report, assert_same_on_worlds, prove
     from simgpu._ranks.gpus import cap_memory
@@ -111,7 +111,7 @@ _HOMES = {
     "hide_frames": "_frames:add_foreign",
     "host_busy": "_startup",
     "installed": "_startup",
-    "is_program_code": "_frames:is_learners",
+    "is_program_code": "_frames",
     "is_running": "_startup",
     "parse_memory": "_device.cards",
     "prove": "_prove",

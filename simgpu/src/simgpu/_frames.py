@@ -1,4 +1,4 @@
-"""Which lines of a stack are the learner's own, and how to show them.
+"""Which lines of a stack are the program's own, and how to show them.
 
 Standard library only, because ranks use it before PyTorch is there.
 """
@@ -21,12 +21,12 @@ _running = ""  # the file name of the cell that runs
 
 
 def add_foreign(folder: Path) -> None:
-    """Whatever is in `folder` is not the learner's either."""
+    """Whatever is in `folder` is not the program's either."""
     if (path := str(folder) + os.sep) not in _FOREIGN:
         _FOREIGN.append(path)
 
 
-def is_learners(filename: str) -> bool:
+def is_program_code(filename: str) -> bool:
     """Whether a file is neither Python's, nor a package's, nor the course's."""
     packages = {"site-packages", "dist-packages"} & set(Path(filename).parts)
     return not packages and not filename.startswith(tuple(_FOREIGN))
@@ -53,7 +53,7 @@ def text(filename: str, line: int) -> str:
 def called_from() -> str:
     """The line of the program that runs: "train.py:12"."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not is_learners(frame.f_code.co_filename):
+    while frame is not None and not is_program_code(frame.f_code.co_filename):
         frame = frame.f_back
     if frame is None:
         return "PyTorch"

@@ -26,8 +26,6 @@ class Messages(TorchDispatchMode):
     Attributes:
         when: a note for the messages to come; set it as you like.
         log: the messages so far, in order.
-
-    Taught in 16-average-gradients.
     """
 
     def __init__(self):

@@ -73,8 +73,6 @@ def start(
         ValueError: for a number, card, memory or way that cannot be.
         RuntimeError: if other GPUs are simulated already, if CUDA is in use for real,
             or outside the main thread.
-
-    Taught in 00-start-here.
     """
     warn_of_newer_torch()
     request = check_request(number, card, memory, races, overhead, compile)

@@ -9,8 +9,6 @@ libraries take is asked for elsewhere: `workspaces.py`, `overhead.py`,
 `dispatch/working_memory.py`.
 
 Source of the rules and names: c10/cuda/CUDACachingAllocator.cpp of PyTorch.
-
-Taught in 04-count-memory.
 """
 
 import math

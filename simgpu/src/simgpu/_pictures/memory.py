@@ -21,8 +21,6 @@ def devices(**tensors: "torch.Tensor") -> Picture:
 
     Args:
         tensors: name=tensor.
-
-    Taught in 00-start-here.
     """
     import torch
 
@@ -62,8 +60,6 @@ def segments(device: int = 0) -> Picture:
 
     Blocks in use have the GPU's colour; grey ones wait for another stream, white ones
     are free. Works on real GPUs as well: the figures are `torch.cuda`'s own snapshot.
-
-    Taught in 04-count-memory.
     """
     import torch
 
@@ -113,8 +109,6 @@ def parts(title: str = "", **sizes: float) -> Picture:
     Args:
         title: what the bar is.
         sizes: name=bytes.
-
-    Taught in 04-count-memory.
     """
     total = sum(sizes.values())
     words = f"{title}: {size_text(total)}" if title else size_text(total)

@@ -11,8 +11,6 @@ def timeline(log: Timeline, width: int = WIDEST) -> Picture:
     Time goes from left to right. Kernels have their GPU's colour, copies are grey. The
     host's lane is dark where it launches and light where it waits. A copy between two
     GPUs is drawn on both.
-
-    Taught in 00-start-here and 05-overlap-with-streams.
     """
     from simgpu._timing.cost import LAUNCH
 
@@ -55,8 +53,6 @@ def schedule(stages: list[list[tuple[str, int, float, float]]], title: str) -> P
     Args:
         stages: for each, (kind, micro-batch, start, end); kind is "F" or "B".
         title: above the picture.
-
-    Taught in 13-split-the-model.
     """
     end = max((task[3] for row in stages for task in row), default=0) or 1
     row_height = 34

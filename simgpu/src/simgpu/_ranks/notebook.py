@@ -56,8 +56,6 @@ class Ranks:
         ValueError: for ranks, GPUs, nodes or a network that cannot be.
         RuntimeError: if SIMGPU=off and the machine has fewer GPUs.
         RankError: if they do not come up.
-
-    Taught in 15-talk-between-ranks.
     """
 
     def __init__(

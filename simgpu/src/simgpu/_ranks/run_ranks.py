@@ -283,7 +283,7 @@ def _where(folder: str, rank: int) -> str:
         for line in path.read_text(errors="replace").splitlines()
         if line.startswith("  File ")
     ]
-    own = [line for line in stack if frames.is_learners(line.split('"')[1])]
+    own = [line for line in stack if frames.is_program_code(line.split('"')[1])]
     return "\n".join(["It stood here, the innermost call first:", *(own or stack)])
 
 

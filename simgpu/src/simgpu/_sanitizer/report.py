@@ -49,7 +49,7 @@ def lines_of_program(stack) -> traceback.StackSummary:
 
 
 def _is_foreign(filename: str) -> bool:
-    return not frames.is_learners(filename) or filename.startswith(_TORCH)
+    return not frames.is_program_code(filename) or filename.startswith(_TORCH)
 
 
 # -- short -----------------------------------------------------------------------------

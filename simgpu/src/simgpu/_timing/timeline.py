@@ -27,10 +27,7 @@ class Totals(NamedTuple):
 
 
 class Timeline:
-    """What ran since the last `clear()`: a list of events that draws itself.
-
-    Taught in 00-start-here and 05-overlap-with-streams.
-    """
+    """What ran since the last `clear()`: a list of events that draws itself."""
 
     def __init__(self, clock: Clock):
         self._clock = clock
