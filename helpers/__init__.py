@@ -6,6 +6,7 @@ loaded when it is first used.
 """
 
 import importlib
+import os
 
 # public name -> the module of this package that defines it
 _HOMES = {
@@ -33,6 +34,8 @@ def __getattr__(name: str):
     if name in _HOMES:
         return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     if name in _SIMGPU:
+        if os.environ.get("HELPERS_GPUS") == "real":
+            os.environ["SIMGPU"] = "off"
         return getattr(importlib.import_module("simgpu"), name)
     raise AttributeError(f"module 'helpers' has no attribute {name!r}")
 

@@ -184,7 +184,8 @@ class Job:
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }  # fmt: skip
         if gpus:
-            self.environ["HELPERS_GPUS"] = "simulated"  # also where there are real ones
+            # also where there are real ones
+            self.environ |= {"HELPERS_GPUS": "simulated", "SIMGPU": "on"}
         if LOOPBACK:
             for backend in ("GLOO", "TP"):
                 self.environ[f"{backend}_SOCKET_IFNAME"] = LOOPBACK

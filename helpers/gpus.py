@@ -41,6 +41,7 @@ def need_gpus(number: int, card: str = "A100", memory: int | str | None = None) 
     Taught in 00-start-here.
     """
     choice = _wanted()
+    os.environ["SIMGPU"] = "off" if choice == "real" else "on"  # of ranks, too
     wanted_gpus = simgpu.check_request(number, card, memory)
     if choice == "real":
         simgpu.stop()

@@ -8,8 +8,8 @@ Prints one line for each kind and card, with the rows that constants were fitted
 the others apart: the median of predicted over recorded seconds, its 10th and its 90th
 percentile, and the share of the rows within a factor of 1.3. Then the allocator: blocks
 at their recorded place, and peaks in bytes. Rows that cannot be compared are counted,
-with the reason. The formats are described in `tests/recordings/README.md`, what is
-predicted in `tests/recorded`.
+with the reason. The formats are described in `simgpu/tests/recordings/README.md`, what
+is predicted in `simgpu/tests/recorded`, and for training runs in `tests/planned.py`.
 """
 
 import argparse
@@ -19,19 +19,23 @@ from pathlib import Path
 from typing import NamedTuple
 
 if __package__ in (None, ""):  # run as a script, maybe where nothing is installed
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "simgpu" / "tests"))
+    here = Path(__file__).resolve().parents[1]
+    sys.path[:0] = [str(here), str(here / "simgpu" / "tests")]
 
-from recorded import memory, operations, steps, training
+from recorded import files, memory, operations, steps
 from recorded.comparison import OF_TIME, Comparison, Omission, figures_of
-from recorded.files import Recording, read
+from recorded.files import Recording
+from tests import planned
 
-RECORDINGS = Path(__file__).resolve().parents[1] / "simgpu" / "tests" / "recordings"
+ROOT = Path(__file__).resolve().parents[1]
+# of the simulator, and of the planner alone
+FOLDERS = (ROOT / "simgpu" / "tests" / "recordings", ROOT / "tests" / "recordings")
 SHOWN = 5  # reasons for rows that cannot be compared
 
 _TIMES = {
     **dict.fromkeys(operations.PREDICT, operations.compare),
     **dict.fromkeys((*steps.PREDICT, "resnet50_v100"), steps.compare),
-    **dict.fromkeys(training.KINDS, training.compare),
+    **dict.fromkeys(planned.KINDS, planned.compare),
 }
 
 
@@ -42,6 +46,12 @@ class Report(NamedTuple):
     peaks: list[memory.Peak]
     blocks: list[memory.Replayed]
     omitted: list[Omission]
+
+
+def read(*folders: Path) -> list[Recording]:
+    """The recordings in some folders, those of training runs among them."""
+    kinds = (*files.KINDS, *planned.KINDS)
+    return [recording for folder in folders for recording in files.read(folder, kinds)]
 
 
 def compare(recordings: list[Recording]) -> Report:
@@ -131,11 +141,12 @@ def far_rows(times: list[Comparison]) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--recordings", type=Path, default=RECORDINGS)
+    parser.add_argument("--recordings", type=Path, help="a folder of others")
     parser.add_argument("--rows", action="store_true", help="each row that is not near")
     chosen = parser.parse_args(arguments)
     try:
-        recordings = read(chosen.recordings)
+        folders = [chosen.recordings] if chosen.recordings else FOLDERS
+        recordings = read(*folders)
     except ValueError as error:
         raise SystemExit(str(error)) from None
     report = compare(recordings)

@@ -1,7 +1,7 @@
 """The simulator beside real GPUs: recordings, and the figures that are reached.
 
-`tests/record_on_gpu.py` makes recordings; here it rehearses on the simulator, whose own
-recording must be predicted exactly.
+`record_on_gpu.py` of the simulator makes recordings; here it rehearses on simulated
+GPUs, whose own recording must be predicted exactly.
 """
 
 import copy
@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from tools import record_on_gpu
 
 import simgpu
 from recorded import allocator, files, memory
 from recorded.comparison import Comparison, figures_of
 from recorded.step import predict
-from tests import fidelity, record_on_gpu
+from tests import fidelity, planned
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -27,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture(scope="module")
 def report() -> fidelity.Report:
-    return fidelity.compare(files.read(fidelity.RECORDINGS))
+    return fidelity.compare(fidelity.read(*fidelity.FOLDERS))
 
 
 # kind -> share of the rows within 1.3 and the median's bounds, of rows not fitted
@@ -88,12 +89,12 @@ def test_every_recording_is_compared(report):
     assert len(report.times) > 850
     reasons = {omission.why for omission in report.omitted}
     assert reasons == {"not known: the speed of compiled kernels"}
-    kinds = {recording.kind for recording in files.read(fidelity.RECORDINGS)}
-    assert kinds == set(files.KINDS) - {"allocator"}
+    kinds = {recording.kind for recording in fidelity.read(*fidelity.FOLDERS)}
+    assert kinds == {*files.KINDS, *planned.KINDS} - {"allocator"}
 
 
 def test_every_file_names_its_source():
-    for recording in files.read(fidelity.RECORDINGS):
+    for recording in fidelity.read(*fidelity.FOLDERS):
         data = recording.data
         assert data["what"] and ("repo" in data or "sources" in data)
         assert "licence" in data or "sources" in data
@@ -117,7 +118,7 @@ def test_rows_that_cannot_be_compared_are_counted_with_the_reason(tmp_path, caps
     write(tmp_path, "vector_fp32.json", {"columns": []})
     write(tmp_path, "power.json", {"rows": []})
     write(tmp_path, "train_other.json", {"rows": [["x", "A100", 8]]})
-    report = fidelity.compare(files.read(tmp_path))
+    report = fidelity.compare(fidelity.read(tmp_path))
     (row,) = report.times
     assert (row.kind, row.card, row.what) == ("product, float16", "A100",
                                               "64 x 128 x 128")  # fmt: skip
@@ -158,7 +159,7 @@ def test_figures_are_those_of_the_rows():
 
 
 def test_about_half_of_the_rows_are_fitted():
-    found = files.read(fidelity.RECORDINGS)
+    found = fidelity.read(*fidelity.FOLDERS)
     (gemm,) = [r for r in found if r.name == "gemm_fp16"]
     fitted = sum(map(files.is_fitted, gemm.data["rows"]))
     assert 0.4 < fitted / len(gemm.data["rows"]) < 0.6
@@ -171,7 +172,7 @@ def test_about_half_of_the_rows_are_fitted():
 def rehearsal(tmp_path_factory) -> Path:
     """The folder that the recorder writes, run as its own process on the simulator."""
     folder = tmp_path_factory.mktemp("recordings")
-    script = ROOT / "tests" / "record_on_gpu.py"
+    script = ROOT / "simgpu" / "tests" / "tools" / "record_on_gpu.py"
     command = [sys.executable, str(script), "--simulated", str(folder)]
     done = subprocess.run(
         command, cwd=folder, capture_output=True, text=True, timeout=300
@@ -224,7 +225,7 @@ def test_what_is_recorded_for_good_has_the_same_kinds():
 
 
 def test_no_recording_here_was_simulated():
-    for recording in files.read(fidelity.RECORDINGS):
+    for recording in fidelity.read(*fidelity.FOLDERS):
         assert "simulated" not in str(recording.data.get("hardware"))
 
 

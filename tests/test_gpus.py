@@ -25,6 +25,7 @@ NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 @pytest.fixture(autouse=True)
 def stopped(monkeypatch):
     monkeypatch.setenv("HELPERS_GPUS", "simulated")
+    monkeypatch.setenv("SIMGPU", "on")
     yield
     simgpu.stop()
 
@@ -101,8 +102,8 @@ def test_gpus_are_simulated_beside_real_ones_and_a_line_tells_of_these(
 
 
 def test_a_timeline_of_real_gpus_is_refused_with_the_reason(monkeypatch):
-    monkeypatch.setenv("HELPERS_GPUS", "real")
-    with pytest.raises(RuntimeError, match="first; HELPERS_GPUS=real asks for none"):
+    monkeypatch.setenv("SIMGPU", "off")
+    with pytest.raises(RuntimeError, match="first; SIMGPU=off asks for none"):
         simgpu.timeline()
 
 

@@ -9,7 +9,7 @@ import pytest
 from scripts import published_runs
 from scripts.plan_run import peak_bytes
 
-RECORDINGS = Path(__file__).parents[1] / "simgpu" / "tests" / "recordings"
+RECORDINGS = Path(__file__).parent / "recordings"
 SIZES = {"9b": [4096, 40, 32], "1b": [2048, 24, 16]}
 MPT = ["A100", "9b", 2048, 16, 4, 2, True, "HYBRID_SHARD", 3000.0, 50.0]
 LLAMA = ["x", "H100", 8, "Llama 3 8B", "fsdp", 2, 8192, 0.5, None, False, 6000]

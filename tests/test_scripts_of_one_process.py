@@ -16,9 +16,9 @@ from torch import nn
 
 import simgpu
 from helpers import count_copies, explore
-from scripts.recorded_matmuls import recorded
+from scripts.recorded_matmuls import FILE, recorded
 from tests import take_home
-from tests.launching import SCRIPTS, load, prose_of, text_of
+from tests.launching import ROOT, SCRIPTS, load, prose_of, text_of
 from tests.take_home import OWN, Ran
 
 pytestmark = pytest.mark.slow
@@ -289,6 +289,11 @@ def test_it_names_the_longest_kernels_the_rate_and_the_share_of_the_peak(ran):
     seconds = sum(kernel.seconds for kernel in matmuls)
     assert float(rate) == pytest.approx(flops / seconds / 1e12, rel=0.01)
     assert float(share) == pytest.approx(100 * float(rate) / 19.5, abs=0.1)
+
+
+def test_the_lessons_matmuls_are_those_that_the_simulator_is_compared_with():
+    theirs = ROOT / "simgpu" / "tests" / "recordings" / "gemm_fp16.json"
+    assert FILE.read_bytes() == theirs.read_bytes()
 
 
 def test_no_recorded_matmul_is_faster_than_its_roof():

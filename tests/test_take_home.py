@@ -31,7 +31,7 @@ LESSONS = {  # lesson -> lines (regular expressions), and how often each one is 
         for rank in range(4)
         for epoch in range(3)
     },
-    "04": {r"^\w[\w ,]+? +[\d.]+ MiB$": 9},
+    "04": {r"^\w[\w ,]+? +[\d.]+ MiB$": 10},
     "05": {r"^with(out)? prefetching: [\d.]+ ms, losses:$": 2},
     "06": {r"^largest difference of a loss: 0\.0000": 1},
     "07": {r"\ANVIDIA A100-SXM4-80GB \(simulated\), torch ": 1},

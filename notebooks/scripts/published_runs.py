@@ -2,10 +2,10 @@
 
     python published_runs.py
 
-prints a line for each of them. `runs` reads two tables of the simulator's
-recordings and adds the runs written down here. They are split by model: the shares
-`REACHED` of the planner were fitted to the runs of `FITTED`, and all others judge it.
-Used in lesson 26.
+prints a line for each of them. `runs` reads the two tables in `tests/recordings` and
+adds the runs written down here. They are split by model: the shares `REACHED` of the
+planner were fitted to the runs of `FITTED`, and all others judge it. Used in
+lesson 26.
 """
 
 import json
@@ -25,7 +25,7 @@ from scripts.plan_run import (
     rate,
 )
 
-RECORDINGS = Path(__file__).resolve().parents[2] / "simgpu" / "tests" / "recordings"
+RECORDINGS = Path(__file__).resolve().parents[2] / "tests" / "recordings"
 FITTED = ("MPT 1b", "MPT 30b", "Llama 2 13B")
 # Gbit/s for each GPU where the publisher does not say: those of NVIDIA's DGX
 ASSUMED = {"A100": 200, "H100": 400}
@@ -67,7 +67,7 @@ _SLOW = "H100 with 96 GB and slower memory; half of the blocks stand for chosen 
 
 
 def _written_down() -> list[Run]:
-    """The runs that are in no table of `simgpu/tests/recordings`."""
+    """The runs that are in no table of `tests/recordings`."""
     llama8, llama70, llama7 = MODELS["8B"], MODELS["70B"], MODELS["7B"]
     half = dict(tokens=8192, again=0.5)
     two = dict(sequences=2, tokens=8192)

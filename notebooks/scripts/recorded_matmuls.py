@@ -1,8 +1,7 @@
 """Matmuls in float16 that others measured on real A100s and H100s, as the course reads.
 
-Read from the simulator's recordings (`gemm_fp16.json`, which names their source): the
-kernel alone, by PyTorch's profiler, with a resolution of 1 µs. Used in
-lesson 08.
+`recorded_matmuls.json` has them and names their source: the kernel alone, by PyTorch's
+profiler, with a resolution of 1 µs. Used in lesson 08.
 """
 
 import json
@@ -12,7 +11,7 @@ from typing import NamedTuple
 from simgpu import CARDS
 from simgpu.costs import Product, product_seconds
 
-FILE = Path(__file__).parents[2] / "simgpu" / "tests" / "recordings" / "gemm_fp16.json"
+FILE = Path(__file__).with_suffix(".json")
 
 
 class Matmul(NamedTuple):

@@ -439,6 +439,19 @@ def test_every_kernel_beside_a_collective_has_fewer_multiprocessors(log):
     assert beside == pytest.approx([alone * 108 / (108 - 16)] * 4)
 
 
+def test_a_stream_waits_for_an_event_behind_a_collective():
+    """Also if it is not known yet when the collective ends."""
+    torch.zeros(1, device=1)
+    clock = runtime.current().clock
+    (gpu,) = (gpu for gpu in clock.gpus if gpu.index == 1)
+    meeting = clock.meet(gpu, 40, 0, "all_reduce", 8, 300 * US)
+    clock.stream_waits(1, 7, clock.record(1, 40))
+    clock.settled(meeting, meeting.ready, meeting.ready + 300 * US)
+    before = clock.host
+    clock.wait_for_stream(1, 7)
+    assert clock.host == meeting.end > before
+
+
 SELECT = {
     "nonzero": lambda x, mask: x.nonzero(),
     "masked_select": lambda x, mask: torch.masked_select(x, mask),

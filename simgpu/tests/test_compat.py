@@ -260,3 +260,21 @@ def test_a_missing_package_is_named_with_what_to_do(package, tmp_path):
     )
     assert (done.stdout, done.stderr.strip()) == ("", sentence + package)
     assert done.returncode == 1
+
+
+# -- news of 2.15 ----------------------------------------------------------------------
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.cuda, "_check_stray_context"), reason="since torch 2.15"
+)
+def test_a_context_that_was_there_before_set_device_is_reported():
+    script = """if True:
+        import simgpu, torch
+        simgpu.start(2)
+        x = torch.ones(3, device="cuda:0")
+        torch.cuda.set_device(1)
+    """
+    done = run(script, TORCH_CUDA_CHECK_STRAY_CONTEXT="error")
+    assert "existing CUDA primary context on device(s) [0]" in done.stderr
+    assert run(script).returncode == 0

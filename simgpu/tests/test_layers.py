@@ -16,6 +16,7 @@ LAYERS = [
     {"_device"},
     {"_request"},
     {"_timing", "_pictures"},  # a timeline draws itself
+    {"costs", "pictures"},
     {"_sanitizer"},
     {"_runtime"},
     {"_dispatch"},
@@ -26,10 +27,8 @@ LAYERS = [
     {"_startup"},
     {"_estimates"},
     {"_failures", "_child_commands", "_launchers", "_options", "_site"},
-    {"_ranks"},
-    {"_prove", "costs", "pictures"},
-    {"__init__"},
-    {"__main__", "_spawn_main", "pytest_plugin"},
+    {"__main__", "_spawn_main", "_ranks", "_prove", "pytest_plugin"},
+    {"__init__"},  # its imports are for type checkers; what it loads comes later
 ]
 HEIGHTS = {name: height for height, names in enumerate(LAYERS) for name in names}
 MOST_LINES = 420

@@ -2,8 +2,10 @@
 
 import ast
 import importlib
+import inspect
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -63,3 +65,45 @@ def test_an_unknown_name_is_an_attribute_error():
 
 def test_the_installed_version_is_that_of_the_source():
     assert simgpu.__version__ == metadata.version("simgpu")
+
+
+# -- types -----------------------------------------------------------------------------
+
+
+def _callables(name: str, value: object) -> Iterator[tuple[str, Callable]]:
+    """A function; of a class its public methods, getters and `__init__`."""
+    if inspect.isfunction(value):
+        yield name, value
+    if not inspect.isclass(value) or not value.__module__.startswith("simgpu"):
+        return
+    for method, found in vars(value).items():
+        if method.startswith("_") and method not in ("__init__", "__enter__"):
+            continue
+        found = getattr(found, "fget", None) or getattr(found, "__func__", found)
+        written = getattr(found, "__module__", "") == value.__module__
+        if inspect.isfunction(found) and written:
+            yield f"{name}.{method}", found
+
+
+def _not_annotated(function: Callable) -> list[str]:
+    signature = inspect.signature(function)
+    empty = inspect.Parameter.empty
+    missing = [
+        parameter.name
+        for parameter in signature.parameters.values()
+        if parameter.annotation is empty and parameter.name not in ("self", "cls")
+    ]
+    returns = signature.return_annotation is empty and function.__name__ != "__init__"
+    return missing + ["return"] * returns
+
+
+def test_all_that_is_public_has_types():
+    modules = [simgpu, *map(importlib.import_module, MODULES)]
+    missing = {
+        f"{name} ({function.__module__})": parts
+        for module in modules
+        for public in module.__all__
+        for name, function in _callables(public, getattr(module, public))
+        if (parts := _not_annotated(function))
+    }
+    assert missing == {}

@@ -150,9 +150,9 @@ def test_impossible_gpus_are_refused_before_anything_starts(request_, words):
 def test_real_gpus_are_taken_only_where_they_are_asked_for(monkeypatch):
     monkeypatch.setattr(gpus_module, "_real_gpus", lambda: 2)
     asked = (2, "cuda", "A100", None)
-    monkeypatch.delenv("HELPERS_GPUS", raising=False)
+    monkeypatch.delenv("SIMGPU", raising=False)
     assert gpus_module.choose(*asked, 1, None).simulated
-    monkeypatch.setenv("HELPERS_GPUS", "real")
+    monkeypatch.setenv("SIMGPU", "off")
     assert not gpus_module.choose(*asked, 1, None).simulated
     # the machine's cards may be others than the T4 that would be simulated
     own = gpus_module.choose(2, "cuda", "T4", "20GB", 1, None)

@@ -94,7 +94,7 @@ def test_a_module_runs_as_main(tmp_path):
 
 
 def test_real_gpus_are_not_simulated(tmp_path):
-    done = run(tmp_path, "print('ran')", gpus=63, HELPERS_GPUS="real")
+    done = run(tmp_path, "print('ran')", gpus=63, SIMGPU="off")
     assert (done.status, done.stdout) == (1, "")
     assert "of 63 GPUs" in done.stderr
 

@@ -5,6 +5,7 @@
     python -m simgpu --gpus 4 torchrun --nproc-per-node=4 script.py [args]
     python -m simgpu --gpus 4 accelerate launch --num_processes 4 script.py [args]
     torchrun --nproc-per-node=4 -m simgpu script.py [args]
+    python -m simgpu prove script.py --worlds 1,2,4
     torchrun --nproc-per-node=8 -m simgpu --nodes 2 --network "100 Gbit/s" script.py
 
 The launcher may stand behind the command or before it. Behind it, `--gpus` counts the
@@ -22,11 +23,12 @@ ends it with PyTorch's report; `off` says nothing.
 Lightning) has the same GPUs, too; a launcher implies it.
 
 CUDA_VISIBLE_DEVICES hides GPUs, as it does from a new process on a real machine. With
-HELPERS_GPUS=real the program runs on the machine's own GPUs instead. Processes that it
+SIMGPU=off the program runs on the machine's own GPUs instead. Processes that it
 spawns (`torch.multiprocessing.spawn`) or forks have the same GPUs, and are left out of
 the timeline, unless they are ranks of a job.
 """
 
+import importlib
 import os
 import runpy
 import signal
@@ -42,9 +44,16 @@ from simgpu._switch import wanted
 _MACHINERY = {__file__, runpy.run_path.__code__.co_filename}
 
 
+# `simgpu prove ...` is not a program called "prove", which is `./prove`
+_SUBCOMMANDS = {"prove": "simgpu._prove.command"}
+
+
 def main() -> None:
     """Start the GPUs, then become the program, or start it."""
     inherit.disarm()
+    if sys.argv[1:2] and sys.argv[1] in _SUBCOMMANDS:
+        command = importlib.import_module(_SUBCOMMANDS[sys.argv[1]])
+        sys.exit(command.main(sys.argv[2:]))
     found = options()
     try:
         simulated = wanted() != "real"
@@ -74,8 +83,8 @@ def _check_real(found) -> None:
     real = torch.cuda.device_count()
     if real < found.gpus:
         sys.exit(
-            f"HELPERS_GPUS=real, but this machine has {real} of {found.gpus} GPUs; set "
-            "HELPERS_GPUS=simulated"
+            f"SIMGPU=off, but this machine has {real} of {found.gpus} GPUs; "
+            "unset SIMGPU"
         )
 
 

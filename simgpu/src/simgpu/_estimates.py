@@ -51,7 +51,7 @@ class Estimate:
 
 def estimate(
     function: Callable,
-    *arguments,
+    *arguments: object,
     card: str | Card = "A100",
     memory: int | str | None = None,
 ) -> Estimate:

@@ -1,4 +1,4 @@
-"""Which lines of a stack are the learner's own, and how to show them.
+"""Which lines of a stack are the program's own, and how to show them.
 
 Standard library only, because ranks use it before PyTorch is there.
 """
@@ -8,6 +8,7 @@ import os
 import sys
 import sysconfig
 from pathlib import Path
+from types import FrameType
 
 _FOREIGN = [
     *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")},
@@ -20,7 +21,7 @@ _running = ""  # the file name of the cell that runs
 
 
 def add_foreign(folder: Path) -> None:
-    """Whatever is in `folder` is not the learner's either."""
+    """Whatever is in `folder` is not the program's either."""
     if (path := str(folder) + os.sep) not in _FOREIGN:
         _FOREIGN.append(path)
 
@@ -51,7 +52,7 @@ def text(filename: str, line: int) -> str:
 
 def called_from() -> str:
     """The line of the program that runs: "train.py:12"."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and not is_program_code(frame.f_code.co_filename):
         frame = frame.f_back
     if frame is None:

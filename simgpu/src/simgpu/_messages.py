@@ -26,8 +26,6 @@ class Messages(TorchDispatchMode):
     Attributes:
         when: a note for the messages to come; set it as you like.
         log: the messages so far, in order.
-
-    Taught in 16-average-gradients.
     """
 
     def __init__(self):
@@ -36,7 +34,7 @@ class Messages(TorchDispatchMode):
         self.log: list[Message] = []
         self._threads: list[bool] = []
 
-    def __enter__(self):
+    def __enter__(self) -> "Messages":
         # On GPUs backward() would run in threads of its own, which have no modes.
         self._threads.append(torch.autograd.is_multithreading_enabled())
         torch.autograd.set_multithreading_enabled(False)

@@ -21,8 +21,8 @@ class Request(NamedTuple):
 
 
 def check_request(
-    number: int, card: str, memory, races: str = "raise", overhead: bool | None = None,
-    compile: str = "refuse",
+    number: int, card: str, memory: int | str | None, races: str = "raise",
+    overhead: bool | None = None, compile: str = "refuse",
 ) -> Request:  # fmt: skip
     """What `start()` is asked for, as a `Request`.
 

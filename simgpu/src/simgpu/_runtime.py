@@ -1,7 +1,7 @@
 """All state of the simulator, in one object: the `Runtime` that `start()` makes.
 
-Every other file looks here for what is running. Nothing is kept elsewhere but tables
-of facts about PyTorch's operations.
+Every other file looks here for what is running. What belongs to the process and not to
+its GPUs is kept elsewhere: HOW-IT-WORKS.md lists it ("State").
 """
 
 import threading
@@ -32,10 +32,9 @@ def current() -> "Runtime":
         RuntimeError: if no GPUs are simulated.
     """
     if running is None:
-        real = "; HELPERS_GPUS=real asks for none" if wanted() == "real" else ""
+        real = "; SIMGPU=off asks for none" if wanted() == "real" else ""
         raise RuntimeError(
-            "no simulated GPUs are running; call simgpu.start(4) or need_gpus(4) first"
-            + real
+            "no simulated GPUs are running; call simgpu.start(4) first" + real
         )
     return running
 

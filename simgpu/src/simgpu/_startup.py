@@ -43,8 +43,9 @@ from simgpu._timing.timeline import Timeline
 
 
 def start(
-    number: int = 4, card: str = "A100", memory=None, *, honour_visible: bool = False,
-    races: str = "raise", overhead: bool | None = None, compile: str = "refuse",
+    number: int = 4, card: str = "A100", memory: int | str | None = None, *,
+    honour_visible: bool = False, races: str = "raise", overhead: bool | None = None,
+    compile: str = "refuse",
 ) -> None:  # fmt: skip
     """Give this process `number` simulated GPUs.
 
@@ -72,8 +73,6 @@ def start(
         ValueError: for a number, card, memory or way that cannot be.
         RuntimeError: if other GPUs are simulated already, if CUDA is in use for real,
             or outside the main thread.
-
-    Taught in 00-start-here.
     """
     warn_of_newer_torch()
     request = check_request(number, card, memory, races, overhead, compile)
@@ -93,7 +92,7 @@ def _begin(runtime: Runtime) -> None:
     if torch.cuda.is_initialized():
         raise RuntimeError(
             "CUDA is in use for real in this process; simulate in a fresh one: restart "
-            "the kernel, with HELPERS_GPUS=simulated in its environment"
+            "the kernel or program, and start before PyTorch uses CUDA"
         )
     real_gpus()  # before they cannot be seen any more
     random_generators.give_generators(runtime)

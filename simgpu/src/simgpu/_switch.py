@@ -1,20 +1,21 @@
-"""Simulated GPUs or the machine's own: what the environment variable asks for.
+"""Simulated GPUs or the machine's own: what the environment variable SIMGPU asks for.
 
-`HELPERS_GPUS` is `simulated`, as where it is not set, or `real`.
+`SIMGPU` is `on`, as where it is not set, or `off`: then `python -m simgpu` and `Ranks`
+take the machine's own GPUs, and what simulates by name (`simgpu.start`) goes on to.
 """
 
 import os
 
-_CHOICES = ("simulated", "real")
+_CHOICES = ("on", "off")
 
 
 def wanted() -> str:
-    """What the environment variable HELPERS_GPUS asks for.
+    """What SIMGPU asks for: "simulated" or "real".
 
     Raises:
-        ValueError: if it is neither simulated nor real.
+        ValueError: if it is neither on nor off.
     """
-    choice = os.environ.get("HELPERS_GPUS", "simulated")
+    choice = os.environ.get("SIMGPU", "on")
     if choice not in _CHOICES:
-        raise ValueError(f"HELPERS_GPUS={choice!r}; use {' or '.join(_CHOICES)}")
-    return choice
+        raise ValueError(f"SIMGPU={choice!r}; use {' or '.join(_CHOICES)}")
+    return "simulated" if choice == "on" else "real"

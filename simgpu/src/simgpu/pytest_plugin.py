@@ -24,6 +24,10 @@ are not in use in the same process. Processes that a test starts have none, othe
 those of `simulated_ranks`.
 """
 
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
 import pytest
 
 NAME = "simulated_gpus"
@@ -58,7 +62,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def simulated_gpus(request: pytest.FixtureRequest):
+def simulated_gpus(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
     """Four simulated GPUs, or those of the test's mark, until the test is over.
 
     Yields:
@@ -81,19 +85,19 @@ def simulated_gpus(request: pytest.FixtureRequest):
 
 
 @pytest.fixture
-def simulated_ranks():
+def simulated_ranks() -> Callable[..., list[Any]]:
     """Calls a function on N ranks, each with a simulated GPU, as torchrun would.
 
     Returns:
         `run_ranks(function, ranks, *args, card=..., memory=..., nodes=1, network=None,
-        seconds=60)`: see `simgpu/ranks.py`. It returns what each rank has returned.
+        seconds=60)`: see `simgpu.run_ranks`. It returns what each rank has returned.
     """
     from simgpu._ranks.run_ranks import run_ranks
 
     return run_ranks
 
 
-def _start(*args, **kwargs):
+def _start(*args: Any, **kwargs: Any) -> ModuleType:
     import simgpu
 
     simgpu.start(*args, **kwargs)

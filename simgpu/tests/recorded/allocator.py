@@ -2,8 +2,8 @@
 
 Random programs of `torch.empty` and `del` whose figures must agree after every step,
 and steps of training in float32, float16 and bfloat16, with every event recorded.
-The programs run on a real GPU, where `tests/record_on_gpu.py` writes down what they
-did, and on a simulated one. Nothing here knows on which.
+The programs run on a real GPU, where `tests/tools/record_on_gpu.py` writes down what
+they did, and on a simulated one. Nothing here knows on which.
 """
 
 import gc

@@ -9,8 +9,7 @@ from typing import NamedTuple
 KINDS = (
     "add_fp16", "alloc", "allocator", "bmm_fp16", "conv_fp32", "copies", "gemm_fp16",
     "gemm_fp32", "host_floor", "nccl_nvlink", "resnet50_v100", "steps_fp32",
-    "throughput_dle", "train_llmfoundry", "train_other", "training_memory",
-    "vector_fp32",
+    "throughput_dle", "training_memory", "vector_fp32",
 )  # fmt: skip
 
 
@@ -18,13 +17,17 @@ class Recording(NamedTuple):
     """One file."""
 
     name: str  # of the file, without ".json"
-    kind: str  # one of `KINDS`; "" if it is none
+    kind: str  # one of those that are known; "" if it is none
     data: dict  # as the file has it; "rows" are its figures
     fault: str = ""  # why it cannot be read, or why not all of it
 
 
-def read(folder: Path) -> list[Recording]:
+def read(folder: Path, kinds: tuple[str, ...] = KINDS) -> list[Recording]:
     """The recordings in a folder and the folders in it, by name.
+
+    Args:
+        folder: where they are.
+        kinds: that are known.
 
     Raises:
         ValueError: if there is no such folder, or no JSON file in it.
@@ -32,11 +35,11 @@ def read(folder: Path) -> list[Recording]:
     paths = sorted(Path(folder).rglob("*.json"), key=lambda path: path.stem)
     if not paths:
         raise ValueError(f"no recordings (*.json) in {folder}")
-    return [_read(path) for path in paths]
+    return [_read(path, kinds) for path in paths]
 
 
-def _read(path: Path) -> Recording:
-    kind = max((k for k in KINDS if path.stem.startswith(k)), key=len, default="")
+def _read(path: Path, kinds: tuple[str, ...]) -> Recording:
+    kind = max((k for k in kinds if path.stem.startswith(k)), key=len, default="")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -34,7 +34,7 @@ def compare(
 
 
 def _programs(recording: Recording):
-    """What `tests/record_on_gpu.py` recorded: random programs and steps of training."""
+    """Random programs and steps, as `tests/tools/record_on_gpu.py` records them."""
     replayed, omitted = [], []
     for row in recording.data["rows"]:
         try:

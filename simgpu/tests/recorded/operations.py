@@ -2,7 +2,7 @@
 
 Each operation is run without values (`simgpu.estimate`) as it was recorded: the kernel
 alone, or on an idle GPU between two events, with what the host takes inside. On a real
-GPU `tests/record_on_gpu.py` runs the same.
+GPU `tests/tools/record_on_gpu.py` runs the same.
 """
 
 from collections.abc import Callable

@@ -78,7 +78,7 @@ def in_ranks(folder: Path, ranks: int, *arguments) -> Done:
 
 def _environment(more: dict) -> dict[str, str]:
     environ = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
-    environ |= {"HELPERS_GPUS": "simulated", "OMP_NUM_THREADS": "1"}
+    environ |= {"SIMGPU": "on", "OMP_NUM_THREADS": "1"}
     return environ | {name: str(value) for name, value in more.items()}
 
 

@@ -5,8 +5,6 @@ cast, and that only tensors on a GPU are cast. PyTorch's dispatcher does the res
 autocast is enabled, each of these operations goes to its kernel for AutocastCUDA, which
 is ours while GPUs are simulated. This is above autograd, where no mode can be. Leaves
 out: that `autocast("cpu")` does not cast tensors of GPUs (here it does).
-
-Taught in 09-mix-precision.
 """
 
 import functools

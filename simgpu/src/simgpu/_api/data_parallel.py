@@ -8,8 +8,6 @@ real machine with Linux uses to broadcast and to sum (as many bytes, less memory
 sum); the lock of the interpreter, for which the threads of a real `nn.DataParallel`
 wait (N replicas launch at once here); and that backward has a host thread for each GPU
 (here one launches for all).
-
-Taught in 12-split-the-batch.
 """
 
 import contextlib

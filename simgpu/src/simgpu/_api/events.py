@@ -2,8 +2,6 @@
 
 An event of another process is always over: what was recorded in it is done (see
 `sharing.py`). Leaves out: events of CUDA graphs.
-
-Taught in 05-overlap-with-streams.
 """
 
 import os

@@ -6,8 +6,6 @@ wait for the default stream by itself. `cudart().cudaStreamCreate` makes others
 (`cudart.py`). Leaves out: what a priority does, streams of other libraries, and that of
 each backward step: backward runs on the current stream, which first waits for every
 other (so a gradient that another stream has not finished is not seen as a race).
-
-Taught in 05-overlap-with-streams.
 """
 
 import ctypes

@@ -9,12 +9,11 @@ libraries take is asked for elsewhere: `workspaces.py`, `overhead.py`,
 `dispatch/working_memory.py`.
 
 Source of the rules and names: c10/cuda/CUDACachingAllocator.cpp of PyTorch.
-
-Taught in 04-count-memory.
 """
 
 import math
 from collections import deque
+from typing import Any
 
 import torch
 
@@ -51,7 +50,10 @@ class CachingAllocator:
         settings: those of the process, if it has any.
     """
 
-    def __init__(self, index: int, total: int, clock=None, settings=None):
+    def __init__(
+        self, index: int, total: int, clock: Any = None,
+        settings: Settings | None = None,
+    ) -> None:  # fmt: skip
         self.index = index
         self.total = total
         self.clock = clock or NoTime()

@@ -46,7 +46,7 @@ class DispatchMode(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        __tracebackhide__ = True  # notebooks then show the learner's lines only
+        __tracebackhide__ = True  # notebooks then show the program's lines only
         if self.runtime is not state.running:  # this thread has outlived its runtime
             if state.running is None:
                 return func(*args, **(kwargs or {}))

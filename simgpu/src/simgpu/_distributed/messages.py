@@ -52,7 +52,7 @@ class Message(NamedTuple):
 
     @property
     def sent(self) -> int:
-        """Bytes that a rank sends where the ranks form a ring (lesson 15)."""
+        """Bytes that a rank sends where the ranks form a ring."""
         n, size = self.ranks, self.nbytes
         return {
             "all_reduce": 2 * (n - 1) * size // n,

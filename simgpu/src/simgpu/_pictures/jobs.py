@@ -10,12 +10,13 @@ from simgpu._pictures.picture import (
     plural,
     size_text,
 )
+from simgpu._timing.job import JobTimeline
 
 _LONGEST_TITLE = 24  # letters of a lane's
 _HOST_HEIGHT, _LANE_HEIGHT, _GAP = 18, 28, 6
 
 
-def job_timeline(log) -> Picture:
+def job_timeline(log: JobTimeline) -> Picture:
     """The log of `ranks.timeline()`: the streams of all ranks on one axis.
 
     Under each rank its host, dark where it launches and light where it waits; its own
@@ -99,7 +100,7 @@ def _waits(axis: Lanes, y: float, tall: float, start: float, end: float,
     axis.bar(y, tall, start, end, "white", *words, stroke=HOST, dashed=True)
 
 
-def overlap(log, rank: int = 0) -> Picture:
+def overlap(log: JobTimeline, rank: int = 0) -> Picture:
     """What a rank computes in a step of DDP, and which of its messages that hides.
 
     Forward ends where autograd makes the gradient of the loss (`ones_like`), backward
@@ -139,7 +140,7 @@ def overlap(log, rank: int = 0) -> Picture:
     return axis
 
 
-def job_memory(rows) -> Picture:
+def job_memory(rows: list) -> Picture:
     """The memory of `ranks.memory()`: a bar for each rank, one scale for all.
 
     Allocated now in the rank's colour, and white up to the most that ever was. Where

@@ -1,5 +1,7 @@
 """Pictures of memory: tensors on devices, and what a GPU's allocator holds."""
 
+from typing import TYPE_CHECKING
+
 from simgpu._pictures.picture import (
     COLOURS,
     HOST,
@@ -10,14 +12,15 @@ from simgpu._pictures.picture import (
     size_text,
 )
 
+if TYPE_CHECKING:
+    import torch
 
-def devices(**tensors) -> Picture:
+
+def devices(**tensors: "torch.Tensor") -> Picture:
     """Each tensor in the box of the device on which it lives.
 
     Args:
         tensors: name=tensor.
-
-    Taught in 00-start-here.
     """
     import torch
 
@@ -57,8 +60,6 @@ def segments(device: int = 0) -> Picture:
 
     Blocks in use have the GPU's colour; grey ones wait for another stream, white ones
     are free. Works on real GPUs as well: the figures are `torch.cuda`'s own snapshot.
-
-    Taught in 04-count-memory.
     """
     import torch
 
@@ -108,8 +109,6 @@ def parts(title: str = "", **sizes: float) -> Picture:
     Args:
         title: what the bar is.
         sizes: name=bytes.
-
-    Taught in 04-count-memory.
     """
     total = sum(sizes.values())
     words = f"{title}: {size_text(total)}" if title else size_text(total)

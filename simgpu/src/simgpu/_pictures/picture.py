@@ -25,7 +25,10 @@ class Picture:
         self.width, self.height, self.title = width, height, title
         self.parts: list[str] = []
 
-    def box(self, x, y, width, height, fill="white", dashed=False, stroke=INK):
+    def box(
+        self, x: float, y: float, width: float, height: float, fill: str = "white",
+        dashed: bool = False, stroke: str = INK,
+    ) -> None:  # fmt: skip
         """A rectangle with its top left corner at (x, y)."""
         dash = ' stroke-dasharray="4 3"' if dashed else ""
         self.parts.append(
@@ -33,14 +36,20 @@ class Picture:
             f'fill="{fill}" stroke="{stroke}"{dash}/>'
         )
 
-    def text(self, x, y, words, size=14, anchor="start", weight="normal"):
+    def text(
+        self, x: float, y: float, words: object, size: float = 14,
+        anchor: str = "start", weight: str = "normal",
+    ) -> None:  # fmt: skip
         """Words on the base line y, at x."""
         self.parts.append(
             f'<text x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}" '
             f'font-weight="{weight}">{escape(str(words))}</text>'
         )
 
-    def line(self, x1, y1, x2, y2, stroke=INK, arrow=False):
+    def line(
+        self, x1: float, y1: float, x2: float, y2: float, stroke: str = INK,
+        arrow: bool = False,
+    ) -> None:  # fmt: skip
         """A straight line; with `arrow`, a head at its end."""
         head = ' marker-end="url(#head)"' if arrow else ""
         self.parts.append(

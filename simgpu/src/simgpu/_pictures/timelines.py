@@ -2,16 +2,15 @@
 
 from simgpu._pictures.lanes import Lanes
 from simgpu._pictures.picture import COLOURS, HOST, INK, WIDEST, Picture, colour, plural
+from simgpu._timing.timeline import Timeline
 
 
-def timeline(log, width: int = WIDEST) -> Picture:
+def timeline(log: Timeline, width: int = WIDEST) -> Picture:
     """The log of `simgpu.timeline()`: lanes for the host and each stream of each GPU.
 
     Time goes from left to right. Kernels have their GPU's colour, copies are grey. The
     host's lane is dark where it launches and light where it waits. A copy between two
     GPUs is drawn on both.
-
-    Taught in 00-start-here and 05-overlap-with-streams.
     """
     from simgpu._timing.cost import LAUNCH
 
@@ -54,8 +53,6 @@ def schedule(stages: list[list[tuple[str, int, float, float]]], title: str) -> P
     Args:
         stages: for each, (kind, micro-batch, start, end); kind is "F" or "B".
         title: above the picture.
-
-    Taught in 13-split-the-model.
     """
     end = max((task[3] for row in stages for task in row), default=0) or 1
     row_height = 34

@@ -12,7 +12,7 @@ import re
 import runpy
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -168,18 +168,17 @@ def _reason(failed: RanksFailed) -> str:
 class _Work:
     """A program, and how it is to be run."""
 
-    program: str | Path | Callable
+    program: str | Path | Callable[[], object]
     arguments: list[str]
     steps: int
     seconds: float
 
     def run(self, ranks: int, seed: int | None = None) -> list[RankRecord]:
         """What each rank has noted; with noise, if there is a seed."""
-        program = self.program
-        if callable(program):
-            program = pickling.dumps(program)
+        if callable(self.program):
+            program: str | bytes = pickling.dumps(self.program)
         else:
-            program = os.path.abspath(program)
+            program = os.path.abspath(self.program)
         with tempfile.TemporaryDirectory() as folder, _silence():
             arguments = [a.replace("{folder}", folder) for a in self.arguments]
             return run_ranks(
@@ -189,7 +188,7 @@ class _Work:
 
 
 @contextlib.contextmanager
-def _silence():
+def _silence() -> Iterator[None]:
     """What the program prints is not shown."""
     with (
         contextlib.redirect_stdout(io.StringIO()),

@@ -5,7 +5,7 @@
 
 `%%ranks` runs a cell in every rank's own namespace and prints in rank order. A rank is
 what `torchrun -m simgpu` starts: the process group is over NCCL, on simulated GPUs, or
-with HELPERS_GPUS=real on the machine's own. `Ranks(4, device="cpu")` simulates nothing:
+with SIMGPU=off on the machine's own. `Ranks(4, device="cpu")` simulates nothing:
 gloo, on the CPU.
 
 To follow `ranks.run(function)` from the notebook to a rank and back, read:
@@ -15,7 +15,7 @@ To follow `ranks.run(function)` from the notebook to a rank and back, read:
     gpus.py          which GPUs the ranks have, if any
     worker.py        what a rank does: starts up, receives calls, runs them, answers
     output.py        shows what each rank prints, under its number
-    report.py        what went wrong: RankError and the learner's lines of each stack
+    report.py        what went wrong: RankError and the program's lines of each stack
     magic.py         the cell magic %%ranks
 
 and how the processes come to be:

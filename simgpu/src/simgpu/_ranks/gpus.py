@@ -50,12 +50,12 @@ def choose(
 ) -> Gpus | None:  # fmt: skip
     """The GPUs for so many ranks; None for ranks on the CPU.
 
-    They are simulated, unless HELPERS_GPUS=real asks for the machine's own.
+    They are simulated, unless SIMGPU=off asks for the machine's own.
 
     Raises:
         ValueError: for a device, card, memory, number of nodes or network that cannot
             be.
-        RuntimeError: if HELPERS_GPUS=real and the machine has fewer, or one node.
+        RuntimeError: if SIMGPU=off and the machine has fewer, or one node.
     """
     if device not in DEVICES:
         raise ValueError(f"device={device!r}; use cuda or cpu")
@@ -77,8 +77,8 @@ def choose(
     if nodes > 1 or real < size:
         what = f"{real} of {size} GPUs" if nodes == 1 else "not so many nodes"
         raise RuntimeError(
-            f"HELPERS_GPUS=real, but this machine has {what}; set HELPERS_GPUS="
-            'simulated, or take ranks on the CPU: device="cpu"'
+            f"SIMGPU=off, but this machine has {what}; unset SIMGPU, "
+            'or take ranks on the CPU: device="cpu"'
         )
     return Gpus(False, memory=memory)
 

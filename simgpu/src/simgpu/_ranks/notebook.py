@@ -30,7 +30,7 @@ class Ranks:
     """N processes, each one rank of a process group, as under torchrun.
 
     Each sees as many GPUs as there are ranks on its node: simulated ones, or with
-    HELPERS_GPUS=real the machine's own. The process group is there, over NCCL, and
+    SIMGPU=off the machine's own. The process group is there, over NCCL, and
     RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and
     MASTER_PORT are set; `torch.cuda.set_device` is yours to call. On the CPU, the
     process group is over gloo, and nothing is simulated.
@@ -54,10 +54,8 @@ class Ranks:
 
     Raises:
         ValueError: for ranks, GPUs, nodes or a network that cannot be.
-        RuntimeError: if HELPERS_GPUS=real and the machine has fewer GPUs.
+        RuntimeError: if SIMGPU=off and the machine has fewer GPUs.
         RankError: if they do not come up.
-
-    Taught in 15-talk-between-ranks.
     """
 
     def __init__(
@@ -100,7 +98,11 @@ class Ranks:
         print(f"{ranks}: processes on {where}, backend {self.backend}.")
 
     def run(
-        self, function: Callable, *args, timeout: float = RUN_SECONDS, **kwargs
+        self,
+        function: Callable,
+        *args: object,
+        timeout: float = RUN_SECONDS,
+        **kwargs: object,
     ) -> list:
         """Call a function in every rank.
 
@@ -146,8 +148,8 @@ class Ranks:
         """
         if not self.simulated:
             raise RankError(
-                "only simulated GPUs have a timeline (HELPERS_GPUS=simulated); lesson "
-                "07 shows how to record real ones"
+                "only simulated GPUs have a timeline (unset SIMGPU); torch.profiler "
+                "records real ones"
             )
         # pickled by name, with no code of the notebook
         return JobTimeline(self.run(worker.timeline))

@@ -1,8 +1,8 @@
-"""What went wrong in which rank, in the words that a learner needs.
+"""What went wrong in which rank, in words that say what to do.
 
 A rank that raises describes its error as plain data (`describe`). A rank that hangs has
 its stack written by faulthandler (`parse_stack`). `failure_report` makes one text of
-all, with the learner's own lines only.
+all, with the program's own lines only.
 """
 
 import os
@@ -90,14 +90,14 @@ def failure_report(
     """
     troubles = {rank: f"the process {how}" for rank, how in ended.items()}
     for rank, stack in hanging.items():
-        where = _learners_lines(stack) or " in code of its own"
+        where = _program_lines(stack) or " in code of its own"
         troubles[rank] = f"did not finish; waiting{where}"
     for rank, failure in failed.items():
         # a collective on simulated GPUs begins with the rank that waits in it
         message = failure.message.replace(f"Error: rank {rank}: ", "Error: ", 1)
         if ended and any(words in message for words in _LOST_CONNECTION):
             message = "lost another rank"
-        troubles[rank] = message + _learners_lines(failure.stack)
+        troubles[rank] = message + _program_lines(failure.stack)
     ranks_with: dict[str, list[int]] = {}
     for rank, trouble in sorted(troubles.items()):
         ranks_with.setdefault(trouble, []).append(rank)
@@ -125,8 +125,8 @@ def _without_comprehensions(stack: list[Frame]) -> list[Frame]:
     return found
 
 
-def _learners_lines(stack: list[Frame]) -> str:
-    """The learner's own lines of a stack, outermost first."""
+def _program_lines(stack: list[Frame]) -> str:
+    """The program's own lines of a stack, outermost first."""
     lines = []
     for file, line, function in _without_comprehensions(stack):
         if frames.is_program_code(file):

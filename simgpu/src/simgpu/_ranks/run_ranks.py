@@ -40,7 +40,7 @@ from simgpu._device.cards import find_card
 from simgpu._distributed.children import leave
 from simgpu._loopback import HOST, loopback_store
 from simgpu._request import check_request
-from simgpu._timing.topology import Topology
+from simgpu._timing.topology import Network, Topology
 
 _OURS = str(Path(__file__).parents[1]) + os.sep
 # what programs import sooner or later: optimizers and DDP, for example, dynamo
@@ -74,13 +74,13 @@ class RanksFailed(RuntimeError):
 def run_ranks(
     function: Callable,
     ranks: int,
-    *args,
+    *args: object,
     card: str = "A100",
-    memory=None,
+    memory: int | str | None = None,
     nodes: int = 1,
-    network=None,
+    network: Network | float | str | None = None,
     seconds: float = 60.0,
-    **kwargs,
+    **kwargs: object,
 ) -> list:
     """Call a function on every rank of a job and return what each has returned.
 

@@ -157,7 +157,7 @@ def _init_on_gpus(port: int, settings: WorkerSettings) -> None:
     """Make the process group over NCCL, as a script under torchrun does.
 
     Which GPU is the rank's own, `torch.cuda.set_device` says, and that is left to the
-    learner.
+    program.
 
     Args:
         port: of the store.
@@ -317,7 +317,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 def _keep_little() -> None:
     """Let glibc return each large block as soon as it is free, not after the call.
 
-    Of itself, it keeps ever larger ones: 7 MB in each of the eight ranks of lesson 23.
+    Of itself, it keeps ever larger ones: 7 MB in each of eight ranks.
     """
     if sys.platform == "linux":
         with contextlib.suppress(AttributeError):

@@ -10,8 +10,6 @@ with one line of the program.
 Leaves out: the host reading pinned memory too early, reads by the default streams
 before the second stream existed, and what an operation writes without saying so in its
 schema (the running statistics of batch normalization).
-
-Taught in 06-catch-races.
 """
 
 import sys

@@ -39,4 +39,5 @@ class StreamPosition(NamedTuple):
     time: float  # simulated seconds at which all work before it is done
     number: int  # names it
     clock: object  # the `Clock` whose time it is
-    after: tuple = ()  # collectives before it of which the end was not known then
+    # collectives before it of which the end was not known then
+    after: tuple[object, ...] = ()

@@ -17,6 +17,8 @@ given; `tests/fidelity.py` shows how near that comes, for fitted and other rows 
 import math
 from typing import NamedTuple
 
+from simgpu._device.cards import Card
+
 FLOOR = 1.5e-6  # seconds of a kernel besides its work
 PRODUCT_FLOOR = 5e-6  # the same of a matrix product, a convolution, fused attention
 OF_BANDWIDTH = 0.86  # of the memory's bandwidth that a pass reaches
@@ -71,7 +73,7 @@ class Work(NamedTuple):
     attention: bool = False  # fused
 
 
-def kernel_seconds(card, work: Work) -> float:
+def kernel_seconds(card: Card, work: Work) -> float:
     """Seconds of a kernel on a card."""
     if not work.flops:
         moved = work.nbytes * work.traffic
@@ -83,7 +85,7 @@ def kernel_seconds(card, work: Work) -> float:
     return PRODUCT_FLOOR + math.hypot(busy, work.nbytes / bandwidth)
 
 
-def product_seconds(card, product: Product, dtype: str, nbytes: int) -> float:
+def product_seconds(card: Card, product: Product, dtype: str, nbytes: int) -> float:
     """Seconds of matrix products.
 
     Args:

@@ -27,10 +27,7 @@ class Totals(NamedTuple):
 
 
 class Timeline:
-    """What ran since the last `clear()`: a list of events that draws itself.
-
-    Taught in 00-start-here and 05-overlap-with-streams.
-    """
+    """What ran since the last `clear()`: a list of events that draws itself."""
 
     def __init__(self, clock: Clock):
         self._clock = clock
@@ -136,11 +133,11 @@ class Timeline:
         """Start again from time zero with an empty log."""
         self._clock.clear()
 
-    def chrome_trace(self) -> dict:
+    def chrome_trace(self) -> dict[str, object]:
         """The log in the format that Perfetto and chrome://tracing open."""
         return chrome_trace.of(self)
 
-    def export_chrome_trace(self, path: str | os.PathLike) -> None:
+    def export_chrome_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the log to a file; open it at ui.perfetto.dev or chrome://tracing."""
         Path(path).write_text(json.dumps(self.chrome_trace()), encoding="utf-8")
 

@@ -1,6 +1,6 @@
 """What the simulator costs: microseconds an operation, milliseconds a training step.
 
-    python tests/benchmarks/simgpu_cost.py
+    python tests/tools/simgpu_cost.py
 
 Prints the cost of one operation without the simulator, with it, and under PyTorch's
 own FakeTensorMode, and a training step with and without it, all in one run. A

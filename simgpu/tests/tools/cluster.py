@@ -1,6 +1,6 @@
 """What a cluster on simulated GPUs costs: a GPT with FSDP2 and tensor parallel.
 
-    python tests/benchmarks/cluster.py [--ranks 8] [--steps 10]
+    python tests/tools/cluster.py [--ranks 8] [--steps 10]
 
 Prints seconds from the command to its end, seconds a step, and the memory (PSS) of all
 processes at its peak, for `tests/scripts/cluster/fsdp2_tp_gpt.py` under torchrun. A

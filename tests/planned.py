@@ -1,4 +1,4 @@
-"""Published training runs beside the planner's figures."""
+"""Published training runs (`recordings/`) beside what lesson 26's planner says."""
 
 import sys
 from pathlib import Path
@@ -7,7 +7,7 @@ from recorded.comparison import Comparison, Omission
 from recorded.files import Recording
 
 KINDS = ("train_llmfoundry", "train_other")
-NOTEBOOKS = str(Path(__file__).resolve().parents[3] / "notebooks")
+NOTEBOOKS = str(Path(__file__).resolve().parents[1] / "notebooks")
 
 
 def compare(recording: Recording) -> tuple[list[Comparison], list[Omission]]:

@@ -1,14 +1,13 @@
 """Record on a real GPU what the simulator should predict.
 
-    python tests/record_on_gpu.py [OUT_FOLDER]     # on a machine with CUDA; 5 minutes
-    python tests/record_on_gpu.py --simulated      # a rehearsal, without a GPU
+    python tests/tools/record_on_gpu.py [OUT_FOLDER]   # with CUDA; 5 minutes
+    python tests/tools/record_on_gpu.py --simulated    # a rehearsal, without a GPU
 
 Writes a folder <card>-torch<version> into OUT_FOLDER, by default `tests/recordings`,
 with one file for each kind of figures, in the formats of `tests/recordings/README.md`:
 products, convolutions, passes, small operations, copies, and what the allocator does. A
-rehearsal takes few and small ones, and writes into a temporary folder.
-`tests/fidelity.py` compares them with the simulator. Needs torch 2.11 or later, and
-nothing else beyond this repository.
+rehearsal takes few and small ones, and writes into a temporary folder. Needs torch 2.11
+or later, and nothing else beyond this repository.
 """
 
 import argparse
@@ -24,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 if __package__ in (None, ""):  # run as a script, maybe where nothing is installed
-    sys.path.insert(0, str(Path(__file__).resolve().parent))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -33,7 +32,7 @@ import simgpu
 from recorded import allocator, operations
 from simgpu._device.cards import CARDS
 
-RECORDINGS = Path(__file__).parent / "recordings"
+RECORDINGS = Path(__file__).resolve().parents[1] / "recordings"
 WARM_UP, RUNS = 5, 25
 MIB = 2**20
 

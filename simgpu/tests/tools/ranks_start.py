@@ -1,6 +1,6 @@
 """What ranks cost to start, to keep and to call.
 
-    python tests/benchmarks/ranks_start.py [--ranks 4] [--device cpu]
+    python tests/tools/ranks_start.py [--ranks 4] [--device cpu]
 
 On simulated GPUs, or on the CPU. Prints seconds to the first all-reduce, memory (PSS)
 of all processes after a DDP step, this one included, milliseconds of a warm call, and

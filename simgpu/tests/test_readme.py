@@ -1,0 +1,103 @@
+"""The pages of the project: its programs print what they say, its links lead on."""
+
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).resolve().parents[1]
+PAGES = [
+    PROJECT / name
+    for name in ("README.md", "HOW-IT-WORKS.md", "WHAT-RUNS.md", "CHANGELOG.md")
+]
+PAGE = (PROJECT / "README.md").read_text(encoding="utf-8")
+FILES = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, re.DOTALL)
+CONSOLE = re.findall(r"```console\n\$ (.*?)\n(.*?)```", PAGE, re.DOTALL)
+LINK = re.compile(r"\]\(([^)#\s]*)(?:#([\w-]+))?\)")
+WEB = re.compile(r"https?://")
+# a file or folder named in code: `_timing/cost.py`, `tests/`
+NAMED = re.compile(r"`((?:[\w.-]+/)+(?:[\w.-]+\.\w+)?)`")
+PROGRAMS = {
+    "python": [sys.executable],
+    "simgpu": [sys.executable, "-m", "simgpu"],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, text in FILES:
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    return tmp_path
+
+
+def test_each_file_is_used():
+    assert {name for name, _ in FILES} == {shlex.split(c)[-1] for c, _ in CONSOLE}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "shown"), CONSOLE, ids=[c for c, _ in CONSOLE])
+def test_a_command_prints_what_the_page_says(folder, command, shown):
+    program, *rest = shlex.split(command)
+    # options of the pytest that runs this are not for one that the page starts
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
+    done = subprocess.run(
+        [*PROGRAMS[program], *rest],
+        cwd=folder,
+        env=clean | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout.splitlines()
+    if "pytest" in command:  # it adds dots and seconds
+        assert printed[-1].startswith(shown.strip()), done.stdout
+    else:
+        assert printed == shown.splitlines()
+
+
+def test_one_rank_prints_what_four_do(folder, simulated_gpus, monkeypatch, capsys):
+    (shown,) = (shown for command, shown in CONSOLE if "=4" in command)
+    rank = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}  # any that is free
+    for name, value in {**rank, **meeting}.items():
+        monkeypatch.setenv(name, str(value))
+    runpy.run_path(str(folder / "ranks.py"))
+    assert capsys.readouterr().out == shown
+
+
+def anchors(page: Path) -> set[str]:
+    """What the headings of a page are called in links, as GitHub does."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w -]", "", t.lower()).replace(" ", "-") for t in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere_inside_the_project(page):
+    wrong = []
+    for target, anchor in LINK.findall(page.read_text(encoding="utf-8")):
+        if WEB.match(target):
+            continue
+        file = (page.parent / target).resolve() if target else page
+        inside = file.is_relative_to(PROJECT) and file.exists()
+        if not inside or (anchor and anchor not in anchors(file)):
+            wrong.append(f"{target}#{anchor}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_a_page_names_are_there(page):
+    text = page.read_text(encoding="utf-8")
+    source = PROJECT / "src" / "simgpu"
+    wrong = [
+        name
+        for name in NAMED.findall(text)
+        if not (PROJECT / name).exists() and not (source / name).exists()
+    ]
+    assert wrong == []
