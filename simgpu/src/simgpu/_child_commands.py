@@ -42,6 +42,11 @@ def disarm() -> None:
     """This process sees to its GPUs itself: it runs `python -m simgpu`."""
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
+        if _finder.hidden is not None:
+            from simgpu._launch import program
+
+            sys.modules.update(_finder.hidden)
+            program.renew_torch()
 
 
 def come() -> None:
@@ -97,12 +102,8 @@ class _Hidden:
         return self.modules["torch"]
 
     def exec_module(self, module):
-        from simgpu._launch import program
-
-        disarm()
         module.__spec__ = self.spec
-        sys.modules.update(self.modules)
-        program.renew_torch()
+        disarm()
         start(self.words)
 
 

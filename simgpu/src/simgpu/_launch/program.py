@@ -26,7 +26,7 @@ from simgpu import _frames as frames
 _MACHINERY = (str(Path(__file__).parents[1]) + os.sep, "<frozen runpy>", runpy.__file__)
 
 
-def can_run(words: list[str]) -> bool:
+def can_run(words: list[str], folder: str) -> bool:
     """Whether these words start this Python with a program that can run here.
 
     It cannot if a file beside the program has the name of a module that was imported
@@ -34,32 +34,30 @@ def can_run(words: list[str]) -> bool:
 
     Args:
         words: as a launcher starts them: `[sys.executable, "-u", "train.py", "-x"]`.
+        folder: where it starts them.
     """
     if words[:2] != [sys.executable, "-u"] or len(words) < 3:
         return False
-    program = words[2]
-    if program == "-m":
-        return len(words) > 3 and not _hides_ours(os.getcwd())
-    with contextlib.suppress(OSError), open(program, "rb") as file:
-        is_text = program.endswith(".py") or file.read(2) == b"#!"
-        return is_text and not _hides_ours(os.path.dirname(os.path.realpath(program)))
-    return False
+    if words[2] == "-m":
+        return len(words) > 3 and not _hides_imported(folder)
+    path = os.path.realpath(os.path.join(folder, words[2]))
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        is_script = path.endswith(".py") or file.read(2) == b"#!"
+        return is_script and not _hides_imported(os.path.dirname(path))
+    return False  # Python says why
 
 
-def _hides_ours(folder: str) -> bool:
-    """Whether a module of this folder has the name of one that is here already."""
-    ours = {name for name in sys.modules if "." not in name} - {"__main__"}
-    for entry in os.scandir(folder or "."):
-        name = entry.name.partition(".")[0]
-        if name not in ours:
-            continue
-        module = getattr(sys.modules[name], "__file__", None) or ""
-        file = os.path.join(entry.path, "__init__.py")
-        if not entry.is_dir():
-            file = entry.path
-        is_module = file.endswith((".py", ".so")) and os.path.exists(file)
-        if is_module and os.path.realpath(module) != os.path.realpath(file):
-            return True
+def _hides_imported(folder: str) -> bool:
+    """Whether a module of this folder has the name of another one that is here."""
+    for entry in os.scandir(os.path.realpath(folder)):
+        name, path = entry.name.partition(".")[0], entry.path
+        module = None if name == "__main__" else sys.modules.get(name)
+        if entry.is_dir():
+            path = os.path.join(path, "__init__.py")
+        if module is not None and path.endswith((".py", ".so")):
+            other = getattr(module, "__file__", None) or ""
+            if os.path.exists(path) and os.path.realpath(other) != path:
+                return True
     return False
 
 

@@ -160,7 +160,7 @@ def serve(connection: socket.socket, launcher: int, preload: list[str]) -> Asked
     while True:
         asked, files = _receive_request(connection)
         pid = 0
-        if program.can_run(asked.words):
+        if program.can_run(asked.words, asked.folder):
             pid = _fork_for(launcher)
             if pid is None:
                 connection.close()
@@ -254,5 +254,3 @@ def _take_place(asked: Asked, files: list[int]) -> None:
         os.close(file)
     os.chdir(asked.folder)
     shown.take(asked.words, asked.environ)
-
-
