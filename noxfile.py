@@ -1,6 +1,6 @@
 """The same tests with other PyTorchs, the types, and the package that users install.
 
-    nox -s tests-2.15                  # everything, with the newest PyTorch
+    nox -s tests-2.15                  # with the newest PyTorch, without lessons
     nox -s tests-2.11 -- simgpu/tests/test_nccl.py
     nox -s types build
 

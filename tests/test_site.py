@@ -207,7 +207,7 @@ def steps_of(job: dict, key: str) -> list[str]:
 
 
 def test_the_tests_run_on_each_system_by_the_command_of_the_readme():
-    job = workflow("tests.yml")["jobs"]["test"]
+    job = workflow("tests.yml")["jobs"]["course"]
     assert steps_of(job, "run") == ["python3 -m helpers test", "python -m helpers test"]
     assert "python3 -m helpers test" in README
     matrix = job["strategy"]["matrix"]

@@ -115,7 +115,7 @@ def solution_2():
     """Each tensor needs memory of its own, and the producer must live long enough.
 
     `put` sends a handle to the storage and no numbers. With one storage for four
-    handles, the consumer finds the threes that were written last. `clone()` makes a new
+    handles, the consumer finds one number four times. `clone()` makes a new
     storage each time.
 
     With the default strategy, the consumer fetches the memory behind a handle from the

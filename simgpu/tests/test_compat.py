@@ -190,27 +190,6 @@ def test_a_missing_name_raises_where_its_feature_is_used():
     assert "has no torch._C._get_sdp_priority_order" in done.stderr
 
 
-# without these nothing of PyTorch works, or nothing of the simulator
-ESSENTIAL = {
-    "torch_C", "torch_ops", "TorchDispatchMode", "HigherOrderOperator", "DispatchKey",
-    "DispatchKeySet", "Generator", "builtin_table", "push_function_mode",
-    "push_dispatch_mode", "distributed_C",
-}  # fmt: skip
-
-
-@pytest.mark.slow
-@needs_forks
-def test_no_name_but_the_essential_ones_stops_the_start():
-    reached = without()
-    failed = {
-        name: how
-        for name, how in reached.items()
-        if not how.startswith("started") and how != "stays"
-    }
-    assert failed.keys() <= ESSENTIAL, failed
-    assert sum(how.startswith("started") for how in reached.values()) > 90
-
-
 # -- versions --------------------------------------------------------------------------
 
 

@@ -730,7 +730,7 @@ def test_notebooks_at_once_end_with_all_that_they_have_started(tmp_path):
 @LINUX
 def test_ranks_are_light_and_a_forked_child_leaves_them_alone():
     """The notebook's process does not import PyTorch."""
-    benchmarks = str(Path(__file__).parent / "benchmarks")
+    benchmarks = str(Path(__file__).parent / "tools")
     script = start_script(f"""
         import json, os, sys
         sys.path.insert(0, {benchmarks!r})

@@ -15,6 +15,7 @@ import psutil
 import pytest
 from test_ranks import AFRESH, FORKS, LINUX, error_of, last_line, start_script
 
+import simgpu
 from simgpu import _ranks as module
 from simgpu._ranks import Ranks, fork_server, worker
 from simgpu._ranks import gpus as gpus_module
@@ -170,11 +171,9 @@ def test_real_gpus_are_taken_only_where_they_are_asked_for(monkeypatch):
 def test_pytorch_counts_real_gpus_only_where_linux_has_a_file_of_one(
     file, real, monkeypatch, tmp_path
 ):
-    from helpers import gpus
-
     (tmp_path / file).touch()  # dxg is that of a Linux in Windows
     monkeypatch.setattr(gpus_module, "_FILES", tmp_path)
-    monkeypatch.setattr(gpus, "_REAL_GPUS", 2)
+    monkeypatch.setattr(simgpu, "real_gpus", lambda: 2, raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert gpus_module._real_gpus() == real
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

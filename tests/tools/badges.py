@@ -15,6 +15,7 @@ from pathlib import Path
 # Where the course is published; every badge and clone address names these two.
 REPOSITORY = "multi-gpu-course/multi-gpu-course"
 BRANCH = "main"
+PAGES = ("simgpu/README.md", "simgpu/pyproject.toml")  # that link here, too
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,8 +36,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("repository", metavar="OWNER/REPO", type=repository_name)
     parser.add_argument("--branch", metavar="NAME", type=branch_name, default=BRANCH)
     new = parser.parse_args(arguments)
-    readme = ROOT / "README.md"
-    for file in (readme, *sorted((ROOT / "notebooks").glob("*.ipynb"))):
+    pages = [ROOT / page for page in ("README.md", *PAGES) if (ROOT / page).exists()]
+    for file in (*pages, *sorted((ROOT / "notebooks").glob("*.ipynb"))):
         rewrite(file, lambda text: move_links(text, new.repository, new.branch))
     rewrite(
         ROOT / "tests" / "tools" / "badges.py",

@@ -1,7 +1,7 @@
 """Simulated GPUs or the machine's own: what the environment variable SIMGPU asks for.
 
 `SIMGPU` is `on`, as where it is not set, or `off`: then `python -m simgpu` and `Ranks`
-take the machine's own GPUs, and what simulates by name (`simgpu.start`) goes on to.
+take the machine's own GPUs. `simgpu.start` simulates all the same.
 """
 
 import os
