@@ -2,12 +2,14 @@
 
 import json
 import os
+import queue
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import textwrap
-import time
+import threading
 from pathlib import Path
 
 import psutil
@@ -45,7 +47,8 @@ FACTS = """
     }
     with open("/proc/self/environ") as file:
         shown = dict(p.split("=", 1) for p in file.read().split(chr(0)) if p)
-    facts["shown"] = {k: v for k, v in shown.items() if k in facts["environ"]}
+    facts["shown"] = {k: v for k, v in shown.items()
+                      if k in facts["environ"] and k != "SIMGPU_CHILDREN"}
     with open("/proc/self/cmdline") as file:
         facts["command"] = file.read().rstrip(chr(0)).split(chr(0))[1:]
     import torch
@@ -84,17 +87,13 @@ def test_a_forked_rank_finds_what_a_new_python_finds(tmp_path):
     assert done.status == 0, done.stderr
     forked = facts_of(tmp_path)
     # of a module that has a name of Python's own, the program is to have its own
-    write(
-        tmp_path,
-        "queue.py",
-        "from multiprocessing.queues import Empty, Full\n"
-        "class SimpleQueue: pass\nQueue = LifoQueue = PriorityQueue = SimpleQueue",
-    )
+    shutil.copy(queue.__file__, tmp_path)
     done = torchrun(tmp_path, *started)
     assert done.status == 0, done.stderr
     new = facts_of(tmp_path)
     for rank in range(2):
-        assert forked[rank][0] == new[rank][0]
+        for name, fact in forked[rank][0].items():
+            assert fact == new[rank][0][name], name
         assert forked[rank][1][2] and not new[rank][1][2]
     assert forked[0][0]["gpus"] == 2 and not forked[0][0]["torch"]
     assert forked[0][0]["shown"]["LOCAL_RANK"] == "0"
@@ -180,7 +179,7 @@ def test_a_rank_ends_as_python_does(tmp_path, how, status, words):
 
 HOLDS = """
     import os, time
-    open(f"rank-{os.environ['RANK']}", "w").write(str(os.getpid()))
+    print(os.getpid(), flush=True)
     time.sleep(600)
 """
 
@@ -193,26 +192,25 @@ def held(tmp_path):
     command = subprocess.Popen(
         [sys.executable, "-m", "simgpu", "--gpus", "2", "torchrun",
          "--nproc-per-node=2", "holds.py"],
-        cwd=tmp_path, env=environ, stderr=subprocess.DEVNULL,
+        cwd=tmp_path, env=environ, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
     )  # fmt: skip
+    late = threading.Timer(programs.SECONDS, command.kill)
+    late.start()
     every = [psutil.Process(command.pid)]
     try:
-        end = time.monotonic() + programs.SECONDS
-        while time.monotonic() < end and command.poll() is None:
-            ranks = [int(p.read_text() or 0) for p in tmp_path.glob("rank-*")]
-            if len(ranks) == 2 and all(ranks):
-                break
-            time.sleep(0.05)
+        ranks = [int(command.stdout.readline()) for _ in range(2)]
         (launcher,) = every[0].children()
-        server = [p for p in launcher.children() if p.pid not in ranks]
-        assert {p.pid for p in launcher.children()} == {*ranks, server[0].pid}
-        every += [launcher, *server, *map(psutil.Process, ranks)]
+        (server,) = [p for p in launcher.children() if p.pid not in ranks]
+        every += [launcher, server, *map(psutil.Process, ranks)]
         yield command, *every[1:]
     finally:
+        late.cancel()
         for process in every:
             if process.is_running():
                 process.kill()
         command.wait(10)
+        command.stdout.close()
 
 
 def test_a_signal_to_the_command_ends_launcher_server_and_ranks(held):
@@ -233,8 +231,7 @@ def test_without_its_launcher_the_server_ends_and_the_ranks_live_on(held):
 
 def test_the_loss_of_the_server_disturbs_nobody(held):
     command, launcher, server, *ranks = held
-    server.kill()
-    server.wait(10)
+    server.kill()  # what is left of it, its launcher keeps to its own end
     ranks[0].kill()  # torchrun then ends the other one, and itself
     assert command.wait(60) == 1
     _, alive = psutil.wait_procs([launcher, *ranks], 10)
