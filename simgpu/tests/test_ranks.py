@@ -21,13 +21,21 @@ import psutil
 import pytest
 
 from simgpu import _ranks as module
-from simgpu._ranks import RankError, Ranks, call, fork_server, output, pickling, worker
+from simgpu._ranks import (
+    RankError,
+    Ranks,
+    fork_server,
+    output,
+    pickling,
+    remote_call,
+    worker,
+)
 from simgpu._ranks import notebook as ranks_module
 from simgpu._ranks.listener import Listener
 from simgpu._ranks.magic import run_cell_in_ranks
-from simgpu._ranks.process import MAIN
-from simgpu._ranks.report import Failure, Frame, failure_report
-from simgpu._ranks.worker_group import WorkerGroup
+from simgpu._ranks.python_process import MAIN
+from simgpu._ranks.rank_error import Failure, Frame, failure_report
+from simgpu._ranks.rank_processes import RankProcesses
 from support.waiting import wait
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -288,7 +296,7 @@ def end_by(number: int):
 def test_a_rank_that_fails_is_named_and_where_the_others_wait(
     four, how, words, monkeypatch
 ):
-    monkeypatch.setattr(call, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(remote_call, "GRACE_SECONDS", 0.5)
 
     def program():
         if rank() == 1:
@@ -475,7 +483,7 @@ def test_an_answer_that_was_not_shown_is_not_the_next_ones(four, monkeypatch):
     def break_off(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(call.Call, "finish", break_off)
+    monkeypatch.setattr(remote_call.RemoteCall, "finish", break_off)
     with pytest.raises(KeyboardInterrupt):
         four.run(lambda: "old")
     monkeypatch.undo()
@@ -486,7 +494,7 @@ def test_an_interrupt_within_an_answer_starts_the_ranks_afresh(four, monkeypatch
     received, restart = Connection.recv, four._restart
 
     def break_off(connection):
-        if any(connection is own for own in four._workers.connections):
+        if any(connection is own for own in four._workers.connections.values()):
             raise KeyboardInterrupt
         return received(connection)
 
@@ -512,11 +520,10 @@ def test_a_stack_is_read_when_its_lines_are_whole(tmp_path: Path):
         stack.write_text(dump[:-4])  # "in m"
         threading.Timer(0.2, stack.write_text, [dump]).start()
 
-    group = SimpleNamespace(
-        _settings=SimpleNamespace(stack_file=lambda rank: stack), send_signal=signalled
-    )
+    group = SimpleNamespace(folder=tmp_path, send_signal=signalled)
     outermost = (worker.__file__, 120, "main")
-    assert WorkerGroup.stack(group, 0) == [outermost, ("Übung.py", 3, "work")]
+    found = RankProcesses.stack(group, 0, worker.__file__)
+    assert found == [outermost, ("Übung.py", 3, "work")]
 
 
 def test_errors_survive_pickling():
@@ -543,7 +550,7 @@ def test_fifty_starts_and_stops_in_a_row():
     for i in range(50):
         with Ranks(2, device="cpu") as ranks, soon():
             assert ranks.run(all_sum, i) == [2.0 * i] * 2
-            pids, folder = ranks._workers.pids, ranks._workers.folder
+            pids, folder = [*ranks._workers.pids.values()], ranks._workers.folder
             assert folder.exists()
         assert not any(map(psutil.pid_exists, pids)) and not folder.exists()
 
@@ -575,7 +582,7 @@ def test_a_notebook_that_hangs_up_while_its_fork_server_reports_leaves_nothing()
     ranks = Ranks(
         8, device="cpu"
     )  # what is sent first to one that has hung up raises nothing
-    server, pids = fork_server._running, ranks._workers.pids
+    server, pids = fork_server._running, [*ranks._workers.pids.values()]
     try:
         os.kill(server.process.pid, signal.SIGSTOP)
         for pid in pids:

@@ -18,7 +18,7 @@ from test_ranks import AFRESH, FORKS, LINUX, error_of, last_line, start_script
 import simgpu
 from simgpu import _ranks as module
 from simgpu._ranks import Ranks, fork_server, worker
-from simgpu._ranks import gpus as gpus_module
+from simgpu._ranks import which_gpus as gpus_module
 from simgpu._timing.job import JobTimeline
 from support.waiting import wait
 
@@ -192,18 +192,16 @@ def test_a_rank_caps_the_memory_of_its_own_real_gpu(monkeypatch):
         torch.cuda, "set_per_process_memory_fraction", lambda *cap: shares.append(cap)
     )
     monkeypatch.setattr(dist, "init_process_group", lambda *a, **k: groups.append(a))
-    for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
-        monkeypatch.setenv(name, "")  # so that they are restored
     monkeypatch.setenv("LOCAL_RANK", "3")
     settings = types.SimpleNamespace(
         threads=torch.get_num_threads(),
         timeout=9,
         gpus=gpus_module.Gpus(False, memory="256MB"),
     )
-    worker._init_on_gpus(1, settings)
+    worker._init_on_gpus(settings)
     assert shares == [(0.25, 3)] and groups == [("nccl",)]
     settings.gpus = gpus_module.Gpus(False)
-    worker._init_on_gpus(1, settings)
+    worker._init_on_gpus(settings)
     assert len(shares) == 1 and len(groups) == 2
 
 
@@ -408,7 +406,7 @@ def test_they_leave_nothing_behind():
     for i in range(20):
         with Ranks(2) as ranks:
             assert ranks.run(all_sum, i) == [2.0 * i] * 2
-            pids = [*ranks._workers.pids, ranks._workers._store_pid]
+            pids = [*ranks._workers.pids.values(), ranks._workers._store_pid]
             folder = ranks._workers.folder
             assert all(map(psutil.pid_exists, pids))
         assert not any(map(psutil.pid_exists, pids)) and not folder.exists()

@@ -49,7 +49,10 @@ def in_this_process() -> int:
 
 
 def _listening(process: int) -> set[str]:
-    connections = psutil.Process(process).net_connections("tcp")
+    """The addresses at which a process listens, or one that it has started."""
+    starter = psutil.Process(process)
+    every = [starter, *starter.children(recursive=True)]
+    connections = [c for one in every for c in one.net_connections("tcp")]
     return {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN}
 
 

@@ -37,12 +37,12 @@ if TYPE_CHECKING:  # what type checkers and editors read; at run time see `_HOME
     from simgpu._frames import is_program_code
     from simgpu._messages import Messages
     from simgpu._prove import Finding, Report, assert_same_on_worlds, prove
-    from simgpu._ranks.gpus import cap_memory
     from simgpu._ranks.notebook import Ranks
     from simgpu._ranks.notebook import close as close_ranks
     from simgpu._ranks.notebook import current as current_ranks
-    from simgpu._ranks.report import RankError
+    from simgpu._ranks.rank_error import RankError
     from simgpu._ranks.run_ranks import RanksFailed, run_ranks
+    from simgpu._ranks.which_gpus import cap_memory
     from simgpu._request import Request, check_request
     from simgpu._sanitizer.report import RaceError
     from simgpu._startup import (
@@ -90,7 +90,7 @@ _HOMES = {
     "Network": "_timing.topology",
     "NotSimulated": "_errors",
     "RaceError": "_sanitizer.report",
-    "RankError": "_ranks.report",
+    "RankError": "_ranks.rank_error",
     "RankLog": "_timing.job",
     "Ranks": "_ranks.notebook",
     "RanksFailed": "_ranks.run_ranks",
@@ -100,7 +100,7 @@ _HOMES = {
     "Totals": "_timing.timeline",
     "Wait": "_timing.events",
     "assert_same_on_worlds": "_prove",
-    "cap_memory": "_ranks.gpus",
+    "cap_memory": "_ranks.which_gpus",
     "check_request": "_request",
     "close_ranks": "_ranks.notebook:close",
     "count": "_startup",

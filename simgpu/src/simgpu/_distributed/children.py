@@ -1,6 +1,7 @@
 """Processes that the program spawns have the same GPUs; and how such a process ends."""
 
 import atexit
+import functools
 import json
 import multiprocessing.spawn
 import os
@@ -17,8 +18,9 @@ _raw_preparation = multiprocessing.spawn.get_preparation_data
 _raw_bootstrap = BaseProcess._bootstrap
 
 
+@functools.wraps(_raw_preparation)
 def preparation_data(name: str) -> dict:
-    """What multiprocessing tells a new process: its main module is `spawned`."""
+    """What multiprocessing tells a new process: its main module is `_spawn_main`."""
     data = _raw_preparation(name)
     for kind in ("path", "name"):
         main = data.get(f"init_main_from_{kind}")

@@ -2,12 +2,14 @@
 
 PyTorch is imported once, so that a rank costs a few hundredths of a second and shares
 the server's memory. Python's multiprocessing has a fork server, too; this one also says
-how the ranks end. There is one for each notebook, on Linux only; elsewhere each rank is
-a new Python process.
+how the ranks end. A process that starts ranks (a notebook, a run of pytest, a script)
+has one, on Linux only; elsewhere each rank is a new Python process. The ranks of a
+launcher that is a command are forked by another one: `_launch/server.py`.
 
-`ForkServer` is the notebook's side; `serve` is what runs in the server.
+`ForkServer` is the starter's side; `serve` is what runs in the server.
 """
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -16,14 +18,13 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from simgpu._ranks.listener import Listener, connect
-from simgpu._ranks.process import START_SECONDS, PythonProcess, exit_with_parent
-from simgpu._ranks.store import keep_store
-from simgpu._ranks.worker import WorkerSettings, run_worker
+from simgpu._ranks.python_process import START_SECONDS, PythonProcess, exit_with_parent
 
 CAN_FORK = sys.platform == "linux"
 PRELOAD = (
@@ -32,17 +33,17 @@ PRELOAD = (
     "torch.distributed.pipelining", "numpy", "simgpu._startup",
     "torch.testing._internal.distributed.fake_pg",
 )  # fmt: skip
-_running: "ForkServer | None" = None  # that of this notebook
+_running: "ForkServer | None" = None  # that of this process
 
 
-# -- in the notebook -------------------------------------------------------------------
+# -- in the process that starts ranks --------------------------------------------------
 
 
 class ForkServer:
-    """The notebook's fork server.
+    """The fork server of this process.
 
     Attributes:
-        folder: of all temporary files; the server removes it if the notebook is killed.
+        folder: of all temporary files; the server removes it if the starter is killed.
         exit_statuses: process -> how it ended, of ranks; negative for a signal.
         hung_up: whether the server has ended.
     """
@@ -53,6 +54,7 @@ class ForkServer:
         self.hung_up = False
         self.process: PythonProcess | None = None
         self.connection: Connection | None = None
+        self._reading = threading.Lock()
         try:
             with Listener() as listener:
                 args = (listener.address, listener.key, os.getpid(), str(self.folder))
@@ -62,13 +64,13 @@ class ForkServer:
             self.close()
             raise
 
-    def fork(self, settings: WorkerSettings) -> None:
-        """Ask for the ranks of a new process group."""
-        self.connection.send(settings)
+    def fork(self, calls: list[tuple[Callable, tuple]]) -> None:
+        """Ask for new processes, each of which calls a function with its arguments."""
+        self.connection.send(calls)
 
     def is_alive(self) -> bool:
         """Whether it answers."""
-        with contextlib.suppress(EOFError, OSError):
+        with self._reading, contextlib.suppress(EOFError, OSError):
             self.connection.send(None)
             while self.connection.poll(START_SECONDS):
                 if self._receive() is None:
@@ -78,8 +80,9 @@ class ForkServer:
     def read_exit_statuses(self) -> None:
         """Read what the server has reported of ranks that ended."""
         try:
-            while self.connection.poll():
-                self._receive()
+            with self._reading:
+                while self.connection.poll():
+                    self._receive()
         except (EOFError, OSError):
             self.hung_up = True
 
@@ -99,7 +102,7 @@ class ForkServer:
 
 
 def running() -> ForkServer:
-    """The notebook's fork server, a new one if there is none that answers."""
+    """The fork server of this process, a new one if there is none that answers."""
     global _running
     if _running is not None and not _running.is_alive():
         stop()
@@ -109,7 +112,7 @@ def running() -> ForkServer:
 
 
 def stop() -> None:
-    """End the notebook's fork server, if there is one."""
+    """End the fork server of this process, if there is one."""
     global _running
     if _running is not None:
         _running.close()
@@ -117,28 +120,33 @@ def stop() -> None:
 
 
 def forget() -> None:
-    """Leave the server alone, in a forked child of the notebook: it is the parent's."""
+    """Leave the server alone, in a forked child of its starter: it is the parent's."""
     global _running
     _running = None
+
+
+atexit.register(stop)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=forget)
 
 
 # -- in the server ---------------------------------------------------------------------
 
 
-def serve(address: tuple[str, int], key: bytes, notebook_pid: int, folder: str) -> None:
-    """Fork ranks as asked, and report how they end, until the notebook ends.
+def serve(address: tuple[str, int], key: bytes, starter_pid: int, folder: str) -> None:
+    """Fork ranks as asked, and report how they end, until the starter ends.
 
     Args:
-        address: where the notebook listens.
+        address: where the starter listens.
         key: of its listener.
-        notebook_pid: its process.
-        folder: of all temporary files; it goes when the notebook does.
+        starter_pid: its process.
+        folder: of all temporary files; it goes when the starter does.
     """
-    notebook = connect(address, key)
+    starter = connect(address, key)
     _preload()
     with contextlib.suppress(EOFError, ConnectionError):
-        # A dying notebook hangs up before it is dead: also a send may find that out.
-        _serve_until_hang_up(notebook, notebook_pid)
+        # A dying starter hangs up before it is dead: also a send may find that out.
+        _serve_until_hang_up(starter, starter_pid)
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)  # and the ranks with it
 
@@ -151,31 +159,29 @@ def _preload() -> None:
     gc.enable()
 
 
-def _serve_until_hang_up(notebook: Connection, notebook_pid: int) -> None:
-    """Returns when the notebook's process is gone; raises when it hangs up."""
+def _serve_until_hang_up(starter: Connection, starter_pid: int) -> None:
+    """Returns when the starter's process is gone; raises when it hangs up."""
     rank_ended, wakeup = os.pipe()  # Python writes to it at each SIGCHLD
     os.set_blocking(wakeup, False)
     signal.set_wakeup_fd(wakeup)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the notebook tells the ranks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the starter tells the ranks
     while True:
-        ready = wait([notebook, rank_ended], 0.5)
-        if os.getppid() != notebook_pid:
+        ready = wait([starter, rank_ended], 0.5)
+        if os.getppid() != starter_pid:
             return
         if rank_ended in ready:
             os.read(rank_ended, 4096)
             for report in _reap():
-                notebook.send(report)
-        elif notebook in ready:
-            settings = notebook.recv()
-            if settings is None:  # is the server alive?
-                notebook.send(None)
+                starter.send(report)
+        elif starter in ready:
+            calls = starter.recv()
+            if calls is None:  # is the server alive?
+                starter.send(None)
                 continue
-            close = (notebook.fileno(), rank_ended, wakeup)
-            if settings.gpus is not None:
-                _fork(keep_store, settings, close=close)
-            for rank in range(settings.world_size):
-                _fork(run_worker, rank, settings, close=close)
+            close = (starter.fileno(), rank_ended, wakeup)
+            for function, args in calls:
+                _fork(function, *args, close=close)
 
 
 def _fork(function: Callable, *args, close: tuple[int, ...]) -> None:
@@ -188,6 +194,7 @@ def _fork(function: Callable, *args, close: tuple[int, ...]) -> None:
         os.setpgid(0, 0)  # what a rank starts ends with it
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        sys.modules["numpy"].random.seed()  # or all would draw the same
         for fd in close:
             os.close(fd)
         function(*args)

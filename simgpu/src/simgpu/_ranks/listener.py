@@ -5,11 +5,13 @@ without end, and one client that says nothing keeps all others waiting.
 """
 
 import contextlib
+import os
 import queue
 import secrets
 import socket
 import threading
 import time
+from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import (
     Client,
@@ -17,11 +19,37 @@ from multiprocessing.connection import (
     answer_challenge,
     deliver_challenge,
 )
+from pathlib import Path
 
-from simgpu._ranks.process import PythonProcess
-from simgpu._ranks.report import RankError
+from simgpu._ranks.python_process import PythonProcess
+from simgpu._ranks.rank_error import RankError
 
 BACKLOG = 64  # clients that may wait at once; all ranks connect together
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the processes of a job report.
+
+    Attributes:
+        address: host and port of the listener.
+        key: what it asks for.
+        folder: of the job's files.
+    """
+
+    address: tuple[str, int]
+    key: bytes
+    folder: Path
+
+    def report(self, number: int) -> Connection:
+        """From a new process: say which one it is, and have a connection.
+
+        Args:
+            number: the rank, or `store.KEEPER`.
+        """
+        connection = connect(self.address, self.key)
+        connection.send((number, os.getpid()))
+        return connection
 
 
 class Listener:

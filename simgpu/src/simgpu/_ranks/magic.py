@@ -5,7 +5,7 @@ import shlex
 import sys
 
 from simgpu._ranks.notebook import RUN_SECONDS, current
-from simgpu._ranks.report import RankError
+from simgpu._ranks.rank_error import RankError
 
 
 def register() -> None:

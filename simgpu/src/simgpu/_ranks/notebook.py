@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 from simgpu import _frames as frames
 from simgpu._ranks import fork_server, pickling, worker
-from simgpu._ranks.call import GRACE_SECONDS, Call
-from simgpu._ranks.gpus import choose
 from simgpu._ranks.job_memory import JobMemory
-from simgpu._ranks.report import RankError, may_have_lost_connections
+from simgpu._ranks.rank_error import RankError, may_have_lost_connections
+from simgpu._ranks.remote_call import GRACE_SECONDS, RemoteCall
+from simgpu._ranks.which_gpus import choose
 from simgpu._ranks.worker_group import WorkerGroup
 from simgpu._timing.job import JobTimeline
 
@@ -178,7 +178,7 @@ class Ranks:
             self._busy.release()
 
     def _call_alone(self, kind: str, payload: object, timeout: float) -> list:
-        call = Call(self._workers)
+        call = RemoteCall(self._workers)
         # until all has gone well: an answer may still come, or half of one was read
         usable = False
         count = "rank has" if self.size == 1 else f"{self.size} ranks have"
@@ -218,7 +218,7 @@ class Ranks:
 
         On simulated GPUs: whether all collectives so far were launched by all.
         """
-        call = Call(self._workers)
+        call = RemoteCall(self._workers)
         call.send("barrier", None)
         call.wait(GRACE_SECONDS)
         return call.finish() == ""
@@ -273,7 +273,6 @@ def _forget() -> None:
     if _current is not None:
         _current._workers = None
     _current = None
-    fork_server.forget()
 
 
 atexit.register(close)

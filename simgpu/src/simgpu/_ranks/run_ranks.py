@@ -9,44 +9,36 @@
     losses = run_ranks(train, 4, 10)  # what each of the four ranks has returned
 
 Every rank is a process with the GPUs of its node and with the environment variables of
-torchrun. They meet at a store of this process. Where there is fork, a server that has
-imported PyTorch forks them, so that a rank starts in a fraction of a second. Leaves
-out: restarting ranks that fail.
+torchrun; it is started as those of a notebook are (`rank_processes.py`). Leaves out:
+restarting ranks that fail.
 """
 
 import contextlib
-import faulthandler
 import importlib.util
-import multiprocessing
+import inspect
+import multiprocessing.spawn
 import os
 import pickle
 import signal
 import sys
-import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing import connection, forkserver
+from dataclasses import dataclass
+from multiprocessing import connection
 from pathlib import Path
+from typing import NoReturn
 
-import torch
-from torch.utils._pytree import tree_map_only
-
-import simgpu
 from simgpu import _frames as frames
-from simgpu import _runtime as runtime
 from simgpu._device.cards import find_card
-from simgpu._distributed.children import leave
-from simgpu._loopback import HOST, loopback_store
+from simgpu._ranks.listener import Meeting
+from simgpu._ranks.rank_processes import Place, RankProcesses, dump_stack_when_asked
 from simgpu._request import check_request
 from simgpu._timing.topology import Network, Topology
 
 _OURS = str(Path(__file__).parents[1]) + os.sep
-# what programs import sooner or later: optimizers and DDP, for example, dynamo
-_PRELOADED = ["simgpu._startup", "torch._dynamo", "torch.distributed.fsdp"]
+_LOOK = 0.5  # seconds between two looks at which ranks have ended
 _GRACE = 5.0  # seconds that the others have to end once a rank has failed
-_MARGIN = 1.0  # seconds for the ranks to write where they stand
 _NOT_FOUND = (
     "run_ranks needs a function that a new process can import, with arguments that "
     "can be pickled: define it at the top level of a module. ({})"
@@ -101,6 +93,7 @@ def run_ranks(
     Raises:
         RanksFailed: if a rank raises, ends or is late, with the traceback of each that
             has failed. Once one has failed, the others have five seconds to end.
+        RankError: if the processes of the ranks do not come up.
         TypeError: for a function that cannot be pickled.
         ValueError: for ranks, a card, memory or a network that cannot be.
     """
@@ -111,8 +104,24 @@ def run_ranks(
     check_request(here, card, memory)
     Topology(find_card(card), here, nodes, network)
     request = {"number": here, "card": card, "memory": memory, "honour_visible": True}
-    job = _Job(_pickled(function, args, kwargs), request, network, seconds)
-    return job.run(ranks, here)
+    module, file, call = _pickled(function, args, kwargs)
+    work = _Work(module, file, call, ranks, nodes, request, network, dict(os.environ),
+                 _preparation(call))  # fmt: skip
+    return _Job(ranks, seconds).run(work)
+
+
+def _preparation(call: bytes) -> dict:
+    """How multiprocessing prepares a new process to be like this one.
+
+    Args:
+        call: pickled; a rank imports this process's main module only if it is in it.
+    """
+    # without what the simulator, if it runs here, adds for processes that are spawned
+    found = inspect.unwrap(multiprocessing.spawn.get_preparation_data)("a rank")
+    del found["authkey"]  # cannot be sent; nobody asks a rank for it
+    if b"__main__" not in call:
+        found = {k: v for k, v in found.items() if not k.startswith("init_main_")}
+    return found
 
 
 def _pickled(function: Callable, args, kwargs) -> tuple[str, str | None, bytes]:
@@ -125,224 +134,173 @@ def _pickled(function: Callable, args, kwargs) -> tuple[str, str | None, bytes]:
     return module, getattr(sys.modules.get(module), "__file__", None), data
 
 
-class _Job:
-    """The processes of one call of `run_ranks`.
+@dataclass(frozen=True)
+class _Work:
+    """What each rank has to do, and where.
 
-    Args:
-        work: what `_pickled` returns.
+    Attributes:
+        module: of the function, and `file` is its file.
+        call: the function and its arguments, pickled.
+        ranks, nodes: how many there are.
         request: the arguments of `simgpu.start`.
         network: between nodes.
+        environ: of the process that has called.
+        preparation: what makes a process like the one that has called.
+    """
+
+    module: str
+    file: str | None
+    call: bytes
+    ranks: int
+    nodes: int
+    request: dict
+    network: Network | float | str | None
+    environ: dict[str, str]
+    preparation: dict
+
+
+class _Job:
+    """One call of `run_ranks`.
+
+    Args:
+        ranks: how many.
         seconds: that it may take.
     """
 
-    def __init__(self, work: tuple, request: dict, network, seconds: float):
-        self.work, self.request, self.network = work, request, network
-        self.end = time.time() + seconds
-        self.seconds = seconds
-        self.processes: list = []
-        self.results: dict[int, object] = {}
+    def __init__(self, ranks: int, seconds: float):
+        self.ranks, self.seconds = ranks, seconds
+        self.end = time.monotonic() + seconds
+        self.results: dict[int, bytes] = {}
         self.failures: dict[int, str] = {}
 
-    def run(self, ranks: int, here: int) -> list:
-        """Start them, wait for them, and leave nothing running."""
+    def run(self, work: _Work) -> list:
+        """Start the ranks, wait for them, and leave nothing running."""
         __tracebackhide__ = True
-        store = loopback_store()
-        common = {
-            "MASTER_ADDR": HOST, "MASTER_PORT": store.port, "WORLD_SIZE": ranks,
-            "LOCAL_WORLD_SIZE": here, "GROUP_WORLD_SIZE": ranks // here,
-            "TORCHELASTIC_USE_AGENT_STORE": True, "OMP_NUM_THREADS": 1,
-        }  # fmt: skip
-        with tempfile.TemporaryDirectory() as folder:
-            readers = {}
-            try:
-                for rank in range(ranks):
-                    own = {
-                        "RANK": rank, "LOCAL_RANK": rank % here,
-                        "GROUP_RANK": rank // here,
-                    }  # fmt: skip
-                    readers[self._start(folder, rank, common | own)] = rank
-                self._wait(readers, folder)
-            finally:
-                self._kill()
-                for reader in readers:
-                    reader.close()
-                for name, file in (("out", sys.stdout), ("err", sys.stderr)):
-                    printed = Path(folder, name)
-                    if printed.exists():
-                        file.write(printed.read_text(errors="replace"))
+        self.processes = RankProcesses()
+        try:
+            self.processes.start(_be_rank, self.ranks, work, with_store=True)
+            self._wait()
+        finally:
+            for name, file in (("out", sys.stdout), ("err", sys.stderr)):
+                printed = self.processes.folder / name
+                if printed.exists():
+                    file.write(printed.read_text("utf-8", "replace"))
+            self.processes.close()
         if self.failures:
             raise RanksFailed(self.failures)
-        return [self.results[rank] for rank in range(ranks)]
+        return [pickle.loads(self.results[rank]) for rank in range(self.ranks)]
 
-    def _start(self, folder: str, rank: int, more: dict) -> connection.Connection:
-        """Start a rank; returns where it writes its result."""
-        hidden = {"CUDA_VISIBLE_DEVICES"}
-        environ = {k: v for k, v in os.environ.items() if k not in hidden}
-        environ |= {name: str(value) for name, value in more.items()}
-        context = _context()
-        reader, writer = context.Pipe(duplex=False)
-        process = context.Process(
-            target=_become_rank,
-            args=(self.work, self.request, self.network, environ, folder, self.end,
-                  writer),
-            name=f"rank {rank}",
-        )  # fmt: skip
-        process.start()
-        self.processes.append(process)
-        writer.close()
-        return reader
-
-    def _wait(self, readers: dict[connection.Connection, int], folder: str) -> None:
-        """Until all have returned, or one has failed and the others had their time."""
-        left = dict(readers)
-        end = self.end + _MARGIN
-        sentinels = {process.sentinel: process for process in self.processes}
-        while left or sentinels:
-            ready = connection.wait([*left, *sentinels], max(end - time.time(), 0.0))
-            if not ready:
-                break
-            for reader in [r for r in left if r in ready or self._has_ended(left[r])]:
-                self._take(reader, left.pop(reader))
-            for sentinel in ready:
-                sentinels.pop(sentinel, None)
+    def _wait(self) -> None:
+        """Until all have ended, or one has failed and the others had their time."""
+        end = self.end
+        running = {c: rank for rank, c in self.processes.connections.items()}
+        while running and (left := end - time.monotonic()) > 0:
+            for ready in connection.wait(list(running), min(left, _LOOK)):
+                if not self._receive(running[ready], ready):
+                    del running[ready]
+            # what a rank has forked may keep its connection open
+            for quiet in [c for c in running if not c.poll()]:
+                if self.processes.exit_status(running[quiet]) is not None:
+                    self._note_end(running.pop(quiet))
             if self.failures:
-                end = min(end, time.time() + _GRACE)
-        for process in sentinels.values():
-            rank = self.processes.index(process)
-            if time.time() >= self.end:
+                end = min(end, time.monotonic() + _GRACE)
+        late = time.monotonic() >= self.end
+        for rank in running.values():
+            if late:
                 state = f"has not ended within {self.seconds:g} s"
             else:
                 state = "was killed, because another rank has failed"
-            self.failures.setdefault(rank, f"{state}\n{_where(folder, rank)}".rstrip())
+            self.failures.setdefault(rank, f"{state}\n{self._where(rank)}".rstrip())
 
-    def _has_ended(self, rank: int) -> bool:
-        return self.processes[rank].exitcode is not None
-
-    def _take(self, reader: connection.Connection, rank: int) -> None:
-        """Read what a rank has left, if it has left anything."""
+    def _receive(self, rank: int, from_rank: connection.Connection) -> bool:
+        """Take what a rank sends; whether it still runs."""
         try:
-            failed, value = reader.recv() if reader.poll() else (None, None)
+            failed, value = from_rank.recv()
         except (EOFError, OSError):
-            failed = None
-        if failed is None:
-            self.processes[rank].join(_GRACE)
-            self.failures[rank] = _how(self.processes[rank].exitcode)
-        elif failed:
+            self._note_end(rank)
+            return False
+        if failed:
             self.failures[rank] = value
         else:
-            self.results[rank] = pickle.loads(value)
+            self.results[rank] = value
+        return True
 
-    def _kill(self) -> None:
-        """End what still runs: the ranks, and the processes that they have started."""
-        for process in self.processes:
-            if hasattr(os, "killpg"):
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)
-            process.kill()
-        for process in self.processes:
-            process.join()
+    def _note_end(self, rank: int) -> None:
+        if rank not in self.results and rank not in self.failures:
+            how = self.processes.wait_for_exit(rank)
+            if not how.startswith("was killed"):
+                how = f"has {how}, without a result"
+            self.failures[rank] = how
 
-
-def _context():
-    """How processes are started: forked by a server that has imported PyTorch."""
-    if not hasattr(os, "fork"):
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    others = forkserver._forkserver._preload_modules
-    asked = dict.fromkeys([*others, *_PRELOADED])  # of no account once the server runs
-    asked.pop("__main__", None)
-    context.set_forkserver_preload(list(asked))
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # what is preloaded is found
-    try:
-        forkserver.ensure_running()
-    finally:
-        del os.environ["PYTHONPATH"]
-        if before is not None:
-            os.environ["PYTHONPATH"] = before
-    return context
-
-
-def _how(status: int | None) -> str:
-    """How a process has ended that has left no result."""
-    if status is None:
-        return "has closed its connection to the process that started it"
-    if status < 0:
-        with contextlib.suppress(ValueError):
-            return f"was killed by {signal.Signals(-status).name}"
-    return f"has ended without a result, with exit status {status}"
-
-
-def _where(folder: str, rank: int) -> str:
-    """Where a rank stood at the end: the lines of the program, if there are any."""
-    path = Path(folder, f"stack{rank}")
-    if not path.exists():
-        return ""
-    stack = [
-        line
-        for line in path.read_text(errors="replace").splitlines()
-        if line.startswith("  File ")
-    ]
-    own = [line for line in stack if frames.is_program_code(line.split('"')[1])]
-    return "\n".join(["It stood here, the innermost call first:", *(own or stack)])
+    def _where(self, rank: int) -> str:
+        """Where a rank stands: the lines of the program, if there are any."""
+        stack = self.processes.stack(rank, __file__)[::-1]
+        if not stack:
+            return ""
+        own = [frame for frame in stack if frames.is_program_code(frame.file)]
+        lines = [
+            f'  File "{frame.file}", line {frame.line} in {frame.function}'
+            for frame in own or stack
+        ]
+        return "\n".join(["It stood here, the innermost call first:", *lines])
 
 
 # -- in the rank's process -------------------------------------------------------------
 
 
-def _become_rank(work: tuple, request: dict, network, environ: dict, folder: str,
-                 end: float, writer) -> None:  # fmt: skip
+def _be_rank(rank: int, meeting: Meeting, work: _Work) -> NoReturn:
     """What the process of a rank does: call the function, tell what came of it."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    if hasattr(os, "setpgid"):
-        os.setpgid(0, 0)  # killed together with the processes that it starts
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, name in ((1, "out"), (2, "err")):
-        file = os.open(f"{folder}/{name}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        file = os.open(meeting.folder / name, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(file, number)
+    sys.stdout, sys.stderr = (
+        open(number, "w", buffering=1, encoding="utf-8", closefd=False)
+        for number in (1, 2)
+    )
+    dump_stack_when_asked(meeting.folder, rank)
+    starter = meeting.report(rank)
+    port = starter.recv()
     os.environ.clear()
-    os.environ.update(environ)
-    torch.set_num_threads(1)
-    stack = open(f"{folder}/stack{environ['RANK']}", "w")
-    faulthandler.dump_traceback_later(max(end - time.time(), 0.1), file=stack)
+    os.environ.update(work.environ, OMP_NUM_THREADS="1")
+    os.environ.update(Place(rank, work.ranks, work.nodes).environ(port))
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # it is the machine's own it may hide
+    import torch
+    from torch.utils._pytree import tree_map_only
+
+    import simgpu
+    from simgpu import _runtime as runtime
+    from simgpu._distributed.children import leave
+
     status = 0
     try:
-        simgpu.start(**request)
-        now = runtime.current()
-        now.for_children, now.network = request, network
+        torch.set_num_threads(1)
+        torch.distributed.set_debug_level_from_env()
+        simgpu.start(**work.request)
+        runtime.current().for_children = work.request
+        runtime.current().network = work.network
+        multiprocessing.spawn.prepare(work.preparation | {"name": f"rank {rank}"})
         result = _load(work)()
         on_host = tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), result)
-        found = (False, pickle.dumps(on_host))
+        answer = (False, pickle.dumps(on_host))
     except BaseException as error:
         status = 1
-        found = (True, _text_of(error))
-    with contextlib.suppress(BrokenPipeError):
-        writer.send(found)
-    _leave(status)
-
-
-def _leave(status: int) -> None:
-    """End the process; what others need of it, they get."""
-    faulthandler.cancel_dump_traceback_later()
+        answer = (True, _text_of(error))
+    with contextlib.suppress(OSError):
+        starter.send(answer)
     leave(status)
 
 
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    connection.wait([parent.sentinel])
-    os._exit(1)
-
-
-def _load(work: tuple) -> Callable:
+def _load(work: _Work) -> Callable:
     """The function and its arguments, as one call."""
-    module, file, data = work
-    if module not in sys.modules and file is not None:
+    if work.module not in sys.modules and work.file is not None:
         try:
-            importlib.import_module(module)
+            importlib.import_module(work.module)
         except ModuleNotFoundError:  # it was imported by its path: do that, too
-            spec = importlib.util.spec_from_file_location(module, file)
-            sys.modules[module] = found = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(found)
-    function, args, kwargs = pickle.loads(data)
+            spec = importlib.util.spec_from_file_location(work.module, work.file)
+            sys.modules[work.module] = module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+    function, args, kwargs = pickle.loads(work.call)
     return lambda: function(*args, **kwargs)
 
 

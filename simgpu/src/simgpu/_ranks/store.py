@@ -2,8 +2,8 @@
 
 torchrun's agent keeps one, too: so `dist.init_process_group("nccl")` finds it by the
 same variables of the environment. It is a process of its own, because a store is served
-by a thread of C++, and neither the notebook nor the fork server is to have one. Only
-this machine can reach it.
+by a thread of C++, and neither the fork server nor the process that starts the ranks is
+to have one. Only this machine can reach it.
 """
 
 import contextlib
@@ -11,25 +11,16 @@ import os
 from typing import NoReturn
 
 from simgpu._loopback import loopback_store
-from simgpu._ranks.listener import connect
-from simgpu._ranks.process import exit_with_stdin
-from simgpu._ranks.worker import WorkerSettings
+from simgpu._ranks.listener import Meeting
 
-KEEPER = -1  # in place of a rank, where it reports to the notebook
+KEEPER = -1  # in place of a rank, where it reports
 
 
-def keep_store(settings: WorkerSettings) -> NoReturn:
-    """Keep the store until the notebook hangs up."""
-    notebook = connect(settings.address, settings.key)
+def keep_store(meeting: Meeting) -> NoReturn:
+    """Keep the store until the process that has started the ranks hangs up."""
+    starter = meeting.report(KEEPER)
     store = loopback_store()
-    notebook.send((KEEPER, os.getpid()))
-    notebook.send(store.port)
+    starter.send(store.port)
     with contextlib.suppress(EOFError, OSError):
-        notebook.recv()
+        starter.recv()
     os._exit(0)
-
-
-def keep_store_spawned(settings: WorkerSettings) -> NoReturn:
-    """The same in a new Python process, where there is no fork."""
-    exit_with_stdin()
-    keep_store(settings)

@@ -14,7 +14,6 @@ import ast
 import contextlib
 import ctypes
 import datetime
-import faulthandler
 import gc
 import io
 import os
@@ -28,11 +27,11 @@ from typing import NoReturn
 
 from simgpu import _frames as frames
 from simgpu._ranks import pickling
-from simgpu._ranks.gpus import Gpus
 from simgpu._ranks.job_memory import GpuMemory, memory_of
-from simgpu._ranks.listener import connect
-from simgpu._ranks.process import exit_with_stdin
-from simgpu._ranks.report import describe
+from simgpu._ranks.listener import Meeting
+from simgpu._ranks.rank_error import describe
+from simgpu._ranks.rank_processes import Place, dump_stack_when_asked
+from simgpu._ranks.which_gpus import Gpus
 from simgpu._timing.job import RankLog, log_of
 
 
@@ -40,9 +39,6 @@ from simgpu._timing.job import RankLog, log_of
 class WorkerSettings:
     """What a rank must know to start; the same for all ranks of a group."""
 
-    address: tuple[str, int]  # where the notebook listens
-    key: bytes  # of its listener
-    folder: Path  # of output, stacks and the store at which the group meets
     world_size: int
     gpus: Gpus | None  # of the ranks; None: they are on the CPU
     timeout: float  # seconds before a collective gives up
@@ -51,33 +47,29 @@ class WorkerSettings:
     cwd: str
     environ: dict[str, str]
 
-    def output_file(self, rank: int) -> Path:
-        return self.folder / f"{rank}.out"
-
-    def stack_file(self, rank: int) -> Path:
-        return self.folder / f"{rank}.stack"
+    def place(self, rank: int) -> Place:
+        return Place(rank, self.world_size, self.gpus.nodes if self.gpus else 1)
 
 
-def run_spawned_worker(rank: int, settings: WorkerSettings) -> NoReturn:
-    """Be one rank in a new Python process, where there is no fork."""
-    exit_with_stdin()
-    run_worker(rank, settings)
+def output_file(folder: Path, rank: int) -> Path:
+    """Where a rank writes what it prints."""
+    return folder / f"{rank}.out"
 
 
-def run_worker(rank: int, settings: WorkerSettings) -> NoReturn:
+def run_worker(rank: int, meeting: Meeting, settings: WorkerSettings) -> NoReturn:
     """Be one rank until the notebook hangs up."""
     _set_environment(rank, settings)
     _keep_little()
-    _redirect_output(settings.output_file(rank))
-    _dump_stack_when_asked(settings.stack_file(rank))
+    _redirect_output(output_file(meeting.folder, rank))
+    dump_stack_when_asked(meeting.folder, rank)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # heard while there is work only
-    notebook = connect(settings.address, settings.key)
-    notebook.send((rank, os.getpid()))
+    notebook = meeting.report(rank)
     try:
         if settings.gpus is None:
-            _init_on_cpu(rank, settings)
+            _init_on_cpu(rank, meeting.folder / "store", settings)
         else:
-            _init_on_gpus(notebook.recv(), settings)
+            os.environ.update(settings.place(rank).environ(notebook.recv()))
+            _init_on_gpus(settings)
         namespace = _make_namespace(rank, settings)
     except BaseException as error:
         notebook.send(("error", describe(error)))
@@ -107,18 +99,11 @@ def run_worker(rank: int, settings: WorkerSettings) -> NoReturn:
 def _set_environment(rank: int, settings: WorkerSettings) -> None:
     sys.path[:] = settings.module_path
     os.chdir(settings.cwd)
-    size, gpus = settings.world_size, settings.gpus
-    here = size // (gpus.nodes if gpus else 1)  # ranks on a node
-    node, local_rank = divmod(rank, here)
-    os.environ.update(
-        settings.environ, RANK=str(rank), LOCAL_RANK=str(local_rank),
-        WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(here),
-        OMP_NUM_THREADS=str(settings.threads),
-    )  # fmt: skip
-    if gpus is not None:
-        os.environ["GROUP_RANK"] = str(node)
-        if gpus.simulated:  # it is the machine's own that the notebook may hide
-            os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    own = settings.place(rank).environ()
+    os.environ.update(settings.environ | own, OMP_NUM_THREADS=str(settings.threads))
+    if settings.gpus and settings.gpus.simulated:
+        # it is the machine's own that the notebook may hide
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
 
 
 def _redirect_output(path: Path) -> None:
@@ -130,13 +115,7 @@ def _redirect_output(path: Path) -> None:
     sys.stderr = sys.stdout
 
 
-def _dump_stack_when_asked(path: Path) -> None:
-    """At SIGUSR1, write the stack of the main thread."""
-    if hasattr(signal, "SIGUSR1"):
-        faulthandler.register(signal.SIGUSR1, file=open(path, "w"), all_threads=False)
-
-
-def _init_on_cpu(rank: int, settings: WorkerSettings) -> None:
+def _init_on_cpu(rank: int, store: Path, settings: WorkerSettings) -> None:
     """Make the process group over gloo."""
     import torch
     import torch.distributed as dist
@@ -145,7 +124,7 @@ def _init_on_cpu(rank: int, settings: WorkerSettings) -> None:
     dist.set_debug_level_from_env()
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(str(settings.folder / "store"), settings.world_size),
+        store=dist.FileStore(str(store), settings.world_size),
         rank=rank,
         world_size=settings.world_size,
         timeout=datetime.timedelta(seconds=settings.timeout),
@@ -153,20 +132,12 @@ def _init_on_cpu(rank: int, settings: WorkerSettings) -> None:
     dist.barrier()
 
 
-def _init_on_gpus(port: int, settings: WorkerSettings) -> None:
+def _init_on_gpus(settings: WorkerSettings) -> None:
     """Make the process group over NCCL, as a script under torchrun does.
 
     Which GPU is the rank's own, `torch.cuda.set_device` says, and that is left to the
     program.
-
-    Args:
-        port: of the store.
-        settings: of the rank.
     """
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="True",
-    )  # fmt: skip
     import torch
     import torch.distributed as dist
 
@@ -175,7 +146,7 @@ def _init_on_gpus(port: int, settings: WorkerSettings) -> None:
     if settings.gpus.simulated:
         _simulate(settings)
     elif settings.gpus.memory is not None:
-        from simgpu._ranks.gpus import cap_memory
+        from simgpu._ranks.which_gpus import cap_memory
 
         cap_memory(int(os.environ["LOCAL_RANK"]), settings.gpus.memory)
     with contextlib.redirect_stderr(io.StringIO()):  # what the notebook says, too
@@ -197,11 +168,9 @@ def _simulate(settings: WorkerSettings) -> None:
 
 def _make_namespace(rank: int, settings: WorkerSettings) -> dict:
     """The names that cells find in this rank."""
-    import numpy
     import torch
     import torch.distributed as dist
 
-    numpy.random.seed()  # noqa: NPY002 - forked ranks would all draw the same
     # a module, so that what a cell defines can be pickled
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.torch = torch

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from simgpu._loopback import LOOPBACK
-from simgpu._ranks.report import RankError
+from simgpu._ranks.rank_error import RankError
 
 START_SECONDS = 60.0  # that a new process may take to report
 # The package is found before the function is unpickled, which imports its module.
@@ -45,7 +45,7 @@ class PythonProcess:
         with open(self._errors, "ab") as errors:
             self._popen = subprocess.Popen(
                 [sys.executable, "-c", MAIN, root],
-                stdin=subprocess.PIPE,  # stays open: see `exit_with_stdin`
+                stdin=subprocess.PIPE,  # stays open: see `spawned`
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
                 env=environment,
@@ -86,11 +86,15 @@ def exit_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def exit_with_stdin() -> None:
-    """End this process when whoever holds the other end of its stdin ends."""
+def spawned(target: Callable, *args: object) -> None:
+    """Call a function in a new process that ends with the one that has started it.
+
+    That one holds the other end of stdin.
+    """
 
     def watch():
         sys.stdin.buffer.read()
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+    target(*args)

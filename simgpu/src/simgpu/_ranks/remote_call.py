@@ -12,7 +12,7 @@ import time
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING
 
-from simgpu._ranks.report import Failure, Frame, failure_report
+from simgpu._ranks.rank_error import Failure, Frame, failure_report
 
 if TYPE_CHECKING:
     from simgpu._ranks.worker_group import WorkerGroup
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 GRACE_SECONDS = 3.0  # that the other ranks may go on after one has failed
 
 
-class Call:
+class RemoteCall:
     """Who has answered, who has failed, whose process has ended.
 
     Attributes:
@@ -49,7 +49,7 @@ class Call:
     def send(self, kind: str, payload: object) -> None:
         """Send the work to every rank; see `worker.py` for what there is."""
         message = pickle.dumps((kind, payload))
-        for rank, connection in enumerate(self.workers.connections):
+        for rank, connection in self.workers.connections.items():
             try:
                 connection.send_bytes(message)
             except OSError:
@@ -79,7 +79,7 @@ class Call:
         """
         hanging = sorted(self._unanswered().values())
         self._finish_output()
-        self.hanging = {rank: self.workers.stack(rank) for rank in hanging}
+        self.hanging = {rank: self.workers.where(rank) for rank in hanging}
         return failure_report(self.ended, self.hanging, self.failed)
 
     def interrupt(self) -> bool:
@@ -96,7 +96,7 @@ class Call:
     def _unanswered(self) -> dict[Connection, int]:
         return {
             connection: rank
-            for rank, connection in enumerate(self.workers.connections)
+            for rank, connection in self.workers.connections.items()
             if not self._answered(rank) and rank not in self.ended
         }
 
