@@ -13,11 +13,6 @@ import simgpu
 from simgpu import _compat
 
 FOLDER = Path(simgpu.__file__).parent
-# files that still name something private of PyTorch themselves
-STILL = {
-    "_messages.py", "_pictures/memory.py", "_prove/noise.py", "_prove/recorder.py",
-    "_ranks/run_ranks.py",
-}  # fmt: skip
 
 
 def run(script: str, *options: str, **environment: str) -> subprocess.CompletedProcess:
@@ -72,7 +67,7 @@ def test_private_names_of_pytorch_stand_in_one_file():
         for path in FOLDER.rglob("*.py")
         if path.name != "_compat.py" and private_names(path)
     }
-    assert files == STILL
+    assert files == set()
 
 
 def test_each_name_stands_once():

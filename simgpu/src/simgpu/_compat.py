@@ -82,6 +82,7 @@ _NAMES: dict[str, dict[str, str]] = {
     "torch.compile": {"torch_compile": "torch._compile"},
     "nested lists and dictionaries of tensors": {
         "tree_leaves": "torch.utils._pytree.tree_leaves",
+        "tree_map_only": "torch.utils._pytree.tree_map_only",
     },
     "backward": {
         "current_autograd_node": "torch._C._current_autograd_node",
@@ -217,6 +218,14 @@ _NAMES: dict[str, dict[str, str]] = {
             "torch.nn.parallel.DistributedDataParallel._root_copy_hook"
         ),
     },
+    "proving a program on several ranks": {
+        "AsyncCollectiveTensor": (
+            "torch.distributed._functional_collectives.AsyncCollectiveTensor"
+        ),
+        "checkpoint_wrapper": (
+            "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+        ),
+    },
     "torch.distributed.rpc": {
         "rpc_C": "torch._C._distributed_rpc",
         "RPCPickler": "torch.distributed.rpc.internal._InternalRPCPickler",
@@ -330,6 +339,13 @@ def fake_backend() -> None:
         importlib.import_module(path)
     except ImportError:
         raise _absent(path, "torch.distributed").error() from None
+
+
+def memory_segments() -> list[dict]:
+    """What the allocators of all GPUs hold, as PyTorch's snapshot describes it."""
+    import torch
+
+    return torch.cuda.memory._snapshot()["segments"]
 
 
 def forward_ad_level() -> int:

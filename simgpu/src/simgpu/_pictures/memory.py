@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from simgpu._compat import memory_segments
 from simgpu._pictures.picture import (
     COLOURS,
     HOST,
@@ -61,11 +62,9 @@ def segments(device: int = 0) -> Picture:
     Blocks in use have the GPU's colour; grey ones wait for another stream, white ones
     are free. Works on real GPUs as well: the figures are `torch.cuda`'s own snapshot.
     """
-    import torch
-
     found = [
         segment
-        for segment in torch.cuda.memory._snapshot()["segments"]
+        for segment in memory_segments()
         if segment["device"] == device
     ]
     return segment_picture(found, f"cuda:{device} ({_whose()})", f"cuda:{device}")

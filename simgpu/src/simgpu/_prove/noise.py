@@ -17,9 +17,10 @@ from collections.abc import Iterator
 from unittest import mock
 
 import torch
-from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
+
+from simgpu._compat import checkpoint_wrapper
 
 _SUMS = {
     "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "mean", "sum",

@@ -20,12 +20,12 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as hooks
 from torch.optim import optimizer as optimizers
 from torch.utils.data import DistributedSampler
 
+from simgpu._compat import AsyncCollectiveTensor
 from simgpu._prove.names import Names, Ties
 from simgpu._prove.record import Mask, Moments, RankRecord, Step
 

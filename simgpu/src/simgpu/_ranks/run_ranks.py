@@ -266,10 +266,10 @@ def _be_rank(rank: int, meeting: Meeting, work: _Work) -> NoReturn:
     os.environ.update(Place(rank, work.ranks, work.nodes).environ(port))
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # it is the machine's own it may hide
     import torch
-    from torch.utils._pytree import tree_map_only
 
     import simgpu
     from simgpu import _runtime as runtime
+    from simgpu._compat import tree_map_only
     from simgpu._distributed.children import leave
 
     status = 0
