@@ -5,7 +5,7 @@ Importing this package costs nothing and needs the standard library only, becaus
 loaded when it is first used.
 """
 
-import importlib
+import importlib.util
 import os
 
 # public name -> the module of this package that defines it
@@ -28,7 +28,19 @@ _MODULES = ("check", "draw", "explore", "gpus")
 _SIMGPU = ("Messages", "RankError", "Ranks")
 
 
+def _need_simgpu() -> None:
+    """In this folder `simgpu` is found without being installed: as an empty package."""
+    found = importlib.util.find_spec("simgpu")
+    if found is None or found.origin is None:
+        raise ImportError(
+            "the simulator is not installed in this Python: `python3 -m helpers lab` "
+            "installs it, and so does `pip install -r requirements.txt`"
+        )
+
+
 def __getattr__(name: str):
+    if name in (*_MODULES, *_HOMES, *_SIMGPU):
+        _need_simgpu()
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
     if name in _HOMES:

@@ -2,6 +2,9 @@
 
 import ast
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,3 +82,16 @@ def test_a_private_name_is_noticed(program):
 def test_public_names_are_not_taken_for_private_ones():
     program = "import simgpu\nfrom simgpu.costs import LAUNCH\nsimgpu.__version__"
     assert list(_private_names(program)) == []
+
+
+@pytest.mark.parametrize("name", ["Ranks", "need_gpus", "check"])
+def test_without_the_simulator_a_sentence_says_how_to_install_it(name):
+    """The folder `simgpu` is here, and Python takes it for an empty package."""
+    environ = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", f"import helpers; helpers.{name}"],
+        cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: the simulator is not installed in this Python")

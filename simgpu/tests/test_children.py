@@ -11,6 +11,7 @@ import pytest
 from torch.distributed import DistBackendError
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+import simgpu
 from simgpu import __main__ as runner
 from simgpu import _failures as failures
 from simgpu import _launchers as commands
@@ -143,6 +144,28 @@ def test_a_child_without_pytorch_is_left_alone(tmp_path):
     assert lines[0] == "mine" and len(lines) == 4, done.stderr
     assert lines[1].endswith("False") and "site'" not in lines[1].split("]")[1]
     assert done.stderr == ""
+
+
+OTHER_SIMULATOR = """
+    import os, subprocess, sys
+    first, *rest = os.environ["PYTHONPATH"].split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join([first, "other", *rest])
+    code = "import torch, simgpu; print(torch.cuda.device_count(), simgpu.__version__)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+"""
+
+
+def test_a_child_has_the_simulator_of_the_command_also_beside_another_one(tmp_path):
+    path = tmp_path / "starts.py"
+    path.write_text(textwrap.dedent(OTHER_SIMULATOR), encoding="utf-8")
+    other = tmp_path / "other" / "simgpu"
+    other.mkdir(parents=True)
+    (other / "__init__.py").write_text("__version__ = '0.1'", encoding="utf-8")
+    done = programs.simulated(tmp_path, "--gpus", 2, "--children", path)
+    assert done.stdout == f"2 {simgpu.__version__}\n", done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("simgpu: the command's simulator is used, ")
+    assert line.endswith(f"and not this Python's, {other}")
 
 
 def test_a_child_that_has_no_gpus_is_told_of_once(tmp_path):

@@ -135,3 +135,11 @@ def test_marks_for_a_profiler_do_no_harm():
         torch.cuda.nvtx.mark("here")
     torch.cuda.nvtx.range_end(torch.cuda.nvtx.range_start("free"))
     simgpu.stop()
+
+
+def test_a_module_of_our_name_beside_the_script_is_told_of(tmp_path):
+    (tmp_path / "simgpu.py").write_text("OWN = True\n", encoding="utf-8")
+    script = "import simgpu\nprint(simgpu.is_running(), hasattr(simgpu, 'OWN'))"
+    done = run(tmp_path, script)
+    assert done.stdout == "True False\n"
+    assert f"{tmp_path / 'simgpu.py'} cannot be imported under this" in done.stderr

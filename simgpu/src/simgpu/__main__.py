@@ -34,6 +34,7 @@ import runpy
 import signal
 import sys
 
+import simgpu
 from simgpu import _child_commands as inherit
 from simgpu import _failures as failures
 from simgpu import _launchers as commands
@@ -90,8 +91,6 @@ def _check_real(found) -> None:
 
 def _start(found) -> None:
     """Simulate the GPUs, for this process and those that it starts."""
-    import simgpu
-
     if found.children:
         os.environ.update(commands.hand_down(found))
     else:
@@ -129,7 +128,20 @@ def become(found) -> None:
     else:  # python puts the script's folder first, where -m has put the current one
         path = os.path.abspath(found.program)
         sys.path[0] = os.path.dirname(path)
+        _tell_of_namesake(sys.path[0])
         runpy.run_path(path, run_name="__main__")
+
+
+def _tell_of_namesake(folder: str) -> None:
+    """Say so if the program has a `simgpu` of its own, which it cannot import."""
+    for name in ("simgpu.py", os.path.join("simgpu", "__init__.py")):
+        path = os.path.join(folder, name)
+        if os.path.exists(path) and not os.path.samefile(path, simgpu.__file__):
+            print(
+                f"simgpu: {path} cannot be imported under this command, whose own "
+                "`simgpu` is imported instead; rename it",
+                file=sys.stderr,
+            )
 
 
 def status_of(raised: tuple) -> int:

@@ -62,11 +62,7 @@ def segments(device: int = 0) -> Picture:
     Blocks in use have the GPU's colour; grey ones wait for another stream, white ones
     are free. Works on real GPUs as well: the figures are `torch.cuda`'s own snapshot.
     """
-    found = [
-        segment
-        for segment in memory_segments()
-        if segment["device"] == device
-    ]
+    found = [segment for segment in memory_segments() if segment["device"] == device]
     return segment_picture(found, f"cuda:{device} ({_whose()})", f"cuda:{device}")
 
 

@@ -1,7 +1,8 @@
 """Python imports this when it starts, in a command under `python -m simgpu`.
 
 It takes its folder off the path again, runs the machine's own `sitecustomize` if there
-is one, and lets the GPUs come with PyTorch (`simgpu/inherit.py`).
+is one, and lets the GPUs come with PyTorch (`_child_commands.py`). The simulator is the
+command's own, also where this Python has another one.
 """
 
 import importlib.util
@@ -18,8 +19,19 @@ if _spec is not None:
     sys.modules["sitecustomize"] = importlib.util.module_from_spec(_spec)
     _spec.loader.exec_module(sys.modules["sitecustomize"])
 if "SIMGPU_CHILDREN" in os.environ:
-    if importlib.util.find_spec("simgpu") is None:
-        sys.path.append(os.path.dirname(_PACKAGE))
+    _init = os.path.join(_PACKAGE, "__init__.py")
+    _spec = importlib.util.spec_from_file_location(
+        "simgpu", _init, submodule_search_locations=[_PACKAGE]
+    )
+    sys.modules["simgpu"] = importlib.util.module_from_spec(_spec)
+    _spec.loader.exec_module(sys.modules["simgpu"])
+    _other = PathFinder.find_spec("simgpu")
+    if _other and _other.origin and not os.path.samefile(_other.origin, _init):
+        print(
+            f"simgpu: the command's simulator is used, {_PACKAGE}, and not this "
+            f"Python's, {os.path.dirname(_other.origin)}",
+            file=sys.stderr,
+        )
     from simgpu import _child_commands as inherit
 
     inherit.arm()
