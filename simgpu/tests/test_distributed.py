@@ -85,7 +85,7 @@ def test_options_are_those_of_nccl(gpus):
     backend = dist.group.WORLD._get_backend(torch.device("cuda"))
     engine = "NCCL2" if TORCH >= (2, 15) else "NCCL"  # of "nccl"
     assert type(backend) is getattr(dist, f"ProcessGroup{engine}")
-    assert backend.name() == "nccl"
+    assert backend.name() == engine.lower()
     assert backend.options.is_high_priority_stream
     assert backend.options.config.max_ctas == 4
     assert backend.options._timeout == timedelta(seconds=7)
