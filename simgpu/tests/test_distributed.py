@@ -90,7 +90,7 @@ def test_options_are_those_of_nccl(gpus):
     assert backend.options.config.max_ctas == 4
     assert backend.options._timeout == timedelta(seconds=7)
     assert dist.get_backend_config() == "cuda:nccl"
-    assert dist.group.WORLD.name() == "nccl"
+    assert dist.group.WORLD.name() == engine.lower()
 
 
 def test_nccl_class_is_gone_after_the_simulator():
