@@ -1,5 +1,6 @@
 """Ranks with simulated GPUs: NCCL's rules, DDP, what spawned processes see."""
 
+import os
 from datetime import timedelta
 from pathlib import Path
 
@@ -7,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import simgpu
@@ -256,6 +259,58 @@ by keyword: cuda:1
 
 
 @pytest.mark.slow
+def gradients_by_ways_of_2_15() -> dict[str, bool]:
+    """Whether what 2.15 has added to DDP and FSDP2 gives the same gradients."""
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl")
+    torch.manual_seed(rank)
+    x = torch.randn(4, 8, device="cuda")
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        norm = nn.LayerNorm(16)
+        return nn.Sequential(nn.Linear(8, 16), norm, nn.Linear(16, 4)).cuda()
+
+    def sharded(**options) -> nn.Module:
+        return fully_shard(model(), **options)
+
+    def gradients(model: nn.Module) -> torch.Tensor:
+        found = [parameter.grad for parameter in model.parameters()]
+        found = [g.full_tensor() if isinstance(g, DTensor) else g for g in found]
+        return torch.cat([gradient.flatten() for gradient in found])
+
+    def step(model: nn.Module) -> nn.Module:
+        model(x).square().mean().backward()
+        return model
+
+    expected = gradients(step(DDP(model())))
+    found = {}
+    for option in ("lazy_bucket_allocation", "batched_grad_copy"):
+        found[option] = step(DDP(model(), **{option: True}))
+    by_hand = found["DDP finalized by hand"] = DDP(model())
+    by_hand.require_manual_backward_finalization = True
+    for _ in range(2):  # buckets are made anew for the second
+        by_hand.zero_grad()
+        step(by_hand).finalize_backward()
+    found["FSDP2 finalized by hand"] = sharded()
+    found["FSDP2 finalized by hand"].set_manual_backward_finalization(True)
+    step(found["FSDP2 finalized by hand"]).finalize_backward(async_op=True).wait()
+    found["unsharded storage is kept"] = sharded()
+    found["unsharded storage is kept"].set_keep_unsharded_storage(True)
+    step(found["unsharded storage is kept"])
+    return {
+        name: torch.allclose(gradients(model), expected)
+        for name, model in found.items()
+    }
+
+
+@pytest.mark.skipif(TORCH < (2, 15), reason="since torch 2.15")
+def test_new_ways_of_2_15_give_the_gradients_of_the_old_ones(simulated_ranks):
+    for found in simulated_ranks(gradients_by_ways_of_2_15, 2):
+        assert len(found) == 5 and all(found.values()), found
+
+
 def test_mistakes_are_found_in_nccls_words(tmp_path):
     """Under torchrun itself."""
     launch = ("-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "simgpu")

@@ -1,5 +1,6 @@
 """What NCCL takes and what it refuses, and its class as PyTorch shows it."""
 
+import json
 import os
 import socket
 import subprocess
@@ -241,6 +242,19 @@ def test_the_environment_chooses_the_engine(chosen, kind):
         timeout=120,
     )  # fmt: skip
     assert done.stdout.strip() == f"ProcessGroupNCCL{kind}", done.stderr
+
+
+def test_the_flight_recorder_tells_of_gloo_and_not_of_nccl(group):
+    built = torch._C._distributed_c10d
+    with pytest.raises(NotSimulated, match="_dump_nccl_trace"):
+        built._dump_nccl_trace()
+    if TORCH >= (2, 15):
+        assert "version" in json.loads(built._dump_fr_trace_json())
+        for backend in ("nccl", "nccl2", "nccl-lazy"):
+            with pytest.raises(NotSimulated, match=f"_dump_fr_trace_json of {backend}"):
+                built._dump_fr_trace_json(backend=backend)
+            with pytest.raises(NotSimulated, match=f"_dump_fr_trace of {backend}"):
+                built._dump_fr_trace(True, False, False, backend)
 
 
 def test_a_group_beside_those_of_torch_distributed(group):

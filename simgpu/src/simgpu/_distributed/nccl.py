@@ -9,8 +9,10 @@ first collective; windows, memory pools and suspending; the estimate of time.
 """
 
 import copy
+import functools
 import os
 import zlib
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -21,6 +23,7 @@ from simgpu._compat import (
     ErrorType,
     FakeProcessGroup,
     backend_plugins,
+    distributed_C,
     raw_backend_name,
     raw_begin_sequence,
     raw_enable_timing,
@@ -314,6 +317,24 @@ def unwrapped(raw):
         return raw(wrapped_pg, *args, **kwargs)
 
     return create_process_group_wrapper
+
+
+def recorder_of_gloo_only(name: str) -> Callable:
+    """What the flight recorder tells of NCCL's collectives (since 2.14): nothing here.
+
+    Args:
+        name: of the function, whose argument `backend` says whose collectives.
+    """
+    raw = getattr(distributed_C, name)
+
+    @functools.wraps(raw)
+    def told(*args, **kwargs):
+        backend = kwargs.get("backend", next((a for a in args if type(a) is str), ""))
+        if backend.startswith("nccl"):
+            raise NotSimulated(f"torch._C._distributed_c10d.{name} of {backend}")
+        return raw(*args, **kwargs)
+
+    return told
 
 
 def hash_tensors(tensors: list[torch.Tensor]) -> int:

@@ -83,7 +83,11 @@ def table() -> list[Patch]:
         *patches(distributed_C, "only builds with NCCL have it",
                  _hash_tensors=nccl.hash_tensors,
                  **{name: refused.refuse(f"torch._C._distributed_c10d.{name}")
-                    for name in ("_dump_nccl_trace", "_dump_nccl_trace_json")}),
+                    for name in ("_dump_nccl_trace", "_dump_nccl_trace_json")},
+                 **{name: nccl.recorder_of_gloo_only(name)
+                    for name in ("_dump_fr_trace", "_dump_fr_trace_json",
+                                 "_dump_fr_trace_file", "_reset_fr_trace")
+                    if hasattr(distributed_C, name)}),
         *patches(FakeProcessGroup, "the simulator stands for NCCL",
                  supports_coalescing=property(groups.supports_coalescing)),
         *[
