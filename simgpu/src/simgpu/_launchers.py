@@ -1,8 +1,8 @@
 """Programs that a program starts as commands, launchers of ranks above all.
 
 `--children`, which a known launcher implies, hands the GPUs down in the environment:
-every Python below finds them there when it starts (`_child_commands.py`). Without it one line
-says that such a program has none. Nothing here needs PyTorch.
+every Python below finds them there when it starts (`_child_commands.py`). Without it
+one line says that such a program has none. Nothing here needs PyTorch.
 """
 
 import contextlib

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 from simgpu._dispatch.call import Call
+from simgpu._dispatch.low_precision import is_half
 from simgpu._dispatch.operation import handles
 from simgpu._errors import NotSimulated
 
@@ -25,20 +26,28 @@ def _attend(query, key, value, dropout_p, is_causal, mask, scale):
     if dropout_p:
         raise NotSimulated("dropout inside of fused attention")
     key, value = _for_each_head(key, query), _for_each_head(value, query)
+    mask = _wide(mask)
     out, logsumexp = _forward(
-        query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale
+        *map(_wide, (query, key, value)), 0.0, is_causal, attn_mask=mask, scale=scale
     )
-    return out, logsumexp.contiguous()
+    return out.to(query.dtype), logsumexp.contiguous()
 
 
 def _gradients(grad, query, key, value, out, logsumexp, is_causal, mask, scale):
     """The gradients of query, key and value."""
     keys, values = _for_each_head(key, query), _for_each_head(value, query)
-    dq, dk, dv = _backward(
-        grad, query, keys, values, out, logsumexp, 0.0, is_causal,
+    mask = _wide(mask)
+    found = _backward(
+        *map(_wide, (grad, query, keys, values, out)), logsumexp, 0.0, is_causal,
         attn_mask=mask, scale=scale,
     )  # fmt: skip
+    dq, dk, dv = (gradient.to(query.dtype) for gradient in found)
     return dq, _for_each_group(dk, key), _for_each_group(dv, value)
+
+
+def _wide(tensor):
+    """In float32 if it is of half precision: see `low_precision.py`."""
+    return tensor.float() if is_half(tensor) else tensor
 
 
 def _for_each_head(tensor, query):

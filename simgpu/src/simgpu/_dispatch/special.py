@@ -11,6 +11,7 @@ from simgpu._dispatch.call import Call
 from simgpu._dispatch.copies import log_copy
 from simgpu._dispatch.cpp_tensors import is_of_this_call
 from simgpu._dispatch.errors import scalar_type_name
+from simgpu._dispatch.low_precision import is_half, widened
 from simgpu._dispatch.mode import DispatchMode
 from simgpu._dispatch.operation import handles
 from simgpu._dispatch.placement import gpu_of, gpus_of, place_all, tensors_in
@@ -127,10 +128,16 @@ def run_without_kernel(call: Call):
     raise NotSimulated(call.operation.func.name())
 
 
+def _convolution(x: torch.Tensor):
+    """What convolves `x` on the CPU."""
+    found = torch.ops.aten.convolution.default
+    return widened(found) if is_half(x) else found
+
+
 @handles("cudnn_convolution")
 def cudnn_convolution(call: Call):
     x, weight, padding, stride, dilation, groups = call.args[:6]
-    call.func = torch.ops.aten.convolution.default
+    call.func = _convolution(x)
     more = (None, stride, padding, dilation, False, [0], groups)
     call.args, call.kwargs = (x, weight, *more), {}
     return call.run_on(call.common_gpu())
@@ -139,7 +146,7 @@ def cudnn_convolution(call: Call):
 @handles("cudnn_convolution_transpose")
 def cudnn_convolution_transpose(call: Call):
     x, weight, padding, output_padding, stride, dilation, groups = call.args[:7]
-    call.func = torch.ops.aten.convolution.default
+    call.func = _convolution(x)
     more = (None, stride, padding, dilation, True, output_padding, groups)
     call.args, call.kwargs = (x, weight, *more), {}
     return call.run_on(call.common_gpu())

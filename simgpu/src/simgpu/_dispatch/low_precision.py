@@ -1,0 +1,53 @@
+"""Products of bfloat16 and float16, computed in float32 and rounded once.
+
+Models: what the cards do, which add products of half-precision numbers in float32. The
+CPU's own kernels do the same where the CPU has instructions for it. Where it has not,
+they take some thirty times as long, and round in another order: the values of a program
+would depend on the machine. Leaves out: split-K reductions in half precision, which
+`torch.backends.cuda.matmul` may allow.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from simgpu._dispatch.call import Call
+from simgpu._dispatch.operation import handles
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+def widened(function: Callable) -> Callable:
+    """A function that takes half-precision tensors in float32 and rounds its results.
+
+    Results of the function in other types than float32 stay as they are.
+    """
+
+    def compute(*args, **kwargs):
+        half = next(value.dtype for value in args if is_half(value))
+        out = function(*(v.float() if is_half(v) else v for v in args), **kwargs)
+        if isinstance(out, torch.Tensor):
+            return out.to(half)
+        return tuple(v.to(half) if isinstance(v, torch.Tensor) else v for v in out)
+
+    return compute
+
+
+def is_half(value: object) -> bool:
+    """Whether it is a tensor of bfloat16 or float16."""
+    return isinstance(value, torch.Tensor) and value.dtype in HALF
+
+
+@handles(
+    "mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "convolution",
+    "convolution_backward",
+)  # fmt: skip
+def product(call: Call):
+    """A product where its tensors are; PyTorch refuses tensors of several types."""
+    __tracebackhide__ = True
+    gpu = call.common_gpu()
+    half = call.tensors[0].dtype
+    if gpu is not None and half in HALF and not call.operation.writes:
+        if all(tensor.dtype is half for tensor in call.tensors):
+            call.func = widened(call.func)
+    return call.run_on(gpu)
