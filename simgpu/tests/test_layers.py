@@ -12,7 +12,15 @@ import simgpu
 FOLDER = Path(simgpu.__file__).parent
 # from the bottom to the top; a layer may import itself and those before it
 LAYERS = [
-    {"_errors", "_compat", "_locking", "_frames", "_loopback", "_switch"},
+    {
+        "_errors",
+        "_compat",
+        "_locking",
+        "_frames",
+        "_loopback",
+        "_rank_variables",
+        "_switch",
+    },
     {"_device"},
     {"_request"},
     {"_timing", "_pictures"},  # a timeline draws itself

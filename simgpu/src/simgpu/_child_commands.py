@@ -58,7 +58,7 @@ def come() -> None:
 def _lay_out(nodes: int) -> None:
     if nodes == 1:
         return
-    from simgpu._options import lay_out
+    from simgpu._rank_variables import lay_out
 
     try:
         lay_out(nodes)

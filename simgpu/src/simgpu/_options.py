@@ -7,7 +7,7 @@ from pathlib import Path
 
 from simgpu._device.cards import CARDS
 from simgpu._launchers import LAUNCHERS, find_command
-from simgpu._loopback import LOOPBACK
+from simgpu._rank_variables import lay_out
 from simgpu._request import RACES, check_request
 from simgpu._timing.topology import Topology
 
@@ -117,27 +117,3 @@ def split(arguments: list[str]) -> tuple[list[str], list[str]]:
             break
         position += 2 if word in _WITH_VALUE else 1
     return arguments[: position + 1], arguments[position + 1 :]
-
-
-def lay_out(nodes: int) -> None:
-    """Let the environment say that the ranks of this machine are on several nodes.
-
-    Raises:
-        ValueError: if the ranks cannot be shared equally, if there are none, or if they
-            are on several machines already.
-    """
-    environ = os.environ
-    if "LOCAL_WORLD_SIZE" not in environ:
-        raise ValueError("--nodes is for ranks; start them with torchrun")
-    size = int(environ["WORLD_SIZE"])
-    if size != int(environ["LOCAL_WORLD_SIZE"]):
-        raise ValueError("--nodes: these ranks are on several machines already")
-    if nodes < 1 or size % nodes:
-        raise ValueError(f"{size} ranks cannot be shared equally by {nodes} nodes")
-    node, local_rank = divmod(int(environ["RANK"]), size // nodes)
-    environ.update(
-        LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(size // nodes),
-        GROUP_RANK=str(node), GROUP_WORLD_SIZE=str(nodes),
-    )  # fmt: skip
-    if LOOPBACK:  # it is one machine all the same
-        environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)

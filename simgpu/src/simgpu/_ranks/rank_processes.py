@@ -13,54 +13,13 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from simgpu._loopback import HOST
 from simgpu._ranks import fork_server, store
 from simgpu._ranks.listener import Listener, Meeting
 from simgpu._ranks.python_process import START_SECONDS, PythonProcess, spawned
 from simgpu._ranks.rank_error import Frame, parse_stack
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a rank is among the others, as torchrun counts.
-
-    Attributes:
-        rank: of the job.
-        size: how many ranks the job has.
-        nodes: on which they lie, as many on each.
-    """
-
-    rank: int
-    size: int
-    nodes: int = 1
-
-    @property
-    def here(self) -> int:
-        """How many ranks a node has."""
-        return self.size // self.nodes
-
-    def environ(self, port: int | None = None) -> dict[str, str]:
-        """The variables that torchrun gives a rank.
-
-        Args:
-            port: of the store where the ranks meet; None if they meet otherwise.
-        """
-        node, local_rank = divmod(self.rank, self.here)
-        found: dict[str, object] = {
-            "RANK": self.rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": self.size,
-            "LOCAL_WORLD_SIZE": self.here, "GROUP_RANK": node,
-            "GROUP_WORLD_SIZE": self.nodes,
-        }  # fmt: skip
-        if port is not None:
-            found |= {
-                "MASTER_ADDR": HOST, "MASTER_PORT": port,
-                "TORCHELASTIC_USE_AGENT_STORE": True,
-            }  # fmt: skip
-        return {name: str(value) for name, value in found.items()}
 
 
 def stack_file(folder: Path, rank: int) -> Path:

@@ -31,8 +31,9 @@ from typing import NoReturn
 
 from simgpu import _frames as frames
 from simgpu._device.cards import find_card
+from simgpu._rank_variables import Place
 from simgpu._ranks.listener import Meeting
-from simgpu._ranks.rank_processes import Place, RankProcesses, dump_stack_when_asked
+from simgpu._ranks.rank_processes import RankProcesses, dump_stack_when_asked
 from simgpu._request import check_request
 from simgpu._timing.topology import Network, Topology
 

@@ -26,11 +26,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from simgpu import _frames as frames
+from simgpu._rank_variables import Place
 from simgpu._ranks import pickling
 from simgpu._ranks.job_memory import GpuMemory, memory_of
 from simgpu._ranks.listener import Meeting
 from simgpu._ranks.rank_error import describe
-from simgpu._ranks.rank_processes import Place, dump_stack_when_asked
+from simgpu._ranks.rank_processes import dump_stack_when_asked
 from simgpu._ranks.which_gpus import Gpus
 from simgpu._timing.job import RankLog, log_of
 
