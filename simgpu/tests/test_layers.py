@@ -1,6 +1,7 @@
 """The simulator's layers import only downwards, and nothing of the course."""
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -92,3 +93,35 @@ def test_no_file_grows_too_long_to_read(file):
 def test_time_needs_no_pytorch():
     script = "import sys, simgpu._timing.timeline; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+# a timeline draws itself: it asks for the picture when it is shown
+DRAW_THEMSELVES = {
+    "_timing/timeline.py": "_pictures/timelines.py",
+    "_timing/job.py": "_pictures/jobs.py",
+}
+
+
+def files_imported(file: str) -> set[str]:
+    """The files of simgpu that a file imports when it runs, wherever in it."""
+    tree = ast.parse(FILES[file].read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            node.body = []
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("simgpu."):
+            names = [node.module, *(f"{node.module}.{a.name}" for a in node.names)]
+        elif isinstance(node, ast.ImportFrom) and node.module == "simgpu":
+            names = [f"simgpu.{alias.name}" for alias in node.names]
+        else:
+            continue
+        paths = [name.removeprefix("simgpu.").replace(".", "/") for name in names]
+        found |= {f"{path}.py" for path in paths}
+    return (found & set(FILES)) - {file, DRAW_THEMSELVES.get(file)}
+
+
+def test_files_import_in_no_circle():
+    graph = {file: files_imported(file) for file in FILES}
+    assert sum(map(len, graph.values())) > 500
+    assert list(graphlib.TopologicalSorter(graph).static_order())  # or CycleError
