@@ -109,6 +109,18 @@ MODULE = """
 """
 
 
+def test_without_forks_each_rank_has_hashes_of_its_own(tmp_path):
+    write(tmp_path, "hashes.py", "import gc; print(hash('a'), gc.get_freeze_count())")
+    for options, count in ([], 1), (["--no-fork"], 2):
+        done = programs.simulated(
+            tmp_path, "--gpus", 2, *options, "torchrun", "--nproc-per-node=2",
+            "hashes.py", new_python=True,
+        )  # fmt: skip
+        hashes, frozen = zip(*map(str.split, done.stdout.splitlines()), strict=True)
+        assert len(hashes) == 2 and len(set(hashes)) == count, done.stderr
+        assert (set(frozen) == {"0"}) is bool(options)
+
+
 def test_a_module_is_run_and_its_output_is_written_where_torchrun_is_told(tmp_path):
     write(tmp_path, "tool.py", MODULE)
     logs = tmp_path / "logs"

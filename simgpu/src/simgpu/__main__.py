@@ -19,6 +19,8 @@ ran on the GPUs of all ranks to a file, for ui.perfetto.dev.
 each two lines once on stderr, and the program goes on with the right values; `raise`
 ends it with PyTorch's report; `off` says nothing.
 --no-compile: `torch.compile` gives back what it is given, which runs uncompiled.
+--no-fork: a launcher behind the command starts a new Python for each rank, which takes
+longer. Ranks that are forked share the seed of Python's hashes.
 --children: what the program starts as commands (`subprocess`, the launcher of
 Lightning) has the same GPUs, too; a launcher implies it.
 

@@ -65,7 +65,7 @@ def run(found, simulated: bool) -> int:
         environ, command = dict(os.environ), found.command
         if simulated:
             environ |= hand_down(found, folder)
-        if simulated and _CAN_FORK and _is_elastic(command):
+        if simulated and _CAN_FORK and not found.no_fork and _is_elastic(command):
             command = [sys.executable, "-u", str(_BECOME), *command]
             environ = shown.with_room(environ)
         process = subprocess.Popen([*command, *found.arguments], env=environ)

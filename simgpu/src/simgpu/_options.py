@@ -65,7 +65,8 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         usage="%(prog)s --gpus N [--card CARD] [--memory SIZE] [--nodes N] "
         "[--network BANDWIDTH] [--timeline FILE] [--races raise|show|warn|off] "
-        "[--no-compile] [--children] (SCRIPT | -m MODULE | LAUNCHER) [ARGUMENT ...]",
+        "[--no-compile] [--children] [--no-fork] "
+        "(SCRIPT | -m MODULE | LAUNCHER) [ARGUMENT ...]",
     )
     add = parser.add_argument
     add("--gpus", type=int, required="LOCAL_WORLD_SIZE" not in os.environ, metavar="N",
@@ -87,6 +88,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--children", action="store_true",
         help="what the program starts as commands has the GPUs, too")  # fmt: skip
+    add("--no-fork", action="store_true",
+        help="each rank of a launcher is a new Python, own hashes")  # fmt: skip
     add("-m", dest="module", action="store_true", help="as in python")
     add("program", help="a script, a module with -m, or a launcher: torchrun")
     return parser

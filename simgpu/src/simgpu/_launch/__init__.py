@@ -17,6 +17,6 @@ the files that the launcher gives it. As in a new Python, PyTorch seems not to b
 imported, and the GPUs come when the program imports it.
 
 Leaves out: the seed of Python's hashes, which all ranks share, so that their sets of
-strings have one order; `sitecustomize` of the machine, which runs once; other systems
-and other launchers, where each rank is a new Python.
+strings have one order (`--no-fork` gives each its own); `sitecustomize` of the machine,
+which runs once; other systems and other launchers, where each rank is a new Python.
 """
