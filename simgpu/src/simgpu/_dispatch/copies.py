@@ -12,7 +12,6 @@ from simgpu._dispatch.devices import HOST, find_gpu, kept_on
 from simgpu._dispatch.operation import handles
 from simgpu._dispatch.placement import (
     bytes_in,
-    gpu_of,
     is_pinned,
     pin,
     pinned_block,
@@ -29,7 +28,7 @@ def to_copy(call: Call):
         return call.run_on(None)
     (tensor,) = call.tensors
     thread = call.runtime.thread
-    source, device = gpu_of(tensor), call.kwargs.get("device")
+    source, device = call.gpus[0], call.kwargs.get("device")
     if tensor.is_meta and device is None:  # it has no values, and stays where it is
         return call.func(*call.args, **call.kwargs)
     asked, thread.asked_for_copy = thread.asked_for_copy, False
@@ -63,7 +62,7 @@ def copy_(call: Call):
     """`target.copy_(source)`, which works across devices."""
     __tracebackhide__ = True
     into, tensor = call.tensors[:2]
-    target, source = gpu_of(into), gpu_of(tensor)
+    target, source = call.gpus[:2]
     if target is None and source is not None:
         if cpp_tensors.is_of_this_call(call.runtime, into):
             place(into, source)

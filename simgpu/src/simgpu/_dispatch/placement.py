@@ -24,7 +24,7 @@ from simgpu._device.host_memory import PinnedBlock
 _Base = TensorBase
 _Tensor = torch.Tensor
 storage_of = _Base.untyped_storage
-_no_torch_function = DisableTorchFunction
+no_torch_function = DisableTorchFunction
 _PLAIN = torch.Tensor.__torch_dispatch__  # of tensors that PyTorch's own kernels run on
 
 
@@ -70,7 +70,7 @@ def gpu_of_storage(storage) -> Gpu | None:
 
 def memory_of(tensor: torch.Tensor) -> DeviceMemory | None:
     """The mark of a tensor on a GPU that still runs; None on the host."""
-    with _no_torch_function():  # no mode and no subclass need see this
+    with no_torch_function():  # no mode and no subclass need see this
         try:
             memory = storage_of(tensor)._simgpu
         except AttributeError:
@@ -94,7 +94,7 @@ def gpu_of(tensor: torch.Tensor) -> Gpu | None:
 def gpus_of(tensors: list[torch.Tensor]) -> list[Gpu | None]:
     """The same for several tensors."""
     gpus = []
-    with _no_torch_function():
+    with no_torch_function():
         for tensor in tensors:
             try:
                 memory = storage_of(tensor)._simgpu
@@ -182,7 +182,7 @@ def place(tensor: torch.Tensor, gpu: Gpu | None) -> torch.Tensor:
 def place_all(tensors: list[torch.Tensor], gpu: Gpu) -> list:
     """The same for several tensors; returns the blocks in which they live."""
     __tracebackhide__ = True
-    blocks, stream = [], runtime.running.stream_of(gpu)
+    blocks = []
     for tensor in tensors:
         try:
             storage = storage_of(tensor)
@@ -192,6 +192,7 @@ def place_all(tensors: list[torch.Tensor], gpu: Gpu) -> list:
         nbytes = storage.nbytes()
         memory = getattr(storage, "_simgpu", None)
         if memory is None or not memory.gpu.alive:
+            stream = runtime.running.stream_of(gpu)
             memory = storage._simgpu = DeviceMemory(gpu, nbytes, stream)
         elif memory.nbytes != nbytes:
             memory.resize(nbytes)

@@ -9,7 +9,7 @@ from simgpu._compat import process_group_named
 from simgpu._dispatch.call import Call
 from simgpu._dispatch.mode import modes_in_this_thread
 from simgpu._dispatch.operation import handles
-from simgpu._dispatch.placement import gpu_of, memory_of
+from simgpu._dispatch.placement import memory_of
 from simgpu._distributed import checks, collectives, exchange, operations, work
 from simgpu._distributed.groups import communicator_of
 from simgpu._errors import NotSimulated
@@ -25,7 +25,7 @@ def run_functional(call: Call):
     name = call.func._schema.name.partition("::")[2]
     if name == "wait_tensor":
         return _wait_tensor(call)
-    gpu = next(filter(None, map(gpu_of, call.tensors)), None)
+    gpu = next(filter(None, call.gpus), None)
     named = {argument.name: value for argument, value in call.named_arguments()}
     communicator = _communicator(named)
     if gpu is None or communicator is None:  # also what only wraps a tensor
