@@ -100,24 +100,24 @@ def _start(found) -> None:
         simgpu.start(**found.request)
     except ImportError as error:  # PyTorch or numpy is not there, or too old
         sys.exit(str(error))
-    from simgpu import _runtime as runtime
+    from simgpu import _runtime as state
 
-    now = runtime.current()
-    now.for_children, now.network = found.request, found.network
+    runtime = state.current()
+    runtime.for_children, runtime.network = found.request, found.network
     if found.timeline is not None:
         signal.signal(signal.SIGTERM, inherit.end_by_signal)
 
 
 def _end(found, status: int) -> int:
     """What the program leaves is written, and the ranks of its job know of its end."""
-    from simgpu import _runtime as runtime
+    from simgpu import _runtime as state
     from simgpu._distributed import gathering
     from simgpu._distributed.children import leave
 
-    now = runtime.running
-    if now is not None and found.timeline is not None:
+    runtime = state.running
+    if runtime is not None and found.timeline is not None:
         gathering.write(found.timeline, failed=status != 0)
-    if now is not None and now.gloo_groups:
+    if runtime is not None and runtime.gloo_groups:
         leave(status)
     return status
 

@@ -10,7 +10,7 @@ import os
 import re
 import warnings
 
-from simgpu import _runtime as runtime
+from simgpu import _runtime as state
 from simgpu._device.cards import MIB
 from simgpu._device.settings import INTERVALS, Settings
 from simgpu._errors import NotSimulated
@@ -48,7 +48,7 @@ def apply(settings: str) -> None:
         ",".join(map(":".join, entries)) == text,
         f"Error parsing CachingAllocator settings: {settings!r}",
     )
-    found = runtime.current().settings
+    found = state.current().settings
     found.reset()
     found.text = text
     for key, value in entries:
@@ -84,7 +84,7 @@ def _threads(found: Settings, key: str, value: str) -> None:
 def _fraction(found: Settings, key: str, value: str) -> None:
     fraction = _number(key, value)
     _check(0 <= fraction <= 1, f"{key} is invalid, set it in [0.0, 1.0]")
-    set_fraction([gpu.memory for gpu in runtime.current().gpus], fraction)
+    set_fraction([gpu.memory for gpu in state.current().gpus], fraction)
 
 
 def _backend(found: Settings, key: str, value: str) -> None:
@@ -109,7 +109,7 @@ def _largest(found: Settings, key: str, value: str) -> None:
 def _threshold(found: Settings, key: str, value: str) -> None:
     share = _number(key, value)
     _check(0 < share < 1, "garbage_collect_threshold is invalid, set it in (0.0, 1.0)")
-    if any(gpu.memory.fraction is not None for gpu in runtime.current().gpus):
+    if any(gpu.memory.fraction is not None for gpu in state.current().gpus):
         raise NotSimulated(f"{key} with a fraction of the memory")
     found.collect_from = share
 
@@ -180,7 +180,7 @@ def set_fraction(memories: list, fraction: float) -> None:
     Raises:
         NotSimulated: if blocks should be freed by their age.
     """
-    if runtime.current().settings.collect_from:
+    if state.current().settings.collect_from:
         raise NotSimulated("garbage_collection_threshold with a fraction of the memory")
     for memory in memories:
         memory.fraction = fraction

@@ -5,7 +5,7 @@ What a copy costs is in `timing/cost.py`; when it runs, in `timing/clock.py`.
 
 import torch
 
-from simgpu import _runtime as runtime
+from simgpu import _runtime as state
 from simgpu._dispatch import cpp_tensors, sanitizing
 from simgpu._dispatch.call import Call
 from simgpu._dispatch.devices import HOST, find_gpu, kept_on
@@ -141,8 +141,8 @@ def pin_memory(call: Call):
 
 def log_copy(source, target, nbytes: int) -> None:
     """Log a small copy that PyTorch makes by itself; the host waits for it."""
-    now = runtime.current()
-    if not now.thread.unlogged:
+    runtime = state.current()
+    if not runtime.thread.unlogged:
         ends = [gpu for gpu in (source, target) if gpu is not None]
-        streams = [now.stream_of(gpu) for gpu in ends]
-        now.clock.copy(source, target, nbytes, streams)
+        streams = [runtime.stream_of(gpu) for gpu in ends]
+        runtime.clock.copy(source, target, nbytes, streams)

@@ -7,7 +7,7 @@ back when the storage dies.
 
 import torch
 
-from simgpu import _runtime as runtime
+from simgpu import _runtime as state
 from simgpu._compat import (
     DisableTorchDispatch,
     DisableTorchFunction,
@@ -45,7 +45,7 @@ class DeviceMemory:
     def resize(self, nbytes: int) -> None:
         """The storage has grown or shrunk in place."""
         __tracebackhide__ = True
-        stream = runtime.current().stream_of(self.gpu)
+        stream = state.current().stream_of(self.gpu)
         block = self.gpu.memory.malloc(nbytes, stream)
         if self.block is not None:
             self.gpu.memory.free(self.block)
@@ -167,7 +167,7 @@ def is_plain(tensor) -> bool:
 def place_storage(storage, gpu: Gpu) -> None:
     """Mark a new UntypedStorage as living on `gpu`."""
     __tracebackhide__ = True
-    stream = runtime.running.stream_of(gpu)
+    stream = state.running.stream_of(gpu)
     storage._simgpu = DeviceMemory(gpu, storage.nbytes(), stream)
 
 
@@ -192,7 +192,7 @@ def place_all(tensors: list[torch.Tensor], gpu: Gpu) -> list:
         nbytes = storage.nbytes()
         memory = getattr(storage, "_simgpu", None)
         if memory is None or not memory.gpu.alive:
-            stream = runtime.running.stream_of(gpu)
+            stream = state.running.stream_of(gpu)
             memory = storage._simgpu = DeviceMemory(gpu, nbytes, stream)
         elif memory.nbytes != nbytes:
             memory.resize(nbytes)
@@ -208,7 +208,7 @@ def is_pinned(tensor: torch.Tensor) -> bool:
         return bool(parts) and all(map(is_pinned, parts))
     if getattr(storage_of(tensor), "_simgpu_pinned", None) is not None:
         return True
-    registered = runtime.current().registered
+    registered = state.current().registered
     if not registered:
         return False
     address = _Base.data_ptr(tensor)
@@ -223,7 +223,7 @@ def pin(tensor: torch.Tensor) -> None:
         return
     storage = storage_of(tensor)
     if getattr(storage, "_simgpu_pinned", None) is None:
-        memory = runtime.current().host_memory
+        memory = state.current().host_memory
         storage._simgpu_pinned = PinnedBlock(memory, storage.nbytes())
 
 

@@ -106,17 +106,17 @@ def _run_elsewhere(call: Call, tensors):
 
 def _run_barrier(call: Call, communicator: Communicator):
     """NCCL's is a collective of almost nothing, for which the host waits."""
-    now = call.runtime
-    now.initialize()
+    runtime = call.runtime
+    runtime.initialize()
     devices = _argument(call, "device_ids", ())
-    gpu = communicator.gpu_of_barrier(devices, now.gpus)
+    gpu = communicator.gpu_of_barrier(devices, runtime.gpus)
     if not devices:
         what = f"barrier ({called_from()})"
-        communicator.connect(gpu, now.clock, what, guess=True)
+        communicator.connect(gpu, runtime.clock, what, guess=True)
     is_async = _argument(call, "async_op", True)
     profiling.note("barrier", [])
     one = exchange.barrier(len(communicator.ranks))
-    launched = launch(now, communicator, gpu, one, is_async=is_async)
+    launched = launch(runtime, communicator, gpu, one, is_async=is_async)
     done = work.new([launched], [], host_waits=True)
     if not is_async:
         work.wait(done)
@@ -145,11 +145,11 @@ def _run_message(call: Call, communicator: Communicator, gpu):
     return Work.boxed(work.new([launched], [tensor]))
 
 
-def _launch_in_batch(now, communicator, gpu, one, channel) -> Collective:
+def _launch_in_batch(runtime, communicator, gpu, one, channel) -> Collective:
     """Messages of one batch go at the same time, on the stream of the group."""
     stream = communicator.stream()
     beside = communicator.batch[-1].meeting if communicator.batch else None
-    launched = launch(now, communicator, gpu, one, channel, stream, beside=beside)
+    launched = launch(runtime, communicator, gpu, one, channel, stream, beside=beside)
     communicator.batch.append(launched)
     return launched
 
@@ -175,13 +175,13 @@ def end_coalescing(group, device) -> Work:
 # -- launching -------------------------------------------------------------------------
 
 
-def launch(now, communicator: Communicator, gpu, one: exchange.Exchange,
+def launch(runtime, communicator: Communicator, gpu, one: exchange.Exchange,
            channel: Channel | None = None, stream: int | None = None, *,
            is_async: bool = True, beside=None) -> Collective:  # fmt: skip
     """Launch a collective on a GPU of this rank.
 
     Args:
-        now: the runtime.
+        runtime: of the simulator.
         communicator: of its group.
         gpu: of its tensors.
         one: what this rank gives and takes.
@@ -195,23 +195,23 @@ def launch(now, communicator: Communicator, gpu, one: exchange.Exchange,
     where = called_from()
     if channel is None or stream is None or communicator.batch is not None:
         guess = one.name == "barrier" and communicator.guessed
-        communicator.connect(gpu, now.clock, f"{one.name} ({where})", guess)
+        communicator.connect(gpu, runtime.clock, f"{one.name} ({where})", guess)
     channel = channel or communicator.channel
-    current = now.stream_of(gpu)
+    current = runtime.stream_of(gpu)
     stream = current if not is_async else (stream or communicator.stream())
-    key, clock = (gpu.index, stream), now.clock
+    key, clock = (gpu.index, stream), runtime.clock
     written = list({id(t): t for taken in one.takes for t in taken}.values())
     for tensor in (*one.gives, *written):  # does it come from a collective itself?
         memory = memory_of(tensor)
         if memory is not None and memory.arriving is not None:
             memory.arriving.settle()
     if stream != current:
-        now.sanitizer.watch_accesses()
+        runtime.sanitizer.watch_accesses()
         if beside is None:
             position = clock.record(gpu.index, current)
             clock.stream_waits(gpu.index, stream, position)
             clock.forget(position)
-    _tell_sanitizer(now, key, one, written)
+    _tell_sanitizer(runtime, key, one, written)
     seconds = collective_cost.collective_seconds(
         one.name,
         one.nbytes,
@@ -231,15 +231,15 @@ def launch(now, communicator: Communicator, gpu, one: exchange.Exchange,
     return launched
 
 
-def _tell_sanitizer(now, key, one: exchange.Exchange, written: list) -> None:
+def _tell_sanitizer(runtime, key, one: exchange.Exchange, written: list) -> None:
     """A stream reads what this rank gives and writes what it takes."""
     __tracebackhide__ = True
-    if not now.sanitizer.watching:
+    if not runtime.sanitizer.watching:
         return
     reads = [("input", *place) for t in one.gives for place in blocks_of(t)]
     writes = [("output", *place) for t in written for place in blocks_of(t)]
     name = "recv" if one.name == "send" and not one.gives else one.name
-    now.sanitizer.access(f"c10d::{name}", key, reads, writes)
+    runtime.sanitizer.access(f"c10d::{name}", key, reads, writes)
 
 
 def _title(communicator, one: exchange.Exchange, channel: Channel) -> str:
@@ -256,11 +256,11 @@ def _title(communicator, one: exchange.Exchange, channel: Channel) -> str:
     return f"recv from {channel.ranks[0]}"
 
 
-def _wait_where_nobody_will(now, done: Work, is_async: bool) -> None:
+def _wait_where_nobody_will(runtime, done: Work, is_async: bool) -> None:
     """DDP in C++ waits for what it has launched, which is not seen from here."""
     if not is_async:
         return
-    if now.thread.cpp_waits and not _in_backward():
+    if runtime.thread.cpp_waits and not _in_backward():
         work.wait(done)  # in DDP's constructor, or before a forward pass
     elif not _called_by_engine():
         return
