@@ -9,7 +9,7 @@ import ctypes
 from simgpu import _runtime as state
 from simgpu._api.streams import FIRST_EXTERNAL
 from simgpu._device.blocks import stream_handle
-from simgpu._dispatch.devices import current_gpu
+from simgpu._dispatch.named_devices import current_gpu
 from simgpu._errors import NotSimulated
 
 # Source: cudaGetErrorString in CUDA's reference, "CUDA Runtime API"

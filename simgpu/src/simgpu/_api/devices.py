@@ -13,7 +13,7 @@ from simgpu._compat import (
     is_absent,
 )
 from simgpu._device.gpu import Gpu
-from simgpu._dispatch.devices import current_gpu, gpu_named
+from simgpu._dispatch.named_devices import current_gpu, gpu_named
 
 CUDA_VERSION = "13.0"  # what PyTorch 2.11 is built for
 

@@ -10,7 +10,7 @@ from simgpu._api.streams import number_of_handle
 from simgpu._device.allocator import CachingAllocator
 from simgpu._device.history import CONTEXTS
 from simgpu._device.host_memory import HostMemory
-from simgpu._dispatch.devices import current_gpu, gpu_named
+from simgpu._dispatch.named_devices import current_gpu, gpu_named
 from simgpu._errors import NotSimulated
 
 

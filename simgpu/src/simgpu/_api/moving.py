@@ -16,7 +16,7 @@ from simgpu._compat import (
     raw_parse_to,
     remove_batch_dim,
 )
-from simgpu._dispatch.devices import find_gpu
+from simgpu._dispatch.named_devices import find_gpu
 from simgpu._dispatch.placement import gpu_of, inner_tensors, is_plain
 
 _raw_to = torch.Tensor.to

@@ -14,7 +14,7 @@ from simgpu._api import devices, streams
 from simgpu._api.refused import refuse
 from simgpu._device.blocks import stream_handle
 from simgpu._device.cards import KIB
-from simgpu._dispatch.devices import current_gpu, gpu_named
+from simgpu._dispatch.named_devices import current_gpu, gpu_named
 
 _FIRST_BLAS_HANDLE = 0x6000_0000_0000
 _FIRST_SOLVER_HANDLE = 0x6100_0000_0000

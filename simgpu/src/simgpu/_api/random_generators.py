@@ -6,7 +6,7 @@ import torch
 
 from simgpu import _runtime
 from simgpu._compat import Generator
-from simgpu._dispatch.devices import find_gpu, gpu_named
+from simgpu._dispatch.named_devices import find_gpu, gpu_named
 
 _raw_generator = Generator
 

@@ -20,9 +20,9 @@ from torch.multiprocessing import reductions
 from torch.storage import UntypedStorage
 
 from simgpu import _runtime as state
-from simgpu._api.events import CudaEvent
+from simgpu._api.cuda_events import CudaEvent
 from simgpu._compat import new_shared_filename, raw_share_cuda, tree_leaves
-from simgpu._dispatch.devices import find_gpu
+from simgpu._dispatch.named_devices import find_gpu
 from simgpu._dispatch.placement import memory_of, memory_of_storage, storage_of
 from simgpu._dispatch.shared_memory import (
     ReceivedMemory,

@@ -13,10 +13,10 @@ import ctypes
 import torch
 
 from simgpu import _runtime as state
-from simgpu._api.events import CudaEvent, Event
+from simgpu._api.cuda_events import CudaEvent, Event
 from simgpu._compat import get_device_index
 from simgpu._device.blocks import stream_handle
-from simgpu._dispatch.devices import find_gpu, gpu_named
+from simgpu._dispatch.named_devices import find_gpu, gpu_named
 from simgpu._errors import NotSimulated
 from simgpu._timing.events import FIRST_OF_NCCL
 

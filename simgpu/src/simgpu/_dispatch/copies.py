@@ -7,9 +7,9 @@ import torch
 
 from simgpu import _runtime as state
 from simgpu._dispatch import cpp_tensors, sanitizing
-from simgpu._dispatch.call import Call
-from simgpu._dispatch.devices import HOST, find_gpu, kept_on
+from simgpu._dispatch.named_devices import HOST, find_gpu, kept_on
 from simgpu._dispatch.operation import handles
+from simgpu._dispatch.operation_call import Call
 from simgpu._dispatch.placement import (
     bytes_in,
     is_pinned,

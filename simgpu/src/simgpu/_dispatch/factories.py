@@ -6,9 +6,9 @@ import torch
 
 from simgpu._device.gpu import Gpu
 from simgpu._dispatch import cpp_tensors
-from simgpu._dispatch.call import Call
-from simgpu._dispatch.devices import HOST, find_gpu, kept_on
+from simgpu._dispatch.named_devices import HOST, find_gpu, kept_on
 from simgpu._dispatch.operation import handles
+from simgpu._dispatch.operation_call import Call
 from simgpu._dispatch.placement import pin
 
 aten = torch.ops.aten

@@ -24,8 +24,8 @@ from simgpu._compat import (
 )
 from simgpu._device.blocks import Block
 from simgpu._device.gpu import Gpu
-from simgpu._dispatch.call import Call, run_on_common_gpu
 from simgpu._dispatch.operation import handles
+from simgpu._dispatch.operation_call import Call, run_on_common_gpu
 from simgpu._dispatch.placement import DeviceMemory, memory_of
 from simgpu._errors import NotSimulated
 

@@ -7,12 +7,12 @@ import torch
 
 from simgpu._compat import DispatchKey, DispatchKeySet, SetExcludeDispatchKeyGuard
 from simgpu._dispatch import in_place
-from simgpu._dispatch.call import Call
 from simgpu._dispatch.copies import log_copy
 from simgpu._dispatch.cpp_tensors import is_of_this_call
 from simgpu._dispatch.errors import scalar_type_name
 from simgpu._dispatch.mode import DispatchMode
 from simgpu._dispatch.operation import handles
+from simgpu._dispatch.operation_call import Call
 from simgpu._dispatch.placement import gpu_of, place_all, tensors_in
 from simgpu._errors import NotSimulated
 

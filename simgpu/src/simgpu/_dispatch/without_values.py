@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from simgpu._dispatch.call import Call
-from simgpu._dispatch.devices import META
+from simgpu._dispatch.named_devices import META
+from simgpu._dispatch.operation_call import Call
 from simgpu._dispatch.placement import storage_of, tensors_in
 from simgpu._errors import NotSimulated
 

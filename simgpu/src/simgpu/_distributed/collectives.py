@@ -18,8 +18,8 @@ from simgpu._compat import (
     raw_start_coalescing,
     tree_leaves,
 )
-from simgpu._dispatch.call import Call
 from simgpu._dispatch.operation import handles
+from simgpu._dispatch.operation_call import Call
 from simgpu._dispatch.placement import blocks_of, gpu_of, memory_of, place
 from simgpu._distributed import (
     checks,

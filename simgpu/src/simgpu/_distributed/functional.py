@@ -6,9 +6,9 @@ They return new tensors, and `wait_tensor` makes the current stream wait for one
 import torch
 
 from simgpu._compat import process_group_named
-from simgpu._dispatch.call import Call
 from simgpu._dispatch.mode import modes_in_this_thread
 from simgpu._dispatch.operation import handles
+from simgpu._dispatch.operation_call import Call
 from simgpu._dispatch.placement import memory_of
 from simgpu._distributed import checks, collectives, exchange, operations, work
 from simgpu._distributed.groups import communicator_of

@@ -14,8 +14,8 @@ from torch.futures import Future
 from simgpu import _runtime as state
 from simgpu._api.naming import as_device
 from simgpu._compat import CppFuture, tree_leaves
-from simgpu._dispatch.devices import find_gpu
 from simgpu._dispatch.mode import modes_in_this_thread
+from simgpu._dispatch.named_devices import find_gpu
 from simgpu._dispatch.placement import blocks_of, gpu_of
 from simgpu._distributed.work import HOOKS
 

@@ -32,8 +32,8 @@ from simgpu._compat import (
     rpc_pickler,
     tree_leaves,
 )
-from simgpu._dispatch.devices import find_gpu
 from simgpu._dispatch.mode import modes_in_this_thread
+from simgpu._dispatch.named_devices import find_gpu
 from simgpu._dispatch.placement import blocks_of, gpu_of, memory_of, parts_of, place
 from simgpu._distributed import work
 from simgpu._errors import NotSimulated

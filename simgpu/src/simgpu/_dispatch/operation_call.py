@@ -11,6 +11,7 @@ import torch
 from simgpu._device.gpu import Gpu
 from simgpu._dispatch import cpp_tensors, random_numbers, sanitizing
 from simgpu._dispatch.errors import mismatch
+from simgpu._dispatch.kernel_work import work_of
 from simgpu._dispatch.operation import Operation, handles
 from simgpu._dispatch.placement import (
     gpus_of,
@@ -20,7 +21,6 @@ from simgpu._dispatch.placement import (
     tensors_in,
 )
 from simgpu._dispatch.scalars import joins_scalars, send_gradient_back
-from simgpu._dispatch.work import work_of
 
 _NOTHING = contextlib.nullcontext()
 _Tensor = torch.Tensor

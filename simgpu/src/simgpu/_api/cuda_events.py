@@ -9,7 +9,7 @@ import os
 import torch
 
 from simgpu import _runtime as state
-from simgpu._dispatch.devices import gpu_named
+from simgpu._dispatch.named_devices import gpu_named
 from simgpu._errors import NotSimulated
 from simgpu._timing.events import StreamPosition
 
