@@ -70,9 +70,9 @@ def foreach(call: Call):
     length, results = len(lists[0]), []
     for i in range(length):
         args = [[v[i]] if _has_length(v, length) else v for v in call.args]
-        one = call.with_tensors(tensors_in(args))
-        one.args = args
-        out = one.run_on(one.common_gpu())
+        part = call.with_tensors(tensors_in(args))
+        part.args = args
+        out = part.run_on(part.common_gpu())
         results += out if isinstance(out, (list, tuple)) else []
     return results or None
 

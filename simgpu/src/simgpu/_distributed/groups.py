@@ -46,8 +46,8 @@ def nccl_version() -> tuple[int, int, int]:
 def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
     """A process group: where it would use NCCL, the simulator does the work."""
     runtime = state.current()
-    asked = str(backend)
-    engine = next(filter(_is_engine, _backends(asked).values()), None)
+    spec = str(backend)
+    engine = next(filter(_is_engine, _backends(spec).values()), None)
     if engine is None:
         return raw_new_process_group(
             size, rank, ranks, backend, store, name, *args, **kwargs
@@ -61,11 +61,11 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
         )
     fake_backend()
 
-    if "gloo" in _backends(asked).values():
+    if "gloo" in _backends(spec).values():
         _bind_to_loopback()
     stand_in = ",".join(
         f"{device}:{_STAND_IN if _is_engine(its) else its}"
-        for device, its in _backends(asked).items()
+        for device, its in _backends(spec).items()
     )
     group, its_store = raw_new_process_group(
         size, rank, ranks, distributed_c10d.Backend(stand_in), store, name, *args,
@@ -74,8 +74,8 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
     if not isinstance(group, dist.ProcessGroup):
         return group, its_store
     _call_it_nccl(group)
-    process_groups.pg_map[group] = (asked, its_store)  # for get_backend()
-    config = ",".join(f"{kind}:{its}" for kind, its in _backends(asked).items())
+    process_groups.pg_map[group] = (spec, its_store)  # for get_backend()
+    config = ",".join(f"{kind}:{its}" for kind, its in _backends(spec).items())
     process_groups.pg_backend_config[group] = config
     if not ranks:
         _begin_job(runtime, store, rank, size)
@@ -85,7 +85,7 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
     options.global_ranks_in_group = list(ranks)
     communicator = _communicate(runtime, group, name, members, rank, bound, options)
     communicator.engine = engine
-    if "gloo" in _backends(asked).values():
+    if "gloo" in _backends(spec).values():
         runtime.gloo_groups.append(group)
     if bound is not None:
         runtime.initialize()
@@ -190,17 +190,17 @@ def _bind_to_loopback() -> None:
 
 
 @functools.cache
-def _backends(asked: str) -> dict[str, str]:
+def _backends(spec: str) -> dict[str, str]:
     """Kind of device -> backend, for what a script has asked for."""
-    if asked == "undefined":  # nothing: PyTorch takes what the machine has
+    if spec == "undefined":  # nothing: PyTorch takes what the machine has
         return {"cpu": "gloo", "cuda": "nccl"}
-    config = distributed_c10d.BackendConfig(distributed_c10d.Backend(asked))
+    config = distributed_c10d.BackendConfig(distributed_c10d.Backend(spec))
     return config.get_device_backend_map()
 
 
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
-    asked, _ = process_groups.pg_map.get(group, ("gloo", None))
-    return _backends(str(asked))
+    spec, _ = process_groups.pg_map.get(group, ("gloo", None))
+    return _backends(str(spec))
 
 
 def communicator_of(group: dist.ProcessGroup) -> Communicator | None:
