@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import simgpu
 from simgpu import _startup as startup
-from simgpu._dispatch import work
+from simgpu._dispatch import kernel_work
 
 FLASH = "_scaled_dot_product_flash_attention"
 EFFICIENT = "_scaled_dot_product_efficient_attention"
@@ -251,7 +251,7 @@ def test_attention_on_the_host_is_left_alone():
 def test_flops_are_asked_for_with_all_heads_where_they_share_keys():
     """PyTorch 2.11 has a formula for as many heads of keys as of queries only."""
     q, k, v = torch.empty(2, 8, 6, 4), torch.empty(2, 2, 6, 4), torch.empty(2, 2, 6, 5)
-    found = work._with_all_heads((q, k, v, 0.0, True))
+    found = kernel_work._with_all_heads((q, k, v, 0.0, True))
     assert found == [(2, 8, 6, 4), (2, 8, 6, 4), (2, 8, 6, 5), 0.0, True]
     in_one_batch = torch.empty(6, 8, 4)  # (tokens, heads, width)
-    assert work._with_all_heads((in_one_batch,))[0] is in_one_batch
+    assert kernel_work._with_all_heads((in_one_batch,))[0] is in_one_batch

@@ -44,7 +44,7 @@ if TYPE_CHECKING:  # what type checkers and editors read; at run time see `_HOME
     from simgpu._ranks.run_ranks import RanksFailed, run_ranks
     from simgpu._ranks.which_gpus import cap_memory
     from simgpu._request import Request, check_request
-    from simgpu._sanitizer.report import RaceError
+    from simgpu._sanitizer.race_report import RaceError
     from simgpu._startup import (
         count,
         host_busy,

@@ -37,9 +37,9 @@ import signal
 import sys
 
 import simgpu
-from simgpu import _child_commands as inherit
+from simgpu import _child_commands as child_commands
 from simgpu import _failures as failures
-from simgpu import _launchers as commands
+from simgpu import _launchers as launchers
 from simgpu._options import options
 from simgpu._switch import wanted
 
@@ -53,82 +53,82 @@ _SUBCOMMANDS = {"prove": "simgpu._prove.command"}
 
 def main() -> None:
     """Start the GPUs, then become the program, or start it."""
-    inherit.disarm()
+    child_commands.disarm()
     if sys.argv[1:2] and sys.argv[1] in _SUBCOMMANDS:
         command = importlib.import_module(_SUBCOMMANDS[sys.argv[1]])
         sys.exit(command.main(sys.argv[2:]))
-    found = options()
+    parsed = options()
     try:
         simulated = wanted() != "real"
     except ValueError as error:
         sys.exit(str(error))
     if not simulated:
-        _check_real(found)
-    if found.command is not None:
-        sys.exit(commands.run(found, simulated))
+        _check_real(parsed)
+    if parsed.command is not None:
+        sys.exit(launchers.run(parsed, simulated))
     if simulated:
-        _start(found)
-    sys.argv = [found.program, *found.arguments]
+        _start(parsed)
+    sys.argv = [parsed.program, *parsed.arguments]
     status = 0
     try:
-        become(found)
+        become(parsed)
     except BaseException:
         status = status_of(sys.exc_info())
-    sys.exit(status if not simulated else _end(found, status))
+    sys.exit(status if not simulated else _end(parsed, status))
 
 
-def _check_real(found) -> None:
+def _check_real(parsed) -> None:
     """Whether this machine's own GPUs will do."""
-    if found.nodes != 1 or found.timeline is not None:
+    if parsed.nodes != 1 or parsed.timeline is not None:
         sys.exit("--nodes and --timeline are for simulated GPUs")
     import torch
 
     real = torch.cuda.device_count()
-    if real < found.gpus:
+    if real < parsed.gpus:
         sys.exit(
-            f"SIMGPU=off, but this machine has {real} of {found.gpus} GPUs; "
+            f"SIMGPU=off, but this machine has {real} of {parsed.gpus} GPUs; "
             "unset SIMGPU"
         )
 
 
-def _start(found) -> None:
+def _start(parsed) -> None:
     """Simulate the GPUs, for this process and those that it starts."""
-    if found.children:
-        os.environ.update(commands.hand_down(found))
+    if parsed.children:
+        os.environ.update(launchers.hand_down(parsed))
     else:
-        commands.tell_of_children()
+        launchers.tell_of_children()
     try:
-        simgpu.start(**found.request)
+        simgpu.start(**parsed.request)
     except ImportError as error:  # PyTorch or numpy is not there, or too old
         sys.exit(str(error))
-    from simgpu import _runtime as runtime
+    from simgpu import _runtime as state
 
-    now = runtime.current()
-    now.for_children, now.network = found.request, found.network
-    if found.timeline is not None:
-        signal.signal(signal.SIGTERM, inherit.end_by_signal)
+    runtime = state.current()
+    runtime.for_children, runtime.network = parsed.request, parsed.network
+    if parsed.timeline is not None:
+        signal.signal(signal.SIGTERM, child_commands.end_by_signal)
 
 
-def _end(found, status: int) -> int:
+def _end(parsed, status: int) -> int:
     """What the program leaves is written, and the ranks of its job know of its end."""
-    from simgpu import _runtime as runtime
+    from simgpu import _runtime as state
     from simgpu._distributed import gathering
     from simgpu._distributed.children import leave
 
-    now = runtime.running
-    if now is not None and found.timeline is not None:
-        gathering.write(found.timeline, failed=status != 0)
-    if now is not None and now.gloo_groups:
+    runtime = state.running
+    if runtime is not None and parsed.timeline is not None:
+        gathering.write(parsed.timeline, failed=status != 0)
+    if runtime is not None and runtime.gloo_groups:
         leave(status)
     return status
 
 
-def become(found) -> None:
+def become(parsed) -> None:
     """Run the program in this process, as `python` would."""
-    if found.module:
-        runpy.run_module(found.program, run_name="__main__", alter_sys=True)
+    if parsed.module:
+        runpy.run_module(parsed.program, run_name="__main__", alter_sys=True)
     else:  # python puts the script's folder first, where -m has put the current one
-        path = os.path.abspath(found.program)
+        path = os.path.abspath(parsed.program)
         sys.path[0] = os.path.dirname(path)
         _tell_of_namesake(sys.path[0])
         runpy.run_path(path, run_name="__main__")

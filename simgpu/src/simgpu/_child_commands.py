@@ -119,11 +119,11 @@ def start(words: dict) -> None:
         return
     atexit.register(_end)
     import simgpu
-    from simgpu import _runtime as runtime
+    from simgpu import _runtime as state
 
     simgpu.start(**words["gpus"])
-    now = runtime.current()
-    now.for_children, now.network = words["gpus"], words["network"]
+    runtime = state.current()
+    runtime.for_children, runtime.network = words["gpus"], words["network"]
     show = sys.excepthook
 
     def excepthook(kind, error, trace):
@@ -151,19 +151,19 @@ def _hand_in(timeline: str) -> None:
     """What ran on the GPUs, if this process is a rank, or has used one alone."""
     from pathlib import Path
 
-    from simgpu import _runtime as runtime
+    from simgpu import _runtime as state
     from simgpu._distributed import gathering
 
-    now = runtime.running
-    if now is not None and (now.cluster is not None or now.initialized):
+    runtime = state.running
+    if runtime is not None and (runtime.cluster is not None or runtime.initialized):
         gathering.write(Path(timeline), failed=_failed)
 
 
 def _end() -> None:
     """After an error threads of gloo may still work, and would abort the process."""
-    from simgpu import _runtime as runtime
+    from simgpu import _runtime as state
 
-    if _failed and runtime.running is not None and runtime.running.gloo_groups:
+    if _failed and state.running is not None and state.running.gloo_groups:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)

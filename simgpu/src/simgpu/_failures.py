@@ -84,10 +84,10 @@ def _tell_torchrun(message: str, text: str, follows: bool) -> None:
 
 
 def _tell_other_ranks() -> None:
-    from simgpu import _runtime as runtime
+    from simgpu import _runtime as state
 
-    if runtime.running is not None and runtime.running.cluster is not None:
-        runtime.running.cluster.how = ENDED
+    if state.running is not None and state.running.cluster is not None:
+        state.running.cluster.how = ENDED
 
 
 def show_first(folder: Path) -> None:

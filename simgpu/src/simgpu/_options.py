@@ -29,33 +29,33 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = _parser()
     arguments = sys.argv[1:] if arguments is None else arguments
     ours, theirs = split(arguments)
-    found = parser.parse_args(ours)
-    found.arguments = theirs
-    found.command = _command(found, parser)
-    if found.timeline is not None:
-        found.timeline = found.timeline.absolute()  # the script may go elsewhere
-        if not found.timeline.parent.is_dir():
-            parser.error(f"there is no folder {found.timeline.parent}")
-    if found.nodes != 1 and found.command is None:
+    parsed = parser.parse_args(ours)
+    parsed.arguments = theirs
+    parsed.command = _command(parsed, parser)
+    if parsed.timeline is not None:
+        parsed.timeline = parsed.timeline.absolute()  # the script may go elsewhere
+        if not parsed.timeline.parent.is_dir():
+            parser.error(f"there is no folder {parsed.timeline.parent}")
+    if parsed.nodes != 1 and parsed.command is None:
         try:
-            lay_out(found.nodes)
+            lay_out(parsed.nodes)
         except ValueError as error:
             parser.error(str(error))
-    if found.gpus is None:
-        found.gpus = int(os.environ["LOCAL_WORLD_SIZE"])
-    found.request = {
-        "number": found.gpus, "card": found.card, "memory": found.memory,
-        "honour_visible": True, "races": found.races,
-        "compile": "eager" if found.no_compile else "refuse",
+    if parsed.gpus is None:
+        parsed.gpus = int(os.environ["LOCAL_WORLD_SIZE"])
+    parsed.request = {
+        "number": parsed.gpus, "card": parsed.card, "memory": parsed.memory,
+        "honour_visible": True, "races": parsed.races,
+        "compile": "eager" if parsed.no_compile else "refuse",
     }  # fmt: skip
     try:
-        asked = check_request(
-            found.gpus, found.card, found.memory, compile=found.request["compile"]
+        request = check_request(
+            parsed.gpus, parsed.card, parsed.memory, compile=parsed.request["compile"]
         )
-        Topology(asked.card, found.gpus, network=found.network)
+        Topology(request.card, parsed.gpus, network=parsed.network)
     except ValueError as error:
         sys.exit(str(error))
-    return found
+    return parsed
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -95,19 +95,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _command(found, parser: argparse.ArgumentParser) -> list[str] | None:
+def _command(parsed, parser: argparse.ArgumentParser) -> list[str] | None:
     """The words that start the program; None if it is to run in this process."""
-    name = os.path.basename(found.program)
+    name = os.path.basename(parsed.program)
     is_launcher = name in LAUNCHERS
-    if found.module:
+    if parsed.module:
         return [sys.executable, "-m", name] if is_launcher else None
-    if not is_launcher and os.path.exists(found.program):
+    if not is_launcher and os.path.exists(parsed.program):
         return None
-    command = find_command(found.program)
+    command = find_command(parsed.program)
     if command is None:
-        parser.error(f"there is no script {found.program}")
-    if not is_launcher and not found.children:
-        parser.error(_NO_SUCH.format(found.program))
+        parser.error(f"there is no script {parsed.program}")
+    if not is_launcher and not parsed.children:
+        parser.error(_NO_SUCH.format(parsed.program))
     return command
 
 

@@ -26,11 +26,11 @@ from simgpu._api import (
     autograd,
     backends,
     compiling,
+    cuda_events,
     cudart,
     data_parallel,
     devices,
     dropout,
-    events,
     extensions,
     fake_tensors,
     function_modes,
@@ -257,7 +257,7 @@ def _cuda(runtime) -> list[Patch]:
                      "set_rng_state", "set_rng_state_all")
     }  # fmt: skip
     same_stream_classes = {
-        "Stream": streams.CudaStream, "Event": events.CudaEvent,
+        "Stream": streams.CudaStream, "Event": cuda_events.CudaEvent,
         "ExternalStream": streams.ExternalStream,
     }  # fmt: skip
     pynvml, rt, flags = nvml.module(), cudart.Cudart(), backends.Flags()
@@ -319,7 +319,7 @@ def _cuda(runtime) -> list[Patch]:
         *patches(torch, "random numbers of each GPU",
                  Generator=random_generators.Generator),
         *patches(torch, "streams are simulated",
-                 Stream=streams.Stream, Event=events.Event),
+                 Stream=streams.Stream, Event=cuda_events.Event),
         *patches(torch.cuda, "streams are simulated", **same_stream_classes,
                  current_stream=streams.current_stream,
                  default_stream=streams.default_stream, set_stream=streams.set_stream),

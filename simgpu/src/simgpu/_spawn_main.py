@@ -8,18 +8,18 @@ import json
 import os
 import runpy
 
-from simgpu import _child_commands as inherit
+from simgpu import _child_commands as child_commands
 
-inherit.disarm()  # before PyTorch is imported
+child_commands.disarm()  # before PyTorch is imported
 
 import simgpu  # noqa: E402
-from simgpu import _runtime as runtime  # noqa: E402
+from simgpu import _runtime as state  # noqa: E402
 from simgpu._distributed.children import TO_CHILDREN  # noqa: E402
 
 if __name__ == "__mp_main__":
     child = json.loads(os.environ[TO_CHILDREN])
     simgpu.start(**child["gpus"])
-    runtime.current().for_children = child["gpus"]
+    state.current().for_children = child["gpus"]
     if "path" in child:
         found = runpy.run_path(child["path"], run_name=__name__)
     else:

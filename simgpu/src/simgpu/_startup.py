@@ -27,7 +27,7 @@ from simgpu._compat import (
     warn_of_newer_torch,
 )
 from simgpu._dispatch import (  # noqa: F401 - the files register what runs operations
-    attention,
+    attention_kernels,
     copies,
     determinism,
     factories,

@@ -15,7 +15,7 @@ def wanted() -> str:
     Raises:
         ValueError: if it is neither on nor off.
     """
-    choice = os.environ.get("SIMGPU", "on")
-    if choice not in _CHOICES:
-        raise ValueError(f"SIMGPU={choice!r}; use {' or '.join(_CHOICES)}")
-    return "simulated" if choice == "on" else "real"
+    setting = os.environ.get("SIMGPU", "on")
+    if setting not in _CHOICES:
+        raise ValueError(f"SIMGPU={setting!r}; use {' or '.join(_CHOICES)}")
+    return "simulated" if setting == "on" else "real"

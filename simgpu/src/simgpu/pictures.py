@@ -11,7 +11,7 @@ rest is what they are made of, for pictures of your own in the same colours.
 
 from simgpu._pictures.jobs import job_memory, job_timeline, overlap
 from simgpu._pictures.lanes import Lanes
-from simgpu._pictures.memory import devices, parts, segment_picture, segments
+from simgpu._pictures.memory_pictures import devices, parts, segment_picture, segments
 from simgpu._pictures.picture import (
     COLOURS,
     HOST,

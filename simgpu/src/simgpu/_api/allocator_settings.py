@@ -10,7 +10,7 @@ import os
 import re
 import warnings
 
-from simgpu import _runtime as runtime
+from simgpu import _runtime as state
 from simgpu._device.cards import MIB
 from simgpu._device.settings import INTERVALS, Settings
 from simgpu._errors import NotSimulated
@@ -48,18 +48,18 @@ def apply(settings: str) -> None:
         ",".join(map(":".join, entries)) == text,
         f"Error parsing CachingAllocator settings: {settings!r}",
     )
-    found = runtime.current().settings
-    found.reset()
-    found.text = text
+    settings = state.current().settings
+    settings.reset()
+    settings.text = text
     for key, value in entries:
-        _KEYS.get(key, _unknown)(found, key, value)
+        _KEYS.get(key, _unknown)(settings, key, value)
 
 
-def _unknown(found: Settings, key: str, value: str) -> None:
+def _unknown(settings: Settings, key: str, value: str) -> None:
     raise ValueError(f"Unrecognized key '{key}' in CUDA allocator config.")
 
 
-def _switch(found: Settings, key: str, value: str) -> None:
+def _switch(settings: Settings, key: str, value: str) -> None:
     _check(value in ("True", "False"), f"Expected 'True' or 'False' for {key}")
     if key == "expandable_segments" and value == "True":
         warnings.warn(
@@ -69,7 +69,7 @@ def _switch(found: Settings, key: str, value: str) -> None:
         )
 
 
-def _threads(found: Settings, key: str, value: str) -> None:
+def _threads(settings: Settings, key: str, value: str) -> None:
     _check(
         value.isdigit() and _is_power_of_two(int(value)),
         f"Number of register threads has to be power of 2, got {value}",
@@ -81,13 +81,13 @@ def _threads(found: Settings, key: str, value: str) -> None:
     )
 
 
-def _fraction(found: Settings, key: str, value: str) -> None:
+def _fraction(settings: Settings, key: str, value: str) -> None:
     fraction = _number(key, value)
     _check(0 <= fraction <= 1, f"{key} is invalid, set it in [0.0, 1.0]")
-    set_fraction([gpu.memory for gpu in runtime.current().gpus], fraction)
+    set_fraction([gpu.memory for gpu in state.current().gpus], fraction)
 
 
-def _backend(found: Settings, key: str, value: str) -> None:
+def _backend(settings: Settings, key: str, value: str) -> None:
     _check(
         value in ("native", "cudaMallocAsync"),
         "Unknown allocator backend, options are native and cudaMallocAsync",
@@ -96,31 +96,31 @@ def _backend(found: Settings, key: str, value: str) -> None:
         raise NotSimulated(f"the allocator backend {value}")
 
 
-def _largest(found: Settings, key: str, value: str) -> None:
+def _largest(settings: Settings, key: str, value: str) -> None:
     mib = _number(key, value)
     _check(
         mib >= _LEAST_SPLIT,
         f"CachingAllocator option {key} too small, must be >= {_LEAST_SPLIT}",
     )
     name = "max_split" if key == "max_split_size_mb" else "most_waste"
-    setattr(found, name, int(mib) * MIB)
+    setattr(settings, name, int(mib) * MIB)
 
 
-def _threshold(found: Settings, key: str, value: str) -> None:
+def _threshold(settings: Settings, key: str, value: str) -> None:
     share = _number(key, value)
     _check(0 < share < 1, "garbage_collect_threshold is invalid, set it in (0.0, 1.0)")
-    if any(gpu.memory.fraction is not None for gpu in runtime.current().gpus):
+    if any(gpu.memory.fraction is not None for gpu in state.current().gpus):
         raise NotSimulated(f"{key} with a fraction of the memory")
-    found.collect_from = share
+    settings.collect_from = share
 
 
-def _divisions(found: Settings, key: str, value: str) -> None:
+def _divisions(settings: Settings, key: str, value: str) -> None:
     """ "4" for all sizes, or "[64:8,128:2,>:1]" by the size in MiB."""
     if not value.startswith("["):
         number = int(_number(key, value))
         _check(_is_power_of_two(number), "For roundups, the divisons has to be power "
                "of 2")  # fmt: skip
-        found.divide([number] * INTERVALS)
+        settings.divide([number] * INTERVALS)
         return
     divisions, last = [0] * INTERVALS, None
     for entry in value[1:-1].split(","):
@@ -143,10 +143,10 @@ def _divisions(found: Settings, key: str, value: str) -> None:
             divisions[:index] = [number] * index
         divisions[index] = number
         last = index
-    found.divide(divisions)
+    settings.divide(divisions)
 
 
-def _reserve(found: Settings, key: str, value: str) -> None:
+def _reserve(settings: Settings, key: str, value: str) -> None:
     raise NotSimulated(f"the allocator setting {key}")
 
 
@@ -180,7 +180,7 @@ def set_fraction(memories: list, fraction: float) -> None:
     Raises:
         NotSimulated: if blocks should be freed by their age.
     """
-    if runtime.current().settings.collect_from:
+    if state.current().settings.collect_from:
         raise NotSimulated("garbage_collection_threshold with a fraction of the memory")
     for memory in memories:
         memory.fraction = fraction

@@ -2,7 +2,7 @@
 
 import torch
 
-from simgpu import _runtime as runtime
+from simgpu import _runtime as state
 from simgpu._api.tensor_types import DTYPES, TensorTypeMeta
 from simgpu._compat import TensorBase
 from simgpu._dispatch.errors import type_name
@@ -48,18 +48,18 @@ def get_device(self):
 
 def represent(self, *, tensor_contents=None):
     """Printing is not part of the program: it leaves no trace in the log."""
-    now = runtime.current()
-    if now.without_values and gpu_of(self) is not None:
+    runtime = state.current()
+    if runtime.without_values and gpu_of(self) is not None:
         raise NotSimulated(
             "printing a tensor", "simgpu.estimate knows the shapes of tensors alone."
         )
-    settle_streams(now)
-    now.thread.unlogged += 1
+    settle_streams(runtime)
+    runtime.thread.unlogged += 1
     try:
-        seen = look_at(now, self)
+        seen = look_at(runtime, self)
         return _raw_repr(seen, tensor_contents=tensor_contents)
     finally:
-        now.thread.unlogged -= 1
+        runtime.thread.unlogged -= 1
 
 
 def type_of(self, dtype=None, non_blocking=False, **kwargs):

@@ -13,7 +13,7 @@ import weakref
 
 import torch
 
-from simgpu import _runtime as runtime
+from simgpu import _runtime as state
 from simgpu._api.autocast_lists import (
     FLOAT32,
     FLOAT32_BESIDE,
@@ -65,7 +65,7 @@ def _cast(value, dtype: torch.dtype):
         return value.to(dtype)
     if torch.is_inference_mode_enabled():
         return value.to(dtype)
-    cache = runtime.current().autocast_cache
+    cache = state.current().autocast_cache
     known = cache.get(id(value))
     if known is None or known[0]() is not value:
         with torch.enable_grad():  # who uses it next may need its gradient
@@ -194,23 +194,23 @@ def set_enabled(*args, **kwargs) -> None:
 def start() -> None:
     """Our kernels, if this thread has autocast enabled."""
     if torch.is_autocast_enabled("cuda"):
-        now = runtime.current()
-        with now.autocast_lock:
-            if now.autocast_kernels is None:
-                now.autocast_kernels = _register()
+        runtime = state.current()
+        with runtime.autocast_lock:
+            if runtime.autocast_kernels is None:
+                runtime.autocast_kernels = _register()
         include_dispatch_key(_KEY, True)
 
 
 def clear_cache() -> None:
     """`torch.clear_autocast_cache`."""
-    runtime.current().autocast_cache.clear()
+    state.current().autocast_cache.clear()
     _raw_clear_cache()
 
 
-def stop(now: runtime.Runtime) -> None:
+def stop(runtime: state.Runtime) -> None:
     """PyTorch's own kernels again."""
-    if now.autocast_kernels is not None:
-        now.autocast_kernels._destroy()
-        now.autocast_kernels = None
+    if runtime.autocast_kernels is not None:
+        runtime.autocast_kernels._destroy()
+        runtime.autocast_kernels = None
         include_dispatch_key(_KEY, False)
-    now.autocast_cache.clear()
+    runtime.autocast_cache.clear()

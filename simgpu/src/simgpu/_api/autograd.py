@@ -8,7 +8,7 @@ import contextlib
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from simgpu import _runtime as runtime
+from simgpu import _runtime as state
 from simgpu._api import fake_tensors
 from simgpu._api.streams import join_streams
 from simgpu._compat import (
@@ -44,9 +44,9 @@ def run_backward(outputs, gradients, *args, **kwargs):
                     f"{output.device} but got {gradient.device}"
                 )
     if not in_place.is_measured() and not is_absent(disable_modes):
-        with disable_modes(), DispatchMode(runtime.current()):
+        with disable_modes(), DispatchMode(state.current()):
             in_place.measure()
-    thread = runtime.current().thread
+    thread = state.current().thread
     chosen = thread.device, thread.device_chosen_in
     try:
         with _function_mode():
@@ -59,7 +59,7 @@ def _function_mode():
     """Our mode for the Python code that backward runs: `Tensor.backward` pops it."""
     if any(type(m) is FunctionMode for m in function_modes()):
         return contextlib.nullcontext()
-    return FunctionMode(runtime.current())
+    return FunctionMode(state.current())
 
 
 def apply_function(cls, *args, **kwargs):
@@ -87,7 +87,7 @@ def apply_backward(self, *gradients):
     ):
         if isinstance(gradient, torch.Tensor) and gpu_of(gradient) is None:
             place(gradient, gpu)  # zeros that the engine made for an unused output
-    with modes_in_this_thread(runtime.current()):  # distributed autograd's have none
+    with modes_in_this_thread(state.current()):  # distributed autograd's have none
         out = _raw_apply_backward(self, *gradients)
     results = list(out) if isinstance(out, tuple) else [out]
     inputs = getattr(self, "_simgpu_inputs", ())

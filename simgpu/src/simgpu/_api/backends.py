@@ -7,7 +7,7 @@ they are kept. Leaves out: what they would do to a kernel.
 import torch
 
 from simgpu._compat import BlasBackend, LinalgBackend
-from simgpu._dispatch.devices import gpu_named
+from simgpu._dispatch.named_devices import gpu_named
 
 CUDNN_VERSION = 91900  # 9.19.0, of PyTorch 2.11 for CUDA 13.0
 _PLANS = 4096  # most plans that cuFFT's cache of a GPU keeps, unless the program says

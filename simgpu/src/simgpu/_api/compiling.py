@@ -13,7 +13,7 @@ import sys
 
 from torch import nn
 
-from simgpu import _runtime as runtime
+from simgpu import _runtime as state
 from simgpu._errors import NotSimulated
 
 _ADVICE = (
@@ -31,7 +31,7 @@ def compile(model=None, *, disable: bool = False, **options):
         return functools.partial(compile, disable=disable, **options)
     if disable or any(os.environ.get(name) == "1" for name in _SWITCHES):
         return model
-    if runtime.current().request.compile == "eager":
+    if state.current().request.compile == "eager":
         _tell()
         return model
     if isinstance(getattr(model, "__self__", model), nn.Module):
@@ -39,7 +39,7 @@ def compile(model=None, *, disable: bool = False, **options):
 
     @functools.wraps(model)
     def refused(*args, **kwargs):
-        if runtime.running is None:
+        if state.running is None:
             return model(*args, **kwargs)
         raise NotSimulated(f"torch.compile of {model.__qualname__}", _ADVICE)
 

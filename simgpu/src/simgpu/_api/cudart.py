@@ -6,10 +6,10 @@ itself, and streams that it makes. There is no profiler to start or to stop.
 
 import ctypes
 
-from simgpu import _runtime as runtime
+from simgpu import _runtime as state
 from simgpu._api.streams import FIRST_EXTERNAL
 from simgpu._device.blocks import stream_handle
-from simgpu._dispatch.devices import current_gpu
+from simgpu._dispatch.named_devices import current_gpu
 from simgpu._errors import NotSimulated
 
 # Source: cudaGetErrorString in CUDA's reference, "CUDA Runtime API"
@@ -58,20 +58,20 @@ class Cudart:
 
     def cudaMemGetInfo(self, device: int) -> tuple[int, int]:
         """Bytes of the card that are free, and that there are."""
-        memory = runtime.current().gpus[device].memory
+        memory = state.current().gpus[device].memory
         return memory.free_on_card, memory.total
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         """Pin memory that is there; the host takes its time for it."""
-        ranges = runtime.current().registered
+        ranges = state.current().registered
         if address in ranges:
             return _ALREADY_REGISTERED
         ranges[address] = size
-        runtime.current().clock.pin(size)
+        state.current().clock.pin(size)
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
-        found = runtime.current().registered.pop(address, None)
+        found = state.current().registered.pop(address, None)
         return _NOT_REGISTERED if found is None else 0
 
     def cudaStreamCreate(self, where: int) -> int:

@@ -23,7 +23,7 @@ from simgpu._compat import (
     unflatten_dense_tensors,
     unflatten_sparse_tensors,
 )
-from simgpu._dispatch.devices import current_gpu
+from simgpu._dispatch.named_devices import current_gpu
 
 
 def _check(condition, *message) -> None:

@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from simgpu import _runtime as runtime
+from simgpu import _runtime as state
 from simgpu._api.properties import DeviceProperties
 from simgpu._compat import (
     check_stray_context,
@@ -13,7 +13,7 @@ from simgpu._compat import (
     is_absent,
 )
 from simgpu._device.gpu import Gpu
-from simgpu._dispatch.devices import current_gpu, gpu_named
+from simgpu._dispatch.named_devices import current_gpu, gpu_named
 
 CUDA_VERSION = "13.0"  # what PyTorch 2.11 is built for
 
@@ -33,11 +33,11 @@ def is_available() -> bool:
     """
     if os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK") == "1":
         return device_count() > 0
-    return runtime.current().fix_visible() > 0
+    return state.current().fix_visible() > 0
 
 
 def device_count() -> int:
-    return runtime.current().count()
+    return state.current().count()
 
 
 def current_device() -> int:
@@ -56,7 +56,7 @@ def exchange_device(index: int) -> int:
     if index < 0:
         return -1
     before = current_device()
-    thread = runtime.current().thread
+    thread = state.current().thread
     thread.device = gpu_named(index).index
     thread.device_chosen_in = current_autograd_node()
     return before
@@ -83,7 +83,7 @@ def can_device_access_peer(device, peer_device) -> bool:
 
 
 def get_arch_list() -> list[str]:
-    cards = {gpu.card.capability for gpu in runtime.current().gpus}
+    cards = {gpu.card.capability for gpu in state.current().gpus}
     return [f"sm_{major}{minor}" for major, minor in sorted(cards)]
 
 
@@ -92,20 +92,20 @@ def is_bf16_supported(including_emulation: bool = True) -> bool:
 
 
 def synchronize(device=None) -> None:
-    runtime.current().clock.wait_for_gpu(gpu_named(device))
+    state.current().clock.wait_for_gpu(gpu_named(device))
 
 
 def init() -> None:
-    runtime.current().initialize()
+    state.current().initialize()
 
 
 def is_initialized() -> bool:
-    now = runtime.current()
-    return now.initialized and not now.forked
+    runtime = state.current()
+    return runtime.initialized and not runtime.forked
 
 
 def is_in_bad_fork() -> bool:
-    return runtime.current().forked
+    return state.current().forked
 
 
 # -- torch.accelerator -----------------------------------------------------------------

@@ -18,8 +18,8 @@ from simgpu._compat import (
     raw_make_wrapper_subclass,
 )
 from simgpu._dispatch.copies import log_copy
-from simgpu._dispatch.devices import HOST, find_gpu, kept_on
 from simgpu._dispatch.errors import TYPE_NAMES, type_name
+from simgpu._dispatch.named_devices import HOST, find_gpu, kept_on
 from simgpu._dispatch.placement import gpu_of, is_plain, place
 
 _raw_tensor = torch.tensor

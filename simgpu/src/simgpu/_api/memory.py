@@ -2,7 +2,7 @@
 
 import sys
 
-from simgpu import _runtime as runtime
+from simgpu import _runtime as state
 from simgpu._api import allocator_settings
 from simgpu._api.devices import device_count
 from simgpu._api.refused import refuse
@@ -10,7 +10,7 @@ from simgpu._api.streams import number_of_handle
 from simgpu._device.allocator import CachingAllocator
 from simgpu._device.history import CONTEXTS
 from simgpu._device.host_memory import HostMemory
-from simgpu._dispatch.devices import current_gpu, gpu_named
+from simgpu._dispatch.named_devices import current_gpu, gpu_named
 from simgpu._errors import NotSimulated
 
 
@@ -21,7 +21,7 @@ def _memory(index: int) -> CachingAllocator:
 
 
 def _pinned() -> HostMemory:
-    return runtime.current().host_memory
+    return state.current().host_memory
 
 
 def _set_memory_fraction(fraction: float, index: int) -> None:
@@ -34,7 +34,7 @@ def _get_memory_fraction(index: int) -> float:
 
 
 def _empty_cache(*args) -> None:
-    for gpu in runtime.current().gpus:
+    for gpu in state.current().gpus:
         gpu.memory.empty_cache()
 
 
@@ -57,11 +57,11 @@ def _record_memory_history(enabled="all", context="all", stacks="all",
         raise RuntimeError("expected context to be 'state', 'alloc', 'all', or None")
     if stacks not in ("python", "all"):
         raise RuntimeError("expected stacks to be 'python', or 'all'")
-    runtime.current().initialize()
+    state.current().initialize()
     most = 1 if enabled == "state" else max_entries
     if enabled is None or not of_gpus:
         most = None
-    for gpu in runtime.current().gpus:
+    for gpu in state.current().gpus:
         if clear_history:
             gpu.memory.history.record(None, None)
         gpu.memory.history.record(most, context, skip_actions or ())
@@ -75,12 +75,12 @@ def _memory_snapshot(pool=None) -> dict:
     """What `torch.cuda.memory._snapshot` returns."""
     if pool is not None and tuple(pool[:2]) != (0, 0):
         raise NotSimulated("a snapshot of a memory pool")
-    memories = [gpu.memory for gpu in runtime.current().gpus]
+    memories = [gpu.memory for gpu in state.current().gpus]
     traces = [list(memory.history.events or ()) for memory in memories]
     return {
         "segments": [part for memory in memories for part in memory.history.snapshot()],
         "device_traces": traces,
-        "allocator_settings": runtime.current().settings.as_dict(),
+        "allocator_settings": state.current().settings.as_dict(),
         "external_annotations": [],
     }  # fmt: skip
 
@@ -94,16 +94,16 @@ def _raw_alloc(nbytes: int, handle: int) -> int:
     block = gpu.memory.malloc(nbytes, number_of_handle(gpu.index, handle))
     if block is None:
         return 0
-    runtime.current().raw_blocks[block.address] = (gpu, block)
+    state.current().raw_blocks[block.address] = (gpu, block)
     return block.address
 
 
 def _raw_delete(address: int) -> None:
     if not address:
         return
-    if address not in runtime.current().raw_blocks:
+    if address not in state.current().raw_blocks:
         raise RuntimeError(f"invalid device pointer: {address:#x}")
-    gpu, block = runtime.current().raw_blocks.pop(address)
+    gpu, block = state.current().raw_blocks.pop(address)
     gpu.memory.free(block)
 
 
@@ -113,13 +113,13 @@ def _enable_caching(value: bool) -> None:
 
 
 def _set_metadata(text: str) -> None:
-    for gpu in runtime.current().gpus:
+    for gpu in state.current().gpus:
         gpu.memory.history.metadata = text
 
 
 def _attach_observer(observer) -> None:
     """Call `observer(GPU, bytes, bytes of the card, bytes free)` before an error."""
-    for gpu in runtime.current().gpus:
+    for gpu in state.current().gpus:
         gpu.memory.observers.append(observer)
 
 

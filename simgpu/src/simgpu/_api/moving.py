@@ -5,7 +5,7 @@ A move is a differentiable copy; the copy itself is `dispatch/copies.py`.
 
 import torch
 
-from simgpu import _runtime as runtime
+from simgpu import _runtime as state
 from simgpu._api.naming import as_device
 from simgpu._compat import (
     DisableTorchFunctionSubclass,
@@ -16,7 +16,7 @@ from simgpu._compat import (
     raw_parse_to,
     remove_batch_dim,
 )
-from simgpu._dispatch.devices import find_gpu
+from simgpu._dispatch.named_devices import find_gpu
 from simgpu._dispatch.placement import gpu_of, inner_tensors, is_plain
 
 _raw_to = torch.Tensor.to
@@ -52,7 +52,7 @@ _Move._backward_cls.__name__ = "ToCopyBackward0"  # as a printed tensor names it
 
 
 def _move(tensor, device, dtype, memory_format, non_blocking):
-    runtime.current().thread.asked_for_copy = True
+    state.current().thread.asked_for_copy = True
     return torch.ops.aten._to_copy(
         tensor,
         device=device,

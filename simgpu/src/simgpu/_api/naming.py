@@ -2,7 +2,7 @@
 
 import torch
 
-from simgpu._dispatch.devices import find_gpu
+from simgpu._dispatch.named_devices import find_gpu
 
 _raw_device = torch.device
 

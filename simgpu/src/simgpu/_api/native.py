@@ -9,12 +9,12 @@ cuBLAS and cuSOLVER; their handles are numbers that no library would know.
 import threading
 import warnings
 
-from simgpu import _runtime as runtime
+from simgpu import _runtime as state
 from simgpu._api import devices, streams
 from simgpu._api.refused import refuse
 from simgpu._device.blocks import stream_handle
 from simgpu._device.cards import KIB
-from simgpu._dispatch.devices import current_gpu, gpu_named
+from simgpu._dispatch.named_devices import current_gpu, gpu_named
 
 _FIRST_BLAS_HANDLE = 0x6000_0000_0000
 _FIRST_SOLVER_HANDLE = 0x6100_0000_0000
@@ -53,11 +53,11 @@ def _has_primary_context(index: int) -> bool:
         raise RuntimeError(
             f"hasPrimaryContext expects a valid device index, not {index}"
         )
-    now = runtime.current()
+    runtime = state.current()
     if not devices.is_initialized():
         return False
-    worked = any(gpu == index for gpu, _ in now.clock.done)
-    return worked or bool(now.gpus[index].memory.segments)
+    worked = any(gpu == index for gpu, _ in runtime.clock.done)
+    return worked or bool(runtime.gpus[index].memory.segments)
 
 
 def _synchronize() -> None:
@@ -67,8 +67,8 @@ def _synchronize() -> None:
 def _sleep(cycles: int) -> None:
     """The current stream does nothing for so many cycles of the card's clock."""
     gpu = current_gpu()
-    now = runtime.current()
-    now.clock.spin(gpu, now.stream_of(gpu), cycles / (gpu.card.clock * 1e3))
+    runtime = state.current()
+    runtime.clock.spin(gpu, runtime.stream_of(gpu), cycles / (gpu.card.clock * 1e3))
 
 
 def _stream_numbers(stream) -> tuple[int, int, int]:
@@ -83,7 +83,7 @@ def _set_stream(stream_id: int, device_index: int, device_type: int = 1) -> None
 def _raw_stream(index: int) -> int:
     """The handle of the current stream, as CUDA would know it."""
     gpu = gpu_named(index)
-    return stream_handle(gpu.index, runtime.current().stream_of(gpu))
+    return stream_handle(gpu.index, state.current().stream_of(gpu))
 
 
 def _stream_from_external(handle: int, index: int) -> tuple[int, int, int]:
@@ -101,17 +101,17 @@ def _can_access_peer(device: int, peer: int) -> bool:
 
 
 def _workspace_size() -> int:
-    return runtime.current().workspace_size(current_gpu())
+    return state.current().workspace_size(current_gpu())
 
 
 def _lt_workspace_size() -> int:
-    return runtime.current().blas_workspaces.get("cublaslt", _CUBLASLT_WORKSPACE)
+    return state.current().blas_workspaces.get("cublaslt", _CUBLASLT_WORKSPACE)
 
 
 def _set_workspace(library: str):
     def set_size(size: int) -> None:
         """What is larger than a workspace replaces it where that is used next."""
-        runtime.current().blas_workspaces[library] = size
+        state.current().blas_workspaces[library] = size
         _look_again()
 
     return set_size
@@ -119,7 +119,7 @@ def _set_workspace(library: str):
 
 def _reset_workspace(library: str):
     def reset() -> None:
-        runtime.current().blas_workspaces.pop(library, None)
+        state.current().blas_workspaces.pop(library, None)
         _look_again()
 
     return reset
@@ -138,7 +138,7 @@ def _clear_workspaces() -> None:
 
 def _workspaces() -> list:
     """Those of each GPU, where they are counted."""
-    found = [gpu.workspaces for gpu in runtime.current().gpus]
+    found = [gpu.workspaces for gpu in state.current().gpus]
     return [workspaces for workspaces in found if workspaces is not None]
 
 
@@ -150,9 +150,9 @@ def _set_sync_debug_mode(mode: int) -> None:
     """
     if mode not in _SYNC_MODES:
         raise RuntimeError("invalid value of warn_level")
-    now = runtime.current()
-    now.sync_debug_mode = mode
-    now.clock.when_host_waits = _SYNC_MODES[mode]
+    runtime = state.current()
+    runtime.sync_debug_mode = mode
+    runtime.clock.when_host_waits = _SYNC_MODES[mode]
 
 
 def _warn_of_wait() -> None:
@@ -204,7 +204,7 @@ C_FUNCTIONS = {
     "_cuda_setCublasLtWorkspaceSize": _set_workspace("cublaslt"),
     "_cuda_resetCublasLtWorkspaceSize": _reset_workspace("cublaslt"),
     "_cuda_set_sync_debug_mode": _set_sync_debug_mode,
-    "_cuda_get_sync_debug_mode": lambda: runtime.current().sync_debug_mode,
+    "_cuda_get_sync_debug_mode": lambda: state.current().sync_debug_mode,
     "_cuda_tunableop_is_enabled": lambda: False,
     "_cuda_tunableop_tuning_is_enabled": lambda: False,
     "_cuda_record_untuned_is_enabled": lambda: False,

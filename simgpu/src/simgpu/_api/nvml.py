@@ -13,7 +13,7 @@ import os
 import sys
 from types import ModuleType, SimpleNamespace
 
-from simgpu import _runtime as runtime
+from simgpu import _runtime as state
 from simgpu._api.devices import CUDA_VERSION, known_gpu
 from simgpu._api.properties import DeviceProperties
 from simgpu._api.refused import refuse
@@ -83,12 +83,12 @@ class Nvml:
 
     def count(self) -> int:
         self._check()
-        return len(runtime.current().machine)
+        return len(state.current().machine)
 
     def by_index(self, index: int):
         """A GPU of the machine; the handle of NVML is the `Gpu` itself."""
         self._check()
-        machine = runtime.current().machine
+        machine = state.current().machine
         if not 0 <= int(index) < len(machine):
             raise NVMLError(2)
         return machine[int(index)]
@@ -96,7 +96,7 @@ class Nvml:
     def by_uuid(self, uuid):
         self._check()
         text = uuid.decode() if isinstance(uuid, bytes) else uuid
-        for gpu in runtime.current().machine:
+        for gpu in state.current().machine:
             if uuid_of(gpu) == text:
                 return gpu
         raise NVMLError(6)
@@ -113,7 +113,7 @@ class Nvml:
     def utilization(self, gpu) -> SimpleNamespace:
         """Percent of the last second in which kernels ran, and used memory."""
         self._check()
-        clock = runtime.current().clock
+        clock = state.current().clock
         first = max(clock.host - _PERIOD, 0.0)
         ran, used = [], []
         for event in clock.events:
@@ -128,8 +128,8 @@ class Nvml:
     def processes(self, gpu) -> list[SimpleNamespace]:
         """This process, if it has used CUDA."""
         self._check()
-        now = runtime.current()
-        if not now.initialized or gpu not in now.gpus:
+        runtime = state.current()
+        if not runtime.initialized or gpu not in runtime.gpus:
             return []
         used = gpu.memory.total - gpu.memory.free_on_card
         return [SimpleNamespace(pid=os.getpid(), usedGpuMemory=used)]

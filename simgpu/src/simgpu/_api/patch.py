@@ -4,7 +4,7 @@ import functools
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
 
-from simgpu import _runtime as runtime
+from simgpu import _runtime as state
 from simgpu._compat import builtin_table, is_absent
 
 _ABSENT = object()
@@ -93,6 +93,6 @@ def _while_running(new, old):
     @functools.wraps(new)
     def either(*args, **kwargs):
         __tracebackhide__ = True
-        return (old if runtime.running is None else new)(*args, **kwargs)
+        return (old if state.running is None else new)(*args, **kwargs)
 
     return either

@@ -20,7 +20,7 @@ from torch.autograd import DeviceType, ProfilerActivity, ProfilerState
 from torch.autograd.profiler import emit_nvtx, profile
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
-from simgpu import _runtime as runtime
+from simgpu import _runtime as state
 from simgpu._api.patch import Patch, patches
 from simgpu._compat import raw_parse_kineto_results, raw_start_trace
 
@@ -68,7 +68,7 @@ def init(self, *args, use_cpu=True, **kwargs):
 def start_trace(self):
     raw_start_trace(self)
     if self.use_device == "cuda":
-        clock = runtime.current().clock
+        clock = state.current().clock
         self._simgpu = _Recording(clock)
         clock.recordings.append(self._simgpu)
 
@@ -144,13 +144,13 @@ def _book(recording: _Recording, events: list, trace_start_ns: int) -> None:
     for real_ns, event in recording.events:
         if event.kind == "collective":  # logged when its end is known, not launched
             continue
-        now = (real_ns - trace_start_ns) / 1000
-        while following is not None and following.time_range.start <= now:
+        runtime = (real_ns - trace_start_ns) / 1000
+        while following is not None and following.time_range.start <= runtime:
             while stack and stack[-1].time_range.end < following.time_range.end:
                 stack.pop()
             stack.append(following)
             following = next(operations, None)
-        while stack and stack[-1].time_range.end < now:
+        while stack and stack[-1].time_range.end < runtime:
             stack.pop()
         if stack:
             index = int(event.device.removeprefix("cuda:"))

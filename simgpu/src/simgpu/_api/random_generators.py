@@ -4,9 +4,9 @@ import struct
 
 import torch
 
-from simgpu import _runtime as runtime
+from simgpu import _runtime
 from simgpu._compat import Generator
-from simgpu._dispatch.devices import find_gpu, gpu_named
+from simgpu._dispatch.named_devices import find_gpu, gpu_named
 
 _raw_generator = Generator
 
@@ -123,20 +123,20 @@ class Generator(_raw_generator, metaclass=_GeneratorMeta):
         return _rebuild_generator, (str(self.device), self.get_state())
 
 
-def new_generator(gpu, now: runtime.Runtime | None = None) -> Generator:
+def new_generator(gpu, runtime: _runtime.Runtime | None = None) -> Generator:
     """A new generator of a GPU, such as the one it draws from by default."""
     made = _raw_generator.__new__(Generator, "cpu")
     made.gpu = gpu
     made.position = _Position()
-    (now or runtime.current()).gpu_generators[made._cdata] = made
+    (runtime or _runtime.current()).gpu_generators[made._cdata] = made
     return made
 
 
-def give_generators(now: runtime.Runtime) -> None:
+def give_generators(runtime: _runtime.Runtime) -> None:
     """Give each GPU the generator from which it draws by default."""
-    for gpu in now.gpus:
-        gpu.generator = new_generator(gpu, now)
-    now.generators[:] = [gpu.generator for gpu in now.gpus]
+    for gpu in runtime.gpus:
+        gpu.generator = new_generator(gpu, runtime)
+    runtime.generators[:] = [gpu.generator for gpu in runtime.gpus]
 
 
 def _rebuild_generator(device: str, state: torch.Tensor) -> Generator:
@@ -148,7 +148,7 @@ def manual_seed(seed: int) -> None:
 
 
 def manual_seed_all(seed: int) -> None:
-    for gpu in runtime.current().gpus:
+    for gpu in _runtime.current().gpus:
         gpu.generator.manual_seed(int(seed))
 
 
@@ -169,7 +169,7 @@ def get_rng_state(device="cuda") -> torch.Tensor:
 
 
 def get_rng_state_all() -> list[torch.Tensor]:
-    return [gpu.generator.get_state() for gpu in runtime.current().gpus]
+    return [gpu.generator.get_state() for gpu in _runtime.current().gpus]
 
 
 def set_rng_state(new_state, device="cuda") -> None:
@@ -177,5 +177,5 @@ def set_rng_state(new_state, device="cuda") -> None:
 
 
 def set_rng_state_all(new_states) -> None:
-    for gpu, state in zip(runtime.current().gpus, new_states, strict=True):
+    for gpu, state in zip(_runtime.current().gpus, new_states, strict=True):
         gpu.generator.set_state(state)

@@ -19,10 +19,10 @@ import torch
 from torch.multiprocessing import reductions
 from torch.storage import UntypedStorage
 
-from simgpu import _runtime as runtime
-from simgpu._api.events import CudaEvent
+from simgpu import _runtime as state
+from simgpu._api.cuda_events import CudaEvent
 from simgpu._compat import new_shared_filename, raw_share_cuda, tree_leaves
-from simgpu._dispatch.devices import find_gpu
+from simgpu._dispatch.named_devices import find_gpu
 from simgpu._dispatch.placement import memory_of, memory_of_storage, storage_of
 from simgpu._dispatch.shared_memory import (
     ReceivedMemory,
@@ -68,12 +68,12 @@ def share_cuda(storage) -> tuple:
     memory = memory_of_storage(storage)
     if memory is None:
         return raw_share_cuda(storage)
-    now = runtime.current()
-    if now.forked:
+    runtime = state.current()
+    if runtime.forked:
         raise torch.AcceleratorError("CUDA error: initialization error")
     if isinstance(memory, ReceivedMemory):
         raise RuntimeError(_SENT_ON)
-    if now.for_children is None:  # it would wait for ever in a process without GPUs
+    if runtime.for_children is None:  # it would wait for ever in a process without GPUs
         raise NotSimulated("sharing a GPU tensor between processes", _ADVICE)
     if memory.nbytes == 0:
         return memory.gpu.index, None, 0, 0, b"", 0, b"", False
@@ -83,7 +83,7 @@ def share_cuda(storage) -> tuple:
     slot, counters = sharing().new_slot()
     memory.slots = [held for held in memory.slots if held.held]
     memory.slots.append(slot)
-    now.clock.event_call()
+    runtime.clock.event_call()
     place = (counters, handle), slot.index
     return memory.gpu.index, handle, memory.nbytes, 0, *place, b"", False
 
@@ -98,7 +98,7 @@ def new_shared_cuda(
         torch.AcceleratorError: in the process that has sent it; if that one has ended;
             for a number of a GPU that is not here.
     """
-    gpu, now = find_gpu(device), runtime.current()
+    gpu, runtime = find_gpu(device), state.current()
     if counters[0] in sharing().handles:
         raise torch.AcceleratorError("CUDA error: invalid device context")
     try:
@@ -111,7 +111,7 @@ def new_shared_cuda(
         ) from error
     storage._shared_decref()
     storage._simgpu = ReceivedMemory(gpu, nbytes, sharing(), slot)
-    now.clock.busy(cost.OPEN_HANDLE, "open a handle")
+    runtime.clock.busy(cost.OPEN_HANDLE, "open a handle")
     return storage
 
 
@@ -125,8 +125,8 @@ def release_ipc_counter(counters: tuple, index: int) -> None:
 
 def ipc_collect() -> None:
     """`torch.cuda.ipc_collect`: free what receivers have let go of."""
-    if runtime.current().sharing is not None:
-        runtime.current().sharing.collect()
+    if state.current().sharing is not None:
+        state.current().sharing.collect()
 
 
 def put(queue, obj, *args, **kwargs) -> None:
@@ -134,7 +134,7 @@ def put(queue, obj, *args, **kwargs) -> None:
 
     So tensors move to shared memory here, where nobody writes to them.
     """
-    if runtime.running is not None and not runtime.running.forked:
+    if state.running is not None and not state.running.forked:
         for value in tree_leaves(obj):
             if isinstance(value, torch.nn.Module):
                 for tensor in (*value.parameters(), *value.buffers()):

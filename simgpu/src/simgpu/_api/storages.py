@@ -5,7 +5,7 @@ from torch.storage import UntypedStorage
 
 from simgpu._api.naming import as_device
 from simgpu._compat import PythonStorageBase, StorageBase
-from simgpu._dispatch.devices import find_gpu, kept_on
+from simgpu._dispatch.named_devices import find_gpu, kept_on
 from simgpu._dispatch.placement import gpu_of_storage, memory_of_storage, place_storage
 from simgpu._dispatch.shared_memory import check_size
 

@@ -12,11 +12,11 @@ import ctypes
 
 import torch
 
-from simgpu import _runtime as runtime
-from simgpu._api.events import CudaEvent, Event
+from simgpu import _runtime as state
+from simgpu._api.cuda_events import CudaEvent, Event
 from simgpu._compat import get_device_index
 from simgpu._device.blocks import stream_handle
-from simgpu._dispatch.devices import find_gpu, gpu_named
+from simgpu._dispatch.named_devices import find_gpu, gpu_named
 from simgpu._errors import NotSimulated
 from simgpu._timing.events import FIRST_OF_NCCL
 
@@ -43,7 +43,7 @@ class Stream:
                 device_type=_CUDA, **kwargs):  # fmt: skip
         if kwargs:
             raise NotSimulated(f"a stream with {', '.join(kwargs)}")
-        now = runtime.current()
+        runtime = state.current()
         self = object.__new__(cls)
         if device_index is not None:  # an existing one, by its numbers
             gpu = find_gpu(device_index)
@@ -53,7 +53,7 @@ class Stream:
         priority = min(max(priority, PRIORITIES[1]), PRIORITIES[0])
         number = next(gpu.stream_counts[priority]) % POOL  # one step for all threads
         self._become(gpu, 1 + number - priority * POOL)
-        now.sanitizer.watch_accesses()
+        runtime.sanitizer.watch_accesses()
         return self
 
     def _become(self, gpu, number: int) -> None:
@@ -90,13 +90,13 @@ class Stream:
 
     def query(self) -> bool:
         """Whether all its work is done; asking takes the host a moment."""
-        clock = runtime.current().clock
+        clock = state.current().clock
         clock.event_call()
         return clock.stream_done(self.device_index, self.stream_id)
 
     def synchronize(self) -> None:
         """Make the host wait until its work is done."""
-        clock = runtime.current().clock
+        clock = state.current().clock
         clock.wait_for_stream(self.device_index, self.stream_id)
 
     def wait_event(self, event: Event) -> None:
@@ -105,7 +105,7 @@ class Stream:
 
     def wait_stream(self, stream: "Stream") -> None:
         """What it is given from now on waits for what `stream` was given before."""
-        clock = runtime.current().clock
+        clock = state.current().clock
         clock.event_call()
         clock.event_call()
         position = clock.record(stream.device_index, stream.stream_id)
@@ -208,7 +208,7 @@ def _stream(number: int, device, kind=CudaStream) -> Stream:
 def current_stream(device=None) -> CudaStream:
     """The stream on which this thread's work for a GPU runs."""
     index = _index(device)
-    return _stream(runtime.current().thread.streams.get(index, 0), index)
+    return _stream(state.current().thread.streams.get(index, 0), index)
 
 
 def default_stream(device=None) -> CudaStream:
@@ -219,7 +219,7 @@ def default_stream(device=None) -> CudaStream:
 def _index(device) -> int:
     """The GPU that `device` names, for calls that look for a stream of it."""
     index = get_device_index(device, optional=True)
-    count = runtime.current().fix_visible()
+    count = state.current().fix_visible()
     if index >= count:
         raise RuntimeError(
             f"Device index value {index} is out of index range [0, {count})"
@@ -233,11 +233,11 @@ def set_stream(stream: Stream | None) -> None:
     The stream's GPU becomes the current one.
     """
     if stream is not None:
-        now = runtime.current()
+        runtime = state.current()
         torch.cuda.set_device(stream.device_index)
-        now.thread.streams[stream.device_index] = stream.stream_id
+        runtime.thread.streams[stream.device_index] = stream.stream_id
         if stream.stream_id:
-            now.sanitizer.watch_accesses()
+            runtime.sanitizer.watch_accesses()
 
 
 def accelerator_stream(device=None) -> Stream:
@@ -250,10 +250,10 @@ def join_streams() -> None:
 
     Not for NCCL's: who needs a message waits for its `Work`.
     """
-    now = runtime.current()
-    clock = now.clock
+    runtime = state.current()
+    clock = runtime.clock
     for index, number in clock.keys():
-        current = now.thread.streams.get(index, 0)
+        current = runtime.thread.streams.get(index, 0)
         if number != current and number < FIRST_OF_NCCL:
             position = clock.record(index, number)
             clock.stream_waits(index, current, position)

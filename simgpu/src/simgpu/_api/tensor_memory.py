@@ -2,7 +2,7 @@
 
 import torch
 
-from simgpu import _runtime as runtime
+from simgpu import _runtime as state
 from simgpu._dispatch import placement
 from simgpu._dispatch.errors import type_name
 from simgpu._dispatch.placement import block_of, gpu_of, is_plain
@@ -102,7 +102,7 @@ def to_dlpack(tensor):
 
 def pin_memory_at(data_ptr: int, size: int) -> None:
     """`torch.cuda._pin_memory_utils`: pin memory that is there already."""
-    runtime.current().clock.pin(size)
+    state.current().clock.pin(size)
 
 
 def unpin_memory_at(data_ptr: int) -> None:

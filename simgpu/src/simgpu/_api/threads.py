@@ -9,7 +9,7 @@ import threading
 from concurrent.futures import Future
 from concurrent.futures.thread import _WorkItem
 
-from simgpu import _runtime as runtime
+from simgpu import _runtime as state
 from simgpu._dispatch.function_mode import FunctionMode
 from simgpu._dispatch.mode import DispatchMode, modes_in_this_thread
 
@@ -24,38 +24,38 @@ _raw_result, _raw_exception = Future.result, Future.exception
 
 def run_thread(thread) -> None:
     """Modes are per thread: each new thread enters the simulator's own pair."""
-    now = runtime.running
-    if now is None:
+    runtime = state.running
+    if runtime is None:
         return _raw_bootstrap_inner(thread)
-    with FunctionMode(now), DispatchMode(now), _time_of(thread, now):
+    with FunctionMode(runtime), DispatchMode(runtime), _time_of(thread, runtime):
         return _raw_bootstrap_inner(thread)
 
 
 def run_item(item, *args) -> None:
     """A thread of a pool runs one item."""
-    now = runtime.running
-    if now is None:
+    runtime = state.running
+    if runtime is None:
         return _raw_run_item(item, *args)
-    with modes_in_this_thread(now), _time_of_item(item, now):
+    with modes_in_this_thread(runtime), _time_of_item(item, runtime):
         return _raw_run_item(item, *args)
 
 
 def start(thread) -> None:
     """A new thread's time begins where that of its parent is."""
-    if runtime.running is not None:
-        thread._simgpu_begin = runtime.running.clock.now()
+    if state.running is not None:
+        thread._simgpu_begin = state.running.clock.now()
     _raw_start(thread)
 
 
 @contextlib.contextmanager
-def _time_of(thread, now):
+def _time_of(thread, runtime):
     """What a thread does all its life: its time begins, and is kept for the end."""
-    now.clock.host = now.clock.latest
-    now.clock.go_on_from(getattr(thread, "_simgpu_begin", None))
+    runtime.clock.host = runtime.clock.latest
+    runtime.clock.go_on_from(getattr(thread, "_simgpu_begin", None))
     try:
         yield
     finally:
-        thread._simgpu_end = now.clock.now()
+        thread._simgpu_end = runtime.clock.now()
 
 
 def join(thread, timeout=None) -> None:
@@ -66,8 +66,8 @@ def join(thread, timeout=None) -> None:
 
 def _wait_for(end) -> None:
     """Be at least as late as another thread was at `end`."""
-    if runtime.running is not None and end is not None:
-        runtime.running.clock.go_on_from(end, at_least=True)
+    if state.running is not None and end is not None:
+        state.running.clock.go_on_from(end, at_least=True)
 
 
 # What a pool is given begins where who submits it is; who asks for the result waits.
@@ -75,14 +75,14 @@ def _wait_for(end) -> None:
 
 def new_item(item, *args, **kwargs) -> None:
     _raw_new_item(item, *args, **kwargs)
-    if runtime.running is not None:
-        item._simgpu_begin = runtime.running.clock.now()
+    if state.running is not None:
+        item._simgpu_begin = state.running.clock.now()
 
 
 @contextlib.contextmanager
-def _time_of_item(item, now):
+def _time_of_item(item, runtime):
     """What a thread of a pool does for one item."""
-    now.clock.go_on_from(getattr(item, "_simgpu_begin", None), at_least=True)
+    runtime.clock.go_on_from(getattr(item, "_simgpu_begin", None), at_least=True)
     item.future._simgpu_end = None  # it is one of ours: its end is to be noted
     yield
 
@@ -98,8 +98,8 @@ def set_exception(future, exception) -> None:
 
 
 def _note_end(future) -> None:
-    if runtime.running is not None and hasattr(future, "_simgpu_end"):
-        future._simgpu_end = runtime.running.clock.now()
+    if state.running is not None and hasattr(future, "_simgpu_end"):
+        future._simgpu_end = state.running.clock.now()
 
 
 def result(future, timeout=None):

@@ -59,11 +59,11 @@ class Settings:
         step = (1 << nbytes.bit_length() - 1) // divisions
         return -(-nbytes // step) * step
 
-    def may_use(self, size: int, found: int) -> bool:
-        """Whether a free block of `found` bytes may serve a request of `size`."""
+    def may_use(self, size: int, block_size: int) -> bool:
+        """Whether a free block of `block_size` bytes may serve a request of `size`."""
         if size < self.max_split:
-            return found < self.max_split
-        return found < size + self.most_waste
+            return block_size < self.max_split
+        return block_size < size + self.most_waste
 
 
 def oversize_to_release(

@@ -2,5 +2,6 @@
 
 A tensor on a simulated GPU is a plain CPU tensor whose *storage* carries a mark
 (`placement.py`). A dispatch mode (`mode.py`) sees every operation below autograd, makes
-a `Call` of it (`call.py`), and runs it by what is known of it (`operation.py`).
+a `Call` of it (`operation_call.py`), and runs it by what is known of it
+(`operation.py`).
 """

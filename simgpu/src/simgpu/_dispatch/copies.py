@@ -5,14 +5,13 @@ What a copy costs is in `timing/cost.py`; when it runs, in `timing/clock.py`.
 
 import torch
 
-from simgpu import _runtime as runtime
+from simgpu import _runtime as state
 from simgpu._dispatch import cpp_tensors, sanitizing
-from simgpu._dispatch.call import Call
-from simgpu._dispatch.devices import HOST, find_gpu, kept_on
+from simgpu._dispatch.named_devices import HOST, find_gpu, kept_on
 from simgpu._dispatch.operation import handles
+from simgpu._dispatch.operation_call import Call
 from simgpu._dispatch.placement import (
     bytes_in,
-    gpu_of,
     is_pinned,
     pin,
     pinned_block,
@@ -29,7 +28,7 @@ def to_copy(call: Call):
         return call.run_on(None)
     (tensor,) = call.tensors
     thread = call.runtime.thread
-    source, device = gpu_of(tensor), call.kwargs.get("device")
+    source, device = call.gpus[0], call.kwargs.get("device")
     if tensor.is_meta and device is None:  # it has no values, and stays where it is
         return call.func(*call.args, **call.kwargs)
     asked, thread.asked_for_copy = thread.asked_for_copy, False
@@ -63,7 +62,7 @@ def copy_(call: Call):
     """`target.copy_(source)`, which works across devices."""
     __tracebackhide__ = True
     into, tensor = call.tensors[:2]
-    target, source = gpu_of(into), gpu_of(tensor)
+    target, source = call.gpus[:2]
     if target is None and source is not None:
         if cpp_tensors.is_of_this_call(call.runtime, into):
             place(into, source)
@@ -142,8 +141,8 @@ def pin_memory(call: Call):
 
 def log_copy(source, target, nbytes: int) -> None:
     """Log a small copy that PyTorch makes by itself; the host waits for it."""
-    now = runtime.current()
-    if not now.thread.unlogged:
+    runtime = state.current()
+    if not runtime.thread.unlogged:
         ends = [gpu for gpu in (source, target) if gpu is not None]
-        streams = [now.stream_of(gpu) for gpu in ends]
-        now.clock.copy(source, target, nbytes, streams)
+        streams = [runtime.stream_of(gpu) for gpu in ends]
+        runtime.clock.copy(source, target, nbytes, streams)

@@ -10,8 +10,8 @@ Source: the list in the docstring of `torch.use_deterministic_algorithms`.
 import warnings
 
 from simgpu._compat import are_deterministic, warn_of_nondeterminism
-from simgpu._dispatch.call import Call
 from simgpu._dispatch.operation import handles
+from simgpu._dispatch.operation_call import Call
 
 # operation -> what PyTorch calls it in the message
 _NAMES = {

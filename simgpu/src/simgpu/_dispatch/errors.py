@@ -8,7 +8,7 @@ import torch
 
 from simgpu._compat import DisableTorchFunction
 from simgpu._dispatch.declarations import declaration
-from simgpu._dispatch.devices import HOST
+from simgpu._dispatch.named_devices import HOST
 from simgpu._dispatch.placement import gpu_of, tensors_in
 from simgpu._dispatch.scalars import joins_scalars
 

@@ -6,10 +6,10 @@ import torch
 
 from simgpu._device.gpu import Gpu
 from simgpu._dispatch import cpp_tensors
-from simgpu._dispatch.call import Call
-from simgpu._dispatch.devices import HOST, find_gpu, kept_on
+from simgpu._dispatch.named_devices import HOST, find_gpu, kept_on
 from simgpu._dispatch.operation import handles
-from simgpu._dispatch.placement import gpus_of, pin
+from simgpu._dispatch.operation_call import Call
+from simgpu._dispatch.placement import pin
 
 aten = torch.ops.aten
 
@@ -57,7 +57,7 @@ def name_devices(call: Call) -> None:
         return
     thread = call.runtime.thread
     if not thread.asked_for_cpu and not thread.asked_for_copy:
-        gpu = gpus_of(call.tensors)[0]
+        gpu = call.gpus[0]
         if gpu is not None:
             call.kwargs = {**call.kwargs, "device": gpu.device}
 
@@ -66,7 +66,7 @@ def name_devices(call: Call) -> None:
 def assert_metadata(call: Call):
     """What `torch.export` writes into its graphs before each change of device."""
     device = call.kwargs.get("device")
-    if device is not None and find_gpu(device) is not gpus_of(call.tensors)[0]:
+    if device is not None and find_gpu(device) is not call.gpus[0]:
         raise RuntimeError("Tensor device mismatch!")
     kwargs = {name: v for name, v in call.kwargs.items() if name != "device"}
     return call.func(*call.args, **kwargs)

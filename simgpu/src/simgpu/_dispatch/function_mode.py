@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from simgpu import _runtime as state
 from simgpu._dispatch import cpp_tensors
-from simgpu._dispatch.devices import find_gpu
+from simgpu._dispatch.named_devices import find_gpu
 from simgpu._dispatch.placement import gpu_of
 
 aten = torch.ops.aten

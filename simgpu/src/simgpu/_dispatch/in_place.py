@@ -25,9 +25,9 @@ from simgpu._compat import (
     storage_use_count,
 )
 from simgpu._device.gpu import Gpu
-from simgpu._dispatch.call import Call
 from simgpu._dispatch.cpp_tensors import is_called_by_engine
 from simgpu._dispatch.operation import Operation, handles, operation_of
+from simgpu._dispatch.operation_call import Call
 from simgpu._dispatch.placement import memory_of, storage_of
 
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import torch
 
-from simgpu._dispatch.call import Call
 from simgpu._dispatch.operation import handles
+from simgpu._dispatch.operation_call import Call
 
 HALF = (torch.bfloat16, torch.float16)
 

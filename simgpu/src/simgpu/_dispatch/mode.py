@@ -16,10 +16,10 @@ from simgpu._compat import (
     set_dispatch_mode,
     unset_dispatch_mode,
 )
-from simgpu._dispatch.call import Call
 from simgpu._dispatch.factories import name_devices
 from simgpu._dispatch.function_mode import FunctionMode
 from simgpu._dispatch.operation import known_operations, operation_of
+from simgpu._dispatch.operation_call import Call
 from simgpu._dispatch.without_values import CallWithoutValues
 from simgpu._errors import NotSimulated
 

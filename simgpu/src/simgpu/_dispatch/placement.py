@@ -7,7 +7,7 @@ back when the storage dies.
 
 import torch
 
-from simgpu import _runtime as runtime
+from simgpu import _runtime as state
 from simgpu._compat import (
     DisableTorchDispatch,
     DisableTorchFunction,
@@ -24,7 +24,7 @@ from simgpu._device.host_memory import PinnedBlock
 _Base = TensorBase
 _Tensor = torch.Tensor
 storage_of = _Base.untyped_storage
-_no_torch_function = DisableTorchFunction
+no_torch_function = DisableTorchFunction
 _PLAIN = torch.Tensor.__torch_dispatch__  # of tensors that PyTorch's own kernels run on
 
 
@@ -45,7 +45,7 @@ class DeviceMemory:
     def resize(self, nbytes: int) -> None:
         """The storage has grown or shrunk in place."""
         __tracebackhide__ = True
-        stream = runtime.current().stream_of(self.gpu)
+        stream = state.current().stream_of(self.gpu)
         block = self.gpu.memory.malloc(nbytes, stream)
         if self.block is not None:
             self.gpu.memory.free(self.block)
@@ -70,7 +70,7 @@ def gpu_of_storage(storage) -> Gpu | None:
 
 def memory_of(tensor: torch.Tensor) -> DeviceMemory | None:
     """The mark of a tensor on a GPU that still runs; None on the host."""
-    with _no_torch_function():  # no mode and no subclass need see this
+    with no_torch_function():  # no mode and no subclass need see this
         try:
             memory = storage_of(tensor)._simgpu
         except AttributeError:
@@ -94,7 +94,7 @@ def gpu_of(tensor: torch.Tensor) -> Gpu | None:
 def gpus_of(tensors: list[torch.Tensor]) -> list[Gpu | None]:
     """The same for several tensors."""
     gpus = []
-    with _no_torch_function():
+    with no_torch_function():
         for tensor in tensors:
             try:
                 memory = storage_of(tensor)._simgpu
@@ -167,7 +167,7 @@ def is_plain(tensor) -> bool:
 def place_storage(storage, gpu: Gpu) -> None:
     """Mark a new UntypedStorage as living on `gpu`."""
     __tracebackhide__ = True
-    stream = runtime.running.stream_of(gpu)
+    stream = state.running.stream_of(gpu)
     storage._simgpu = DeviceMemory(gpu, storage.nbytes(), stream)
 
 
@@ -182,7 +182,7 @@ def place(tensor: torch.Tensor, gpu: Gpu | None) -> torch.Tensor:
 def place_all(tensors: list[torch.Tensor], gpu: Gpu) -> list:
     """The same for several tensors; returns the blocks in which they live."""
     __tracebackhide__ = True
-    blocks, stream = [], runtime.running.stream_of(gpu)
+    blocks = []
     for tensor in tensors:
         try:
             storage = storage_of(tensor)
@@ -192,6 +192,7 @@ def place_all(tensors: list[torch.Tensor], gpu: Gpu) -> list:
         nbytes = storage.nbytes()
         memory = getattr(storage, "_simgpu", None)
         if memory is None or not memory.gpu.alive:
+            stream = state.running.stream_of(gpu)
             memory = storage._simgpu = DeviceMemory(gpu, nbytes, stream)
         elif memory.nbytes != nbytes:
             memory.resize(nbytes)
@@ -207,7 +208,7 @@ def is_pinned(tensor: torch.Tensor) -> bool:
         return bool(parts) and all(map(is_pinned, parts))
     if getattr(storage_of(tensor), "_simgpu_pinned", None) is not None:
         return True
-    registered = runtime.current().registered
+    registered = state.current().registered
     if not registered:
         return False
     address = _Base.data_ptr(tensor)
@@ -222,7 +223,7 @@ def pin(tensor: torch.Tensor) -> None:
         return
     storage = storage_of(tensor)
     if getattr(storage, "_simgpu_pinned", None) is None:
-        memory = runtime.current().host_memory
+        memory = state.current().host_memory
         storage._simgpu_pinned = PinnedBlock(memory, storage.nbytes())
 
 

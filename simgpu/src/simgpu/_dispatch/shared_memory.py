@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch.storage import UntypedStorage
 
-from simgpu import _runtime as runtime
+from simgpu import _runtime as state
 from simgpu._compat import (
     DisableTorchDispatch,
     DisableTorchFunction,
@@ -24,8 +24,8 @@ from simgpu._compat import (
 )
 from simgpu._device.blocks import Block
 from simgpu._device.gpu import Gpu
-from simgpu._dispatch.call import Call, run_on_common_gpu
 from simgpu._dispatch.operation import handles
+from simgpu._dispatch.operation_call import Call, run_on_common_gpu
 from simgpu._dispatch.placement import DeviceMemory, memory_of
 from simgpu._errors import NotSimulated
 
@@ -117,18 +117,18 @@ class Sharing:
 
 def sharing() -> Sharing:
     """That of this process; a forked child's is not its parent's."""
-    now = runtime.current()
-    if now.sharing is None or now.sharing.pid != os.getpid():
-        now.sharing = Sharing()
-        for gpu in now.gpus:
-            gpu.memory.before_new_segment = now.sharing.collect
-    return now.sharing
+    runtime = state.current()
+    if runtime.sharing is None or runtime.sharing.pid != os.getpid():
+        runtime.sharing = Sharing()
+        for gpu in runtime.gpus:
+            gpu.memory.before_new_segment = runtime.sharing.collect
+    return runtime.sharing
 
 
 def end_of_process() -> None:
     """Called once before this process ends, after its children have."""
-    if runtime.running is not None and runtime.running.sharing is not None:
-        runtime.running.sharing.end()
+    if state.running is not None and state.running.sharing is not None:
+        state.running.sharing.end()
 
 
 class SentMemory(DeviceMemory):

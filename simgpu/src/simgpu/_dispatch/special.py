@@ -7,14 +7,14 @@ import torch
 
 from simgpu._compat import DispatchKey, DispatchKeySet, SetExcludeDispatchKeyGuard
 from simgpu._dispatch import in_place
-from simgpu._dispatch.call import Call
 from simgpu._dispatch.copies import log_copy
 from simgpu._dispatch.cpp_tensors import is_of_this_call
 from simgpu._dispatch.errors import scalar_type_name
 from simgpu._dispatch.low_precision import is_half, widened
 from simgpu._dispatch.mode import DispatchMode
 from simgpu._dispatch.operation import handles
-from simgpu._dispatch.placement import gpu_of, gpus_of, place_all, tensors_in
+from simgpu._dispatch.operation_call import Call
+from simgpu._dispatch.placement import gpu_of, place_all, tensors_in
 from simgpu._errors import NotSimulated
 
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
@@ -31,7 +31,7 @@ _ON_HOST_OR_SAME = (
 def index(call: Call):
     """`x[i, j]`: indices may be on the host; the rest must agree."""
     __tracebackhide__ = True
-    gpu = gpu_of(call.tensors[0])
+    gpu = call.gpus[0]
     indices = [tensor for tensor in call.args[1] if tensor is not None]
     for tensor in indices:
         its = gpu_of(tensor)
@@ -60,7 +60,7 @@ def _without(some: list, tensors: list) -> list:
 def foreach(call: Call):
     """`torch._foreach_*` takes lists; each position may be on its own device."""
     __tracebackhide__ = True
-    gpus = {gpu_of(tensor) for tensor in call.tensors}
+    gpus = set(call.gpus)
     if len(gpus) == 1:
         return call.run_on(gpus.pop())
     if call.operation.name == "_foreach_copy_":  # the one that may cross devices
@@ -71,9 +71,9 @@ def foreach(call: Call):
     length, results = len(lists[0]), []
     for i in range(length):
         args = [[v[i]] if _has_length(v, length) else v for v in call.args]
-        one = call.with_tensors(tensors_in(args))
-        one.args = args
-        out = one.run_on(one.common_gpu())
+        part = call.with_tensors(tensors_in(args))
+        part.args = args
+        out = part.run_on(part.common_gpu())
         results += out if isinstance(out, (list, tuple)) else []
     return results or None
 
@@ -90,11 +90,11 @@ def _has_length(value, length: int) -> bool:
 def pack_padded_sequence(call: Call):
     """Lengths and batch sizes stay on the host, as on CUDA."""
     data, lengths = call.tensors
-    gpu = gpu_of(data)
-    if gpu_of(lengths) is not None:
+    gpu, gpu_of_lengths = call.gpus
+    if gpu_of_lengths is not None:
         raise RuntimeError(
             "'lengths' argument should be a 1D CPU int64 tensor, but got "
-            f"{lengths.dim()}D {gpu_of(lengths).device} {scalar_type_name(lengths)} "
+            f"{lengths.dim()}D {gpu_of_lengths.device} {scalar_type_name(lengths)} "
             "tensor"
         )
     packed, batch_sizes = call.func(*call.args, **call.kwargs)
@@ -109,7 +109,7 @@ def pack_padded_sequence(call: Call):
 @handles("_linalg_check_errors")
 def check_errors(call: Call):
     """The host reads whether a decomposition went well, and so waits."""
-    gpu = gpu_of(call.tensors[0])
+    gpu = call.gpus[0]
     if gpu is not None:
         log_copy(gpu, None, 4 * call.tensors[0].numel())
     return call.func(*call.args, **call.kwargs)
@@ -177,7 +177,7 @@ def decompose(call: Call):
 @handles("python kernel")
 def run_python_kernel(call: Call):
     """A custom operation: the simulator must see what its Python code does."""
-    on_gpu = any(gpus_of(call.tensors))
+    on_gpu = any(call.gpus)
     keys = _CUDA_KERNEL if on_gpu else _CPU_KERNEL
     with DispatchMode(call.runtime), _including(_CONJUGATE), _including(_NEGATIVE):
         return call.func.redispatch(keys, *call.args, **call.kwargs)

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from simgpu._dispatch.call import Call
-from simgpu._dispatch.devices import META
-from simgpu._dispatch.placement import gpu_of, gpus_of, storage_of, tensors_in
+from simgpu._dispatch.named_devices import META
+from simgpu._dispatch.operation_call import Call
+from simgpu._dispatch.placement import storage_of, tensors_in
 from simgpu._errors import NotSimulated
 
 # operations that read values -> what a program calls them
@@ -48,8 +48,7 @@ class CallWithoutValues(Call):
             self.kwargs = {**kwargs, "device": runtime.gpus[0].device}
         # C++ makes a tensor of its own: with values, that is on the host and no kernel
         self.is_of_cpp = repeated and not self.tensors
-        for tensor in self.tensors:
-            gpu = gpu_of(tensor)
+        for tensor, gpu in zip(self.tensors, self.gpus, strict=True):
             if gpu is not runtime.gpus[0] and (gpu is not None or tensor.is_meta):
                 raise NotSimulated(
                     f"{operation.name} of a tensor that is not on the estimated card",
@@ -91,7 +90,7 @@ class CallWithoutValues(Call):
 
     def _key(self) -> tuple | None:
         """All that the shape of the result depends on; None if that is not known."""
-        if None in gpus_of(self.tensors):
+        if None in self.gpus:
             return None  # a CPU scalar, whose value may be a number of the program
         values = (*self.args, *self.kwargs.items())
         return self.operation.func, torch.get_default_dtype(), *map(_described, values)

@@ -9,7 +9,7 @@ import sys
 import threading
 from multiprocessing.process import BaseProcess
 
-from simgpu import _runtime as runtime
+from simgpu import _runtime as state
 from simgpu._dispatch import shared_memory
 
 TO_CHILDREN = "SIMGPU_CHILD"  # the variable that tells them what they are
@@ -24,11 +24,11 @@ def preparation_data(name: str) -> dict:
     data = _raw_preparation(name)
     for kind in ("path", "name"):
         main = data.get(f"init_main_from_{kind}")
-        if main is not None and runtime.current().for_children is not None:
+        if main is not None and state.current().for_children is not None:
             del data[f"init_main_from_{kind}"]
             # where objects of its classes, pickled in a child, are looked for
             sys.modules["__mp_main__"] = sys.modules["__main__"]
-            word = {kind: main, "gpus": runtime.current().for_children}
+            word = {kind: main, "gpus": state.current().for_children}
             os.environ[TO_CHILDREN] = json.dumps(word)
             data["init_main_from_name"] = "simgpu._spawn_main"
             break
@@ -39,10 +39,10 @@ def bootstrap(process, *args, **kwargs) -> int:
     """The life of a child of multiprocessing, which must not abort at its end."""
     status = _raw_bootstrap(process, *args, **kwargs)
     shared_memory.end_of_process()  # a child need not end as Python does
-    if runtime.running is not None:
-        if runtime.running.cluster is not None:
-            runtime.running.cluster.end()  # a forked process runs no atexit functions
-        if runtime.running.gloo_groups:
+    if state.running is not None:
+        if state.running.cluster is not None:
+            state.running.cluster.end()  # a forked process runs no atexit functions
+        if state.running.gloo_groups:
             leave(status)
     return status
 

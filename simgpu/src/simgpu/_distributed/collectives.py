@@ -18,17 +18,19 @@ from simgpu._compat import (
     raw_start_coalescing,
     tree_leaves,
 )
-from simgpu._dispatch.call import Call
 from simgpu._dispatch.operation import handles
+from simgpu._dispatch.operation_call import Call
 from simgpu._dispatch.placement import blocks_of, gpu_of, memory_of, place
 from simgpu._distributed import (
     checks,
-    exchange,
     messages,
     operations,
     profiling,
     subjects,
     work,
+)
+from simgpu._distributed import (
+    exchange as exchanges,
 )
 from simgpu._distributed.collective import Channel, Collective
 from simgpu._distributed.communicator import Communicator
@@ -63,13 +65,14 @@ def run_collective(call: Call):
         return _run_message(call, communicator, gpu)
     thread = call.runtime.thread
     factor, thread.premultiplier = thread.premultiplier, None
-    with exchange.plain():
+    with exchanges.plain():
         found = operations.exchanges(call, group.size(), group.rank(), factor)
     if profiling.is_on():
         profiling.note(name, messages.given_by(name, args))
     is_async = _argument(call, "async_op", True)
     launched = [
-        launch(call.runtime, communicator, gpu, one, is_async=is_async) for one in found
+        launch(call.runtime, communicator, gpu, exchange, is_async=is_async)
+        for exchange in found
     ]
     if communicator.batch is not None:
         communicator.batch += launched
@@ -106,17 +109,17 @@ def _run_elsewhere(call: Call, tensors):
 
 def _run_barrier(call: Call, communicator: Communicator):
     """NCCL's is a collective of almost nothing, for which the host waits."""
-    now = call.runtime
-    now.initialize()
+    runtime = call.runtime
+    runtime.initialize()
     devices = _argument(call, "device_ids", ())
-    gpu = communicator.gpu_of_barrier(devices, now.gpus)
+    gpu = communicator.gpu_of_barrier(devices, runtime.gpus)
     if not devices:
         what = f"barrier ({called_from()})"
-        communicator.connect(gpu, now.clock, what, guess=True)
+        communicator.connect(gpu, runtime.clock, what, guess=True)
     is_async = _argument(call, "async_op", True)
     profiling.note("barrier", [])
-    one = exchange.barrier(len(communicator.ranks))
-    launched = launch(now, communicator, gpu, one, is_async=is_async)
+    exchange = exchanges.barrier(len(communicator.ranks))
+    launched = launch(runtime, communicator, gpu, exchange, is_async=is_async)
     done = work.new([launched], [], host_waits=True)
     if not is_async:
         work.wait(done)
@@ -132,24 +135,26 @@ def _run_message(call: Call, communicator: Communicator, gpu):
     sends = call.func._schema.name == "c10d::send"
     me = communicator.member
     ends = (me, peer) if sends else (peer, me)
-    with exchange.plain():
-        one = exchange.send(tensor) if sends else exchange.receive(tensor)
+    with exchanges.plain():
+        exchange = exchanges.send(tensor) if sends else exchanges.receive(tensor)
     channel = communicator.pair(*ends, sends)
     arrow = f"send {me}->{peer}" if sends else f"recv {me}<-{peer}"
     profiling.note(arrow, [tensor])
     if communicator.batch is not None:
-        launched = _launch_in_batch(call.runtime, communicator, gpu, one, channel)
+        launched = _launch_in_batch(call.runtime, communicator, gpu, exchange, channel)
     else:
         stream = communicator.stream(communicator.ranks[peer])
-        launched = launch(call.runtime, communicator, gpu, one, channel, stream)
+        launched = launch(call.runtime, communicator, gpu, exchange, channel, stream)
     return Work.boxed(work.new([launched], [tensor]))
 
 
-def _launch_in_batch(now, communicator, gpu, one, channel) -> Collective:
+def _launch_in_batch(runtime, communicator, gpu, exchange, channel) -> Collective:
     """Messages of one batch go at the same time, on the stream of the group."""
     stream = communicator.stream()
     beside = communicator.batch[-1].meeting if communicator.batch else None
-    launched = launch(now, communicator, gpu, one, channel, stream, beside=beside)
+    launched = launch(
+        runtime, communicator, gpu, exchange, channel, stream, beside=beside
+    )
     communicator.batch.append(launched)
     return launched
 
@@ -175,16 +180,16 @@ def end_coalescing(group, device) -> Work:
 # -- launching -------------------------------------------------------------------------
 
 
-def launch(now, communicator: Communicator, gpu, one: exchange.Exchange,
+def launch(runtime, communicator: Communicator, gpu, exchange: exchanges.Exchange,
            channel: Channel | None = None, stream: int | None = None, *,
            is_async: bool = True, beside=None) -> Collective:  # fmt: skip
     """Launch a collective on a GPU of this rank.
 
     Args:
-        now: the runtime.
+        runtime: of the simulator.
         communicator: of its group.
         gpu: of its tensors.
-        one: what this rank gives and takes.
+        exchange: what this rank gives and takes.
         channel: of a message between two ranks; None: the group's.
         stream: the number of NCCL's stream; None: the group's.
         is_async: on a stream of NCCL's; else on the current one, as PyTorch does it
@@ -194,36 +199,36 @@ def launch(now, communicator: Communicator, gpu, one: exchange.Exchange,
     __tracebackhide__ = True
     where = called_from()
     if channel is None or stream is None or communicator.batch is not None:
-        guess = one.name == "barrier" and communicator.guessed
-        communicator.connect(gpu, now.clock, f"{one.name} ({where})", guess)
+        guess = exchange.name == "barrier" and communicator.guessed
+        communicator.connect(gpu, runtime.clock, f"{exchange.name} ({where})", guess)
     channel = channel or communicator.channel
-    current = now.stream_of(gpu)
+    current = runtime.stream_of(gpu)
     stream = current if not is_async else (stream or communicator.stream())
-    key, clock = (gpu.index, stream), now.clock
-    written = list({id(t): t for taken in one.takes for t in taken}.values())
-    for tensor in (*one.gives, *written):  # does it come from a collective itself?
+    key, clock = (gpu.index, stream), runtime.clock
+    written = list({id(t): t for taken in exchange.takes for t in taken}.values())
+    for tensor in (*exchange.gives, *written):  # does it come from a collective itself?
         memory = memory_of(tensor)
         if memory is not None and memory.arriving is not None:
             memory.arriving.settle()
     if stream != current:
-        now.sanitizer.watch_accesses()
+        runtime.sanitizer.watch_accesses()
         if beside is None:
             position = clock.record(gpu.index, current)
             clock.stream_waits(gpu.index, stream, position)
             clock.forget(position)
-    _tell_sanitizer(now, key, one, written)
+    _tell_sanitizer(runtime, key, exchange, written)
     seconds = collective_cost.collective_seconds(
-        one.name,
-        one.nbytes,
+        exchange.name,
+        exchange.nbytes,
         list(dict.fromkeys(channel.ranks)),
         communicator.cluster.topology,
     )
-    title = _title(communicator, one, channel)
-    meeting = clock.meet(gpu, stream, current, title, one.nbytes, seconds, beside)
-    launched = Collective(channel, one, meeting, clock, where)
+    title = _title(communicator, exchange, channel)
+    meeting = clock.meet(gpu, stream, current, title, exchange.nbytes, seconds, beside)
+    launched = Collective(channel, exchange, meeting, clock, where)
     launched.position = clock.record(*key)
     if stream != current:
-        launched.given = list(one.gives)
+        launched.given = list(exchange.gives)
     for tensor in written:
         memory = memory_of(tensor)
         if memory is not None:
@@ -231,36 +236,36 @@ def launch(now, communicator: Communicator, gpu, one: exchange.Exchange,
     return launched
 
 
-def _tell_sanitizer(now, key, one: exchange.Exchange, written: list) -> None:
+def _tell_sanitizer(runtime, key, exchange: exchanges.Exchange, written: list) -> None:
     """A stream reads what this rank gives and writes what it takes."""
     __tracebackhide__ = True
-    if not now.sanitizer.watching:
+    if not runtime.sanitizer.watching:
         return
-    reads = [("input", *place) for t in one.gives for place in blocks_of(t)]
+    reads = [("input", *place) for t in exchange.gives for place in blocks_of(t)]
     writes = [("output", *place) for t in written for place in blocks_of(t)]
-    name = "recv" if one.name == "send" and not one.gives else one.name
-    now.sanitizer.access(f"c10d::{name}", key, reads, writes)
+    name = "recv" if exchange.name == "send" and not exchange.gives else exchange.name
+    runtime.sanitizer.access(f"c10d::{name}", key, reads, writes)
 
 
-def _title(communicator, one: exchange.Exchange, channel: Channel) -> str:
+def _title(communicator, exchange: exchanges.Exchange, channel: Channel) -> str:
     """How the timeline names it: "all_reduce", "all_gather blocks.0", "send to 1"."""
-    if one.name == "all_reduce" and _called_by_engine():
+    if exchange.name == "all_reduce" and _called_by_engine():
         backward = current_graph_task_id()
         return f"all_reduce {communicator.buckets.next(backward)}"
-    if one.name in ("all_gather", "reduce_scatter", "all_reduce"):
-        return f"{one.name} {subjects.sharded_module()}".rstrip()
-    if one.name != "send":
-        return one.name
-    if channel.member == 0 and one.gives:
+    if exchange.name in ("all_gather", "reduce_scatter", "all_reduce"):
+        return f"{exchange.name} {subjects.sharded_module()}".rstrip()
+    if exchange.name != "send":
+        return exchange.name
+    if channel.member == 0 and exchange.gives:
         return f"send to {channel.ranks[1]}"
     return f"recv from {channel.ranks[0]}"
 
 
-def _wait_where_nobody_will(now, done: Work, is_async: bool) -> None:
+def _wait_where_nobody_will(runtime, done: Work, is_async: bool) -> None:
     """DDP in C++ waits for what it has launched, which is not seen from here."""
     if not is_async:
         return
-    if now.thread.cpp_waits and not _in_backward():
+    if runtime.thread.cpp_waits and not _in_backward():
         work.wait(done)  # in DDP's constructor, or before a forward pass
     elif not _called_by_engine():
         return

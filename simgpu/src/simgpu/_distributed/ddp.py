@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from simgpu import _runtime as runtime
+from simgpu import _runtime as state
 from simgpu._compat import DDPJoinHook
 from simgpu._dispatch.placement import gpu_of
 from simgpu._errors import NotSimulated
@@ -16,7 +16,7 @@ from simgpu._errors import NotSimulated
 @contextlib.contextmanager
 def _cpp_tensors_on(gpu) -> Iterator[None]:
     """What C++ makes inside, such as the reducer's buckets, is on `gpu`."""
-    thread = runtime.current().thread
+    thread = state.current().thread
     before, thread.gpu_of_cpp_tensors = thread.gpu_of_cpp_tensors, gpu
     try:
         with _cpp_waits():
@@ -28,7 +28,7 @@ def _cpp_tensors_on(gpu) -> Iterator[None]:
 @contextlib.contextmanager
 def _cpp_waits() -> Iterator[None]:
     """C++ waits at once for the collectives that it launches inside."""
-    thread = runtime.current().thread
+    thread = state.current().thread
     thread.cpp_waits += 1
     try:
         yield

@@ -6,11 +6,12 @@ They return new tensors, and `wait_tensor` makes the current stream wait for one
 import torch
 
 from simgpu._compat import process_group_named
-from simgpu._dispatch.call import Call
 from simgpu._dispatch.mode import modes_in_this_thread
 from simgpu._dispatch.operation import handles
-from simgpu._dispatch.placement import gpu_of, memory_of
-from simgpu._distributed import checks, collectives, exchange, operations, work
+from simgpu._dispatch.operation_call import Call
+from simgpu._dispatch.placement import memory_of
+from simgpu._distributed import checks, collectives, operations, work
+from simgpu._distributed import exchange as exchanges
 from simgpu._distributed.groups import communicator_of
 from simgpu._errors import NotSimulated
 
@@ -25,7 +26,7 @@ def run_functional(call: Call):
     name = call.func._schema.name.partition("::")[2]
     if name == "wait_tensor":
         return _wait_tensor(call)
-    gpu = next(filter(None, map(gpu_of, call.tensors)), None)
+    gpu = next(filter(None, call.gpus), None)
     named = {argument.name: value for argument, value in call.named_arguments()}
     communicator = _communicator(named)
     if gpu is None or communicator is None:  # also what only wraps a tensor
@@ -59,15 +60,17 @@ class _Functional:
         self.named = named
         self.size, self.rank = len(communicator.ranks), communicator.member
 
-    def reduction(self, tensor) -> exchange.Reduction:
+    def reduction(self, tensor) -> exchanges.Reduction:
         name = self.named["reduce_op"].lower()
         if name not in _OPS:
             raise ValueError(f"Unknown reduce_op {name}")
-        return exchange.reduction_named(_OPS[name], tensor.dtype)
+        return exchanges.reduction_named(_OPS[name], tensor.dtype)
 
-    def launch(self, one: exchange.Exchange, output: torch.Tensor) -> torch.Tensor:
+    def launch(
+        self, exchange: exchanges.Exchange, output: torch.Tensor
+    ) -> torch.Tensor:
         launched = collectives.launch(
-            self.call.runtime, self.communicator, self.gpu, one
+            self.call.runtime, self.communicator, self.gpu, exchange
         )
         memory_of(output).awaited = work.Launched([launched], [output], False)
         return output
@@ -94,9 +97,9 @@ def _all_reduce(f: _Functional, tensor):
 
 
 def _all_reduce_in_place(f: _Functional, tensor):
-    with exchange.plain():
-        one = exchange.all_reduce(f.size, f.rank, [tensor], f.reduction(tensor))
-    return f.launch(one, tensor)
+    with exchanges.plain():
+        exchange = exchanges.all_reduce(f.size, f.rank, [tensor], f.reduction(tensor))
+    return f.launch(exchange, tensor)
 
 
 def _broadcast(f: _Functional, tensor):
@@ -105,9 +108,9 @@ def _broadcast(f: _Functional, tensor):
 
 
 def _broadcast_in_place(f: _Functional, tensor):
-    with exchange.plain():
-        one = exchange.broadcast(f.size, f.rank, [tensor], f.named["src"])
-    return f.launch(one, tensor)
+    with exchanges.plain():
+        exchange = exchanges.broadcast(f.size, f.rank, [tensor], f.named["src"])
+    return f.launch(exchange, tensor)
 
 
 def _all_gather(f: _Functional, tensor):
@@ -116,9 +119,9 @@ def _all_gather(f: _Functional, tensor):
     if out is None:
         rows = given.shape[0] if given.dim() else 1
         out = f.rows(given, f.size * rows)
-    with exchange.plain():
-        one = operations.all_gather_into(f.size, f.rank, out, given)
-    return f.launch(one, out)
+    with exchanges.plain():
+        exchange = operations.all_gather_into(f.size, f.rank, out, given)
+    return f.launch(exchange, out)
 
 
 def _reduce_scatter(f: _Functional, tensor):
@@ -126,19 +129,19 @@ def _reduce_scatter(f: _Functional, tensor):
     out = f.named.get("out")
     if out is None:
         out = f.rows(given, given.shape[0] // f.size)
-    with exchange.plain():
+    with exchanges.plain():
         reduction = f.reduction(given)
-        one = operations.reduce_scatter_from(f.size, f.rank, out, given, reduction)
-    return f.launch(one, out)
+        exchange = operations.reduce_scatter_from(f.size, f.rank, out, given, reduction)
+    return f.launch(exchange, out)
 
 
 def _all_to_all(f: _Functional, tensor):
     given = f.contiguous(tensor)
     splits = f.named["output_split_sizes"], f.named["input_split_sizes"]
     out = f.rows(given, sum(splits[0]))
-    with exchange.plain():
-        one = operations.all_to_all_single(f.size, f.rank, out, given, *splits)
-    return f.launch(one, out)
+    with exchanges.plain():
+        exchange = operations.all_to_all_single(f.size, f.rank, out, given, *splits)
+    return f.launch(exchange, out)
 
 
 _RUN = {

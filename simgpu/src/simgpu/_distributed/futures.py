@@ -11,11 +11,11 @@ import functools
 import torch
 from torch.futures import Future
 
-from simgpu import _runtime as runtime
+from simgpu import _runtime as state
 from simgpu._api.naming import as_device
 from simgpu._compat import CppFuture, tree_leaves
-from simgpu._dispatch.devices import find_gpu
 from simgpu._dispatch.mode import modes_in_this_thread
+from simgpu._dispatch.named_devices import find_gpu
 from simgpu._dispatch.placement import blocks_of, gpu_of
 from simgpu._distributed.work import HOOKS
 
@@ -49,9 +49,10 @@ def set_result(future, result) -> None:
             future.set_exception(ValueError(_elsewhere(others, gpus)))
             return
         _record_streams(tensors)
-        now = runtime.current()
+        runtime = state.current()
         positions = [
-            (gpu.index, now.clock.record(gpu.index, now.stream_of(gpu))) for gpu in gpus
+            (gpu.index, runtime.clock.record(gpu.index, runtime.stream_of(gpu)))
+            for gpu in gpus
         ]
         future._simgpu = functools.partial(_wait, positions, tensors)
     _raw_set_result(future, result)
@@ -70,16 +71,16 @@ def _record_streams(tensors: list[torch.Tensor]) -> None:
     for tensor in tensors:
         gpu = gpu_of(tensor)
         for _, block in blocks_of(tensor) if gpu is not None else ():
-            stream = runtime.current().stream_of(gpu)
+            stream = state.current().stream_of(gpu)
             gpu.memory.record_stream(block, gpu.index, stream)
 
 
 def _wait(positions: list[tuple], tensors: list[torch.Tensor]) -> None:
     """The current streams wait, and then use the tensors."""
-    now = runtime.current()
+    runtime = state.current()
     for index, position in positions:
-        stream = now.thread.streams.get(index, 0)
-        now.clock.stream_waits(index, stream, position)
+        stream = runtime.thread.streams.get(index, 0)
+        runtime.clock.stream_waits(index, stream, position)
     _record_streams(tensors)
 
 
@@ -91,7 +92,7 @@ def then(future, callback) -> Future:
     following = Future(devices=[gpu.device for gpu in gpus])
 
     def run(arrived) -> None:
-        with modes_in_this_thread(runtime.current()), _streams_for_hooks(gpus):
+        with modes_in_this_thread(state.current()), _streams_for_hooks(gpus):
             getattr(future, "_simgpu", lambda: None)()
             try:
                 following.set_result(callback(future))
@@ -105,11 +106,11 @@ def then(future, callback) -> Future:
 @contextlib.contextmanager
 def _streams_for_hooks(gpus: list):
     """Inside, the current stream of each GPU is one that is kept for callbacks."""
-    now = runtime.current()
-    before = dict(now.thread.streams)
-    now.sanitizer.watch_accesses()
-    now.thread.streams.update({gpu.index: HOOKS for gpu in gpus})
+    runtime = state.current()
+    before = dict(runtime.thread.streams)
+    runtime.sanitizer.watch_accesses()
+    runtime.thread.streams.update({gpu.index: HOOKS for gpu in gpus})
     try:
         yield
     finally:
-        now.thread.streams = before
+        runtime.thread.streams = before

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from simgpu import _runtime as runtime
+from simgpu import _runtime as state
 from simgpu._distributed.board import Board
 from simgpu._timing.job import JobTimeline, RankLog, log_of
 
@@ -36,23 +36,23 @@ def write(path: Path, failed: bool) -> None:
         failed: the program has ended with an error: collectives that are under way may
             never end, and other ranks may not come.
     """
-    now = runtime.current()
+    runtime = state.current()
     rank = int(os.environ.get("RANK", 0))
-    if now.cluster is not None:
-        rank = now.cluster.rank
-    log = _own_log(now.clock, rank, failed)
+    if runtime.cluster is not None:
+        rank = runtime.cluster.rank
+    log = _own_log(runtime.clock, rank, failed)
     size = int(os.environ.get("WORLD_SIZE", 1))
     missing: dict[int, str] = {}
-    if now.cluster is None:
+    if runtime.cluster is None:
         logs = [log]
         missing = {other: _ALONE for other in range(size) if other != rank}
     elif rank == 0:
-        found = _collect(now.cluster.board, _HURRY if failed else _PATIENCE)
+        found = _collect(runtime.cluster.board, _HURRY if failed else _PATIENCE)
         logs = [log, *(its for its in found.values() if isinstance(its, RankLog))]
         missing = {other: its for other, its in found.items() if isinstance(its, str)}
     else:
         with contextlib.suppress(RuntimeError):  # the store is gone, and rank 0 says so
-            _hand_in(now.cluster.board, log)
+            _hand_in(runtime.cluster.board, log)
     if rank == 0:
         for other, why in missing.items():
             print(f"rank {other} is not in {path.name}: {why}", file=sys.stderr)

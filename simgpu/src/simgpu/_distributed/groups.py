@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from simgpu import _runtime as runtime
+from simgpu import _runtime as state
 from simgpu._compat import (
     FakeProcessGroup,
     backend_plugins,
@@ -45,9 +45,9 @@ def nccl_version() -> tuple[int, int, int]:
 
 def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
     """A process group: where it would use NCCL, the simulator does the work."""
-    now = runtime.current()
-    asked = str(backend)
-    engine = next(filter(_is_engine, _backends(asked).values()), None)
+    runtime = state.current()
+    spec = str(backend)
+    engine = next(filter(_is_engine, _backends(spec).values()), None)
     if engine is None:
         return raw_new_process_group(
             size, rank, ranks, backend, store, name, *args, **kwargs
@@ -61,11 +61,11 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
         )
     fake_backend()
 
-    if "gloo" in _backends(asked).values():
+    if "gloo" in _backends(spec).values():
         _bind_to_loopback()
     stand_in = ",".join(
         f"{device}:{_STAND_IN if _is_engine(its) else its}"
-        for device, its in _backends(asked).items()
+        for device, its in _backends(spec).items()
     )
     group, its_store = raw_new_process_group(
         size, rank, ranks, distributed_c10d.Backend(stand_in), store, name, *args,
@@ -74,23 +74,23 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
     if not isinstance(group, dist.ProcessGroup):
         return group, its_store
     _call_it_nccl(group)
-    process_groups.pg_map[group] = (asked, its_store)  # for get_backend()
-    config = ",".join(f"{kind}:{its}" for kind, its in _backends(asked).items())
+    process_groups.pg_map[group] = (spec, its_store)  # for get_backend()
+    config = ",".join(f"{kind}:{its}" for kind, its in _backends(spec).items())
     process_groups.pg_backend_config[group] = config
     if not ranks:
-        _begin_job(now, store, rank, size)
+        _begin_job(runtime, store, rank, size)
     bound = kwargs.get("device_id")
     members = list(ranks) or list(range(size))
     options._timeout, options.group_name = kwargs["timeout"], name
     options.global_ranks_in_group = list(ranks)
-    communicator = _communicate(now, group, name, members, rank, bound, options)
+    communicator = _communicate(runtime, group, name, members, rank, bound, options)
     communicator.engine = engine
-    if "gloo" in _backends(asked).values():
-        now.gloo_groups.append(group)
+    if "gloo" in _backends(spec).values():
+        runtime.gloo_groups.append(group)
     if bound is not None:
-        now.initialize()
+        runtime.initialize()
         what = f"a process group with device_id ({called_from()})"
-        communicator.connect(now.gpus[bound.index], now.clock, what)
+        communicator.connect(runtime.gpus[bound.index], runtime.clock, what)
     return group, its_store
 
 
@@ -101,15 +101,17 @@ def _call_it_nccl(group: dist.ProcessGroup) -> None:
     group._set_default_backend(kind)
 
 
-def _communicate(now, group, name: str, members, rank: int, bound, options):
+def _communicate(runtime, group, name: str, members, rank: int, bound, options):
     """The communicator of a new group."""
-    life = now.lives.get(name, 0)
-    now.lives[name] = life + 1
+    life = runtime.lives.get(name, 0)
+    runtime.lives[name] = life + 1
     # ranks that make groups of their own at the same time give them one name
     which = f"{hash(tuple(members)) & 0xFFFFFFFF:x}"
-    own_name = now.thread.name_of_group or f"{name}.{life}.{which}"
-    communicator = Communicator(now.cluster, own_name, members, rank, bound, options)
-    now.communicators[group.group_name] = communicator
+    own_name = runtime.thread.name_of_group or f"{name}.{life}.{which}"
+    communicator = Communicator(
+        runtime.cluster, own_name, members, rank, bound, options
+    )
+    runtime.communicators[group.group_name] = communicator
     return communicator
 
 
@@ -119,31 +121,31 @@ def alone(store, rank: int, size: int, options) -> dist.ProcessGroup:
     Raises:
         NotSimulated: if its ranks are not those of the job.
     """
-    now = runtime.current()
-    if now.cluster is None:
-        _begin_job(now, store, rank, size)
-    if (now.cluster.rank, now.cluster.size) != (rank, size):
+    runtime = state.current()
+    if runtime.cluster is None:
+        _begin_job(runtime, store, rank, size)
+    if (runtime.cluster.rank, runtime.cluster.size) != (rank, size):
         raise NotSimulated("a ProcessGroupNCCL of some ranks", "Call dist.new_group().")
     name = "ProcessGroupNCCL"
-    life = now.lives.get(name, 0)
+    life = runtime.lives.get(name, 0)
     group = dist.ProcessGroup(store, rank, size)
     stand_in = FakeProcessGroup._create_internal(rank, size)
     kind = dist.ProcessGroup.BackendType.NCCL
     group._register_backend(torch.device("cuda"), kind, stand_in)
     group._set_default_backend(kind)
     group._set_group_name(f"{name} {life}")
-    _communicate(now, group, name, list(range(size)), rank, None, options)
+    _communicate(runtime, group, name, list(range(size)), rank, None, options)
     return group
 
 
 def rendezvous(*args, **kwargs):
     """The ranks of a job meet: what earlier ones left in the store is not theirs."""
-    now = runtime.current()
-    _end_job(now)
+    runtime = state.current()
+    _end_job(runtime)
     for store, rank, size in _raw_rendezvous(*args, **kwargs):
-        now.meetings += 1
-        if now.meetings > 1:
-            store = dist.PrefixStore(f"meeting {now.meetings}", store)
+        runtime.meetings += 1
+        if runtime.meetings > 1:
+            store = dist.PrefixStore(f"meeting {runtime.meetings}", store)
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         if restarts != "0" and os.environ.get("GROUP_WORLD_SIZE") == "1":
             # torchrun keeps its store; several agents count restarts differently
@@ -151,26 +153,26 @@ def rendezvous(*args, **kwargs):
         yield store, rank, size
 
 
-def _end_job(now) -> None:
+def _end_job(runtime) -> None:
     """Whoever keeps the store of the job before waits until the others have left it."""
-    if now.cluster is not None:
-        now.cluster.end()
-        now.cluster.arena.close()
-        now.cluster = None
+    if runtime.cluster is not None:
+        runtime.cluster.end()
+        runtime.cluster.arena.close()
+        runtime.cluster = None
 
 
-def _begin_job(now, store, rank: int, size: int) -> None:
+def _begin_job(runtime, store, rank: int, size: int) -> None:
     """The first process group: from now on this process is a rank of a job."""
-    _end_job(now)
+    _end_job(runtime)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     nodes = size // here if size % here == 0 else 1
-    topology = Topology(now.request.card, size // nodes, nodes, now.network)
-    prefix = f"simgpu {now.jobs}"
-    now.jobs += 1
-    now.lives.clear()  # names count from 0 again, and not on all ranks alike before
-    now.cluster = Cluster(dist.PrefixStore(prefix, store), rank, size, topology)
-    now.sanitizer.is_first = now.cluster.board.is_first
-    if rank == 0 and now.jobs == 1:
+    topology = Topology(runtime.request.card, size // nodes, nodes, runtime.network)
+    prefix = f"simgpu {runtime.jobs}"
+    runtime.jobs += 1
+    runtime.lives.clear()  # names count from 0 again, and not on all ranks alike before
+    runtime.cluster = Cluster(dist.PrefixStore(prefix, store), rank, size, topology)
+    runtime.sanitizer.is_first = runtime.cluster.board.is_first
+    if rank == 0 and runtime.jobs == 1:
         ranks = "1 rank" if size == 1 else f"{size} ranks"
         print(
             f"{ranks} on simulated GPUs: no NCCL, one simulated time for all",
@@ -188,22 +190,22 @@ def _bind_to_loopback() -> None:
 
 
 @functools.cache
-def _backends(asked: str) -> dict[str, str]:
+def _backends(spec: str) -> dict[str, str]:
     """Kind of device -> backend, for what a script has asked for."""
-    if asked == "undefined":  # nothing: PyTorch takes what the machine has
+    if spec == "undefined":  # nothing: PyTorch takes what the machine has
         return {"cpu": "gloo", "cuda": "nccl"}
-    config = distributed_c10d.BackendConfig(distributed_c10d.Backend(asked))
+    config = distributed_c10d.BackendConfig(distributed_c10d.Backend(spec))
     return config.get_device_backend_map()
 
 
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
-    asked, _ = process_groups.pg_map.get(group, ("gloo", None))
-    return _backends(str(asked))
+    spec, _ = process_groups.pg_map.get(group, ("gloo", None))
+    return _backends(str(spec))
 
 
 def communicator_of(group: dist.ProcessGroup) -> Communicator | None:
     """What NCCL would have for a group; None if it does not use NCCL."""
-    return runtime.current().communicators.get(group.group_name)
+    return state.current().communicators.get(group.group_name)
 
 
 def is_nccl(group: dist.ProcessGroup) -> bool:
@@ -235,13 +237,13 @@ def object_device(group: dist.ProcessGroup | None = None) -> str:
 
 def shutdown(group: dist.ProcessGroup) -> None:
     """`destroy_process_group`: what was launched is done before."""
-    now = runtime.current()
-    communicator = now.communicators.pop(group.group_name, None)
+    runtime = state.current()
+    communicator = runtime.communicators.pop(group.group_name, None)
     if communicator is not None:
-        now.clock.settle()
-        communicator.close(now.gpus)
+        runtime.clock.settle()
+        communicator.close(runtime.gpus)
         if dist.group.WORLD is group:
-            now.cluster.board.say_ended(", with its process group")
+            runtime.cluster.board.say_ended(", with its process group")
     _raw_shutdown(group)
 
 
@@ -274,7 +276,7 @@ def split_group(parent_pg=None, split_ranks=None, timeout=None, pg_options=None,
     communicator.splits += 1  # what new_group() calls it is not the same on all ranks
     if not mine:
         return None
-    thread = runtime.current().thread
+    thread = state.current().thread
     thread.name_of_group = f"{communicator.name}/split {communicator.splits}/{mine}"
     try:
         return dist.new_group(
@@ -312,7 +314,7 @@ def split_of(group: dist.ProcessGroup, ranks: list[int], timeout=None, opts=None
 
 def supports_coalescing(backend) -> bool:
     """`Backend.supports_coalescing`: NCCL does."""
-    return runtime.running is not None
+    return state.running is not None
 
 
 def barrier(group: dist.ProcessGroup, *args, **kwargs):

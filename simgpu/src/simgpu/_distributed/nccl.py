@@ -18,7 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from simgpu import _runtime as runtime
+from simgpu import _runtime as state
 from simgpu._compat import (
     ErrorType,
     FakeProcessGroup,
@@ -124,7 +124,7 @@ class _Engine:
     @property
     def uid(self) -> int:
         """Which of the process groups of this process it is."""
-        return list(runtime.current().communicators).index(self._group.group_name)
+        return list(state.current().communicators).index(self._group.group_name)
 
     def comm_split_count(self) -> int:
         return self._communicator.splits
@@ -140,10 +140,10 @@ class _Engine:
 
     def eager_connect_single_device(self, device) -> None:
         """Connect now and not at the first collective."""
-        now = runtime.current()
-        now.initialize()
-        gpu = now.gpus[torch.device(device).index]
-        self._communicator.connect(gpu, now.clock, "eager_connect_single_device")
+        runtime = state.current()
+        runtime.initialize()
+        gpu = runtime.gpus[torch.device(device).index]
+        self._communicator.connect(gpu, runtime.clock, "eager_connect_single_device")
 
     def perform_nocolor_split(self, device) -> None:
         """This rank has no part in the split: nothing is to be done."""
@@ -299,13 +299,13 @@ def unique_id() -> bytes:
 
 def abort(group: dist.ProcessGroup) -> None:
     """`ProcessGroup.abort`: what is under way is given up, and nobody waits for it."""
-    now = runtime.current()
-    communicator = now.communicators.pop(group.group_name, None)
+    runtime = state.current()
+    communicator = runtime.communicators.pop(group.group_name, None)
     if communicator is None:
         _raw_abort(group)
         return
     communicator.give_up()
-    communicator.close(now.gpus)
+    communicator.close(runtime.gpus)
 
 
 def unwrapped(raw):

@@ -3,7 +3,7 @@
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from simgpu import _runtime as runtime
+from simgpu import _runtime as state
 
 OPTIONS = (
     distributed_c10d.AllreduceOptions, distributed_c10d.AllreduceCoalescedOptions,
@@ -36,7 +36,7 @@ def noting_factor(options) -> property:
     raw = vars(options)["reduceOp"]
 
     def set_op(self, op) -> None:
-        runtime.current().thread.premultiplier = getattr(op, "premultiplier", None)
+        state.current().thread.premultiplier = getattr(op, "premultiplier", None)
         raw.__set__(self, op)
 
     return property(raw.__get__, set_op)

@@ -20,7 +20,7 @@ import torch.distributed.autograd
 from torch.distributed import rpc
 from torch.distributed.rpc import api, internal
 
-from simgpu import _runtime as runtime
+from simgpu import _runtime as state
 from simgpu._compat import (
     DisableTorchDispatch,
     DisableTorchFunction,
@@ -32,8 +32,8 @@ from simgpu._compat import (
     rpc_pickler,
     tree_leaves,
 )
-from simgpu._dispatch.devices import find_gpu
 from simgpu._dispatch.mode import modes_in_this_thread
+from simgpu._dispatch.named_devices import find_gpu
 from simgpu._dispatch.placement import blocks_of, gpu_of, memory_of, parts_of, place
 from simgpu._distributed import work
 from simgpu._errors import NotSimulated
@@ -98,7 +98,7 @@ def deserialize(pickler, data: bytes, tensors: list[torch.Tensor]):
     Raises:
         RuntimeError: for a result on a GPU that the map does not name.
     """
-    runtime.current().thread.deserialized += 1
+    state.current().thread.deserialized += 1
     data, note = _without_note(data)
     if note is not None:
         sender, places = note
@@ -114,7 +114,7 @@ def to_here(rref, *args, **kwargs):
     Raises:
         RuntimeError: if the device map does not name their GPUs.
     """
-    thread = runtime.current().thread
+    thread = state.current().thread
     before = thread.deserialized
     value = _raw_to_here(rref, *args, **kwargs)
     if thread.deserialized == before and not rref.is_owner():
@@ -138,7 +138,7 @@ def _place_all(tensors: list[torch.Tensor], places: list) -> None:
         if index is not None:
             place(tensor, find_gpu(index))
             for part, block in blocks_of(tensor):
-                runtime.current().sanitizer.arrived(part, block)
+                state.current().sanitizer.arrived(part, block)
 
 
 def _with_note(data: bytes, note: tuple) -> bytes:
@@ -159,7 +159,7 @@ def _device_map(worker: str) -> dict[int | None, int | None]:
 
     GPUs have a number; None is the host, which a map may name as well.
     """
-    found = runtime.current().device_maps.get(worker, {})
+    found = state.current().device_maps.get(worker, {})
     return {ours.index: theirs.index for ours, theirs in found.items()}
 
 
@@ -243,15 +243,15 @@ INVOKE = {
 
 def run_function(call):
     """What another worker has called, in a thread that C++ has started."""
-    now = runtime.current()
-    now.clock.host = max(now.clock.host, now.clock.latest)
-    with modes_in_this_thread(now):
+    runtime = state.current()
+    runtime.clock.host = max(runtime.clock.host, runtime.clock.latest)
+    with modes_in_this_thread(runtime):
         return raw_run_rpc_function(call)
 
 
 def new_agent(store, name: str, rank: int, size: int | None, options, *maps):
     """PyTorch's agent, to which every tensor is one of the CPU: it has no maps."""
-    runtime.current().device_maps = options.device_maps
+    state.current().device_maps = options.device_maps
     plain = rpc.TensorPipeRpcBackendOptions(
         num_worker_threads=options.num_worker_threads,
         rpc_timeout=options.rpc_timeout,
@@ -262,7 +262,7 @@ def new_agent(store, name: str, rank: int, size: int | None, options, *maps):
 
 def get_device_map(agent, worker) -> dict[torch.device, torch.device]:
     """`TensorPipeAgent._get_device_map`: remote modules ask for it."""
-    return runtime.current().device_maps.get(worker.name, {})
+    return state.current().device_maps.get(worker.name, {})
 
 
 # -- distributed autograd --------------------------------------------------------------
@@ -275,7 +275,7 @@ class _Collectives(TorchDispatchMode):
         call = functools.partial(func, *args, **(kwargs or {}))
         if func.namespace != "c10d":
             return call()
-        with modes_in_this_thread(runtime.current()):
+        with modes_in_this_thread(state.current()):
             out = call()
         for leaf in tree_leaves((args, kwargs)):
             memory = memory_of(leaf) if isinstance(leaf, torch.Tensor) else None

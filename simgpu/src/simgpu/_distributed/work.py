@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch.distributed import DistBackendError
 
-from simgpu import _runtime as runtime
+from simgpu import _runtime as state
 from simgpu._compat import (
     CppFuture,
     Work,
@@ -54,13 +54,13 @@ class Launched:
 
     def wait(self) -> None:
         """The current stream goes on after them."""
-        now = runtime.current()
+        runtime = state.current()
         for collective in self.collectives:
             key = collective.meeting.key
-            current = (key[0], now.thread.streams.get(key[0], 0))
+            current = (key[0], runtime.thread.streams.get(key[0], 0))
             if current != key:
-                now.clock.stream_waits_for(current, collective.meeting)
-                now.sanitizer.stream_waits(current, collective.position.number)
+                runtime.clock.stream_waits_for(current, collective.meeting)
+                runtime.sanitizer.stream_waits(current, collective.position.number)
         for tensors in self._given:
             tensors.clear()
         if self.host_waits:
@@ -68,7 +68,7 @@ class Launched:
 
     def wait_on_host(self) -> None:
         """The program goes on after them."""
-        clock = runtime.current().clock
+        clock = state.current().clock
         for collective in self.collectives:
             clock.wait_for_position(collective.position)
 
@@ -77,15 +77,15 @@ class Launched:
         if not self.stacked:
             return list(self.outputs)
         if self._stack is None:
-            now = runtime.current()
+            runtime = state.current()
             for collective in self.collectives:
                 collective.settle()
-            now.thread.unlogged += 1  # NCCL has it already
+            runtime.thread.unlogged += 1  # NCCL has it already
             try:
-                with modes_in_this_thread(now), torch.no_grad():
+                with modes_in_this_thread(runtime), torch.no_grad():
                     self._stack = torch.stack(self.outputs)
             finally:
-                now.thread.unlogged -= 1
+                runtime.thread.unlogged -= 1
         return [self._stack]
 
     def block(self, limit: float | None) -> None:
@@ -107,7 +107,7 @@ class Launched:
         self.wait_on_host()
 
     def is_completed(self) -> bool:
-        clock = runtime.current().clock
+        clock = state.current().clock
         clock.event_call()  # NCCL's `Work` asks an event
         return all(clock.reached(c.position) for c in self.collectives)
 
@@ -167,7 +167,7 @@ def wait(work, *args, **kwargs):
             timeout = next(iter((*args, *kwargs.values())), None)
             ours.block(timeout.total_seconds() if timeout else None)
         return True
-    thread = runtime.current().thread
+    thread = state.current().thread
     thread.unlogged += 1  # gloo copies out of a buffer of its own
     try:
         return _raw["wait"](work, *args, **kwargs)
@@ -221,15 +221,15 @@ def then(future, callback):
     """What a hook does when a bucket has arrived, on a stream of its own."""
     if not callable(callback):
         return _raw_then(future, callback)  # says so
-    now = runtime.current()
+    runtime = state.current()
     wait_for_it = _waiter(future)
     done: list[StreamPosition] = []
 
     def in_modes(arrived):
-        with modes_in_this_thread(now):  # gloo's threads have none
+        with modes_in_this_thread(runtime):  # gloo's threads have none
             if wait_for_it is None:
                 return callback(arrived)
-            with _hook_stream(now, done):
+            with _hook_stream(runtime, done):
                 wait_for_it()
                 return callback(arrived)
 
@@ -244,24 +244,26 @@ def then(future, callback):
 
 
 @contextlib.contextmanager
-def _hook_stream(now, done: list[StreamPosition]) -> Iterator[None]:
+def _hook_stream(runtime, done: list[StreamPosition]) -> Iterator[None]:
     """Inside, the current stream is one for hooks; where it ends is noted."""
-    index = now.thread.device
-    before = now.thread.streams.get(index, 0)
-    now.sanitizer.watch_accesses()
-    now.thread.streams[index] = HOOKS
+    index = runtime.thread.device
+    before = runtime.thread.streams.get(index, 0)
+    runtime.sanitizer.watch_accesses()
+    runtime.thread.streams[index] = HOOKS
     try:
         yield
     finally:
-        now.thread.streams[index] = before
-        done.append(now.clock.record(index, HOOKS))
+        runtime.thread.streams[index] = before
+        done.append(runtime.clock.record(index, HOOKS))
 
 
 def _wait_for_positions(positions: list[StreamPosition]) -> None:
-    now = runtime.current()
-    index = now.thread.device
+    runtime = state.current()
+    index = runtime.thread.device
     for position in positions:
-        now.clock.stream_waits(index, now.thread.streams.get(index, 0), position)
+        runtime.clock.stream_waits(
+            index, runtime.thread.streams.get(index, 0), position
+        )
 
 
 def before_backward_ends(wait_for_it) -> None:

@@ -19,7 +19,7 @@ import socket  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import NoReturn  # noqa: E402
 
-from simgpu import _child_commands as inherit  # noqa: E402
+from simgpu import _child_commands as child_commands  # noqa: E402
 from simgpu._launch import program, server, shown  # noqa: E402
 
 # what scripts import sooner or later, by a word that is found in them then
@@ -38,7 +38,7 @@ _STARTS_WORKERS = (
 def main() -> NoReturn:
     """Be the launcher, or one of its ranks."""
     words = sys.argv[1:]
-    inherit.disarm()
+    child_commands.disarm()
     _import()
     for_launcher, for_server = socket.socketpair()
     launcher = os.getpid()
@@ -81,14 +81,14 @@ def _be_launcher(ranks: server.RankServer, words: list[str]) -> NoReturn:
     if hasattr(handler, "Popen"):
         handler.Popen = ranks.popen
     shown.take([sys.executable, *words], dict(os.environ))
-    inherit.start(json.loads(os.environ[inherit.VARIABLE]))
+    child_commands.start(json.loads(os.environ[child_commands.VARIABLE]))
     program.become(words[1:] if words[0] == sys.executable else words)
 
 
 def _be_rank(asked: server.Asked) -> NoReturn:
     program.renew_random_numbers()
     hidden = program.hide_torch()
-    inherit.arm(hidden)
+    child_commands.arm(hidden)
     program.become(asked.words[2:])
 
 

@@ -269,7 +269,7 @@ def _be_rank(rank: int, meeting: Meeting, work: _Work) -> NoReturn:
     import torch
 
     import simgpu
-    from simgpu import _runtime as runtime
+    from simgpu import _runtime as state
     from simgpu._compat import tree_map_only
     from simgpu._distributed.children import leave
 
@@ -278,8 +278,8 @@ def _be_rank(rank: int, meeting: Meeting, work: _Work) -> NoReturn:
         torch.set_num_threads(1)
         torch.distributed.set_debug_level_from_env()
         simgpu.start(**work.request)
-        runtime.current().for_children = work.request
-        runtime.current().network = work.network
+        runtime = state.current()
+        runtime.for_children, runtime.network = work.request, work.network
         multiprocessing.spawn.prepare(work.preparation | {"name": f"rank {rank}"})
         result = _load(work)()
         on_host = tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), result)

@@ -159,12 +159,12 @@ def _init_on_gpus(settings: WorkerSettings) -> None:
 def _simulate(settings: WorkerSettings) -> None:
     """Give this rank as many simulated GPUs as its node has ranks."""
     import simgpu
-    from simgpu import _runtime as runtime
+    from simgpu import _runtime as state
 
     gpus = settings.gpus
     number = settings.world_size // gpus.nodes
     simgpu.start(number, gpus.card, gpus.memory, honour_visible=True)
-    runtime.current().network = gpus.network
+    state.current().network = gpus.network
 
 
 def _make_namespace(rank: int, settings: WorkerSettings) -> dict:
@@ -215,9 +215,9 @@ def _call_function(payload: bytes) -> bytes:
 
 def timeline() -> RankLog:
     """What this rank did on its simulated GPUs."""
-    from simgpu import _runtime as runtime
+    from simgpu import _runtime as state
 
-    return log_of(runtime.current().clock, int(os.environ["RANK"]))
+    return log_of(state.current().clock, int(os.environ["RANK"]))
 
 
 def memory() -> list[GpuMemory]:
@@ -252,8 +252,8 @@ def _barrier() -> None:
 
 def _cluster():
     """The job on simulated GPUs, if there is one."""
-    runtime = sys.modules.get("simgpu._runtime")
-    return runtime and runtime.running and runtime.running.cluster
+    state = sys.modules.get("simgpu._runtime")
+    return state and state.running and state.running.cluster
 
 
 def _begin_turn(turn: int) -> None:

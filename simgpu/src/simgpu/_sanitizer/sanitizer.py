@@ -24,7 +24,7 @@ import torch
 from simgpu._locking import one_at_a_time
 from simgpu._sanitizer.handler import new_handler
 from simgpu._sanitizer.intervals import IntervalMap, runs
-from simgpu._sanitizer.report import RaceError, place, stream_name, warning
+from simgpu._sanitizer.race_report import RaceError, place, stream_name, warning
 
 _OURS = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)

@@ -32,6 +32,6 @@ if "SIMGPU_CHILDREN" in os.environ:
             f"Python's, {os.path.dirname(_other.origin)}",
             file=sys.stderr,
         )
-    from simgpu import _child_commands as inherit
+    from simgpu import _child_commands as child_commands
 
-    inherit.arm()
+    child_commands.arm()

@@ -11,10 +11,16 @@ import torch
 from simgpu._device.gpu import Gpu
 from simgpu._dispatch import cpp_tensors, random_numbers, sanitizing
 from simgpu._dispatch.errors import mismatch
+from simgpu._dispatch.kernel_work import work_of
 from simgpu._dispatch.operation import Operation, handles
-from simgpu._dispatch.placement import gpus_of, place, place_all, tensors_in
+from simgpu._dispatch.placement import (
+    gpus_of,
+    no_torch_function,
+    place,
+    place_all,
+    tensors_in,
+)
 from simgpu._dispatch.scalars import joins_scalars, send_gradient_back
-from simgpu._dispatch.work import work_of
 
 _NOTHING = contextlib.nullcontext()
 _Tensor = torch.Tensor
@@ -30,9 +36,10 @@ class Call:
         args: its arguments.
         kwargs: its keyword arguments.
         tensors: those among the arguments, also inside lists.
+        gpus: on which each of them lives; None is the host.
     """
 
-    __slots__ = ("runtime", "operation", "func", "args", "kwargs", "tensors")
+    __slots__ = ("runtime", "operation", "func", "args", "kwargs", "tensors", "gpus")
 
     def __init__(self, runtime, operation: Operation, func, args, kwargs):
         self.runtime = runtime
@@ -43,11 +50,13 @@ class Call:
         self.tensors = tensors_in(args)
         if kwargs:
             self.tensors += tensors_in(kwargs.values())
+        self.gpus = gpus_of(self.tensors)
 
     def with_tensors(self, tensors: list[torch.Tensor]) -> "Call":
         """A copy of this call whose devices are those of other tensors."""
         other = type(self)(self.runtime, self.operation, self.func, (), {})
         other.args, other.kwargs, other.tensors = self.args, self.kwargs, tensors
+        other.gpus = gpus_of(tensors)
         return other
 
     def common_gpu(self) -> Gpu | None:
@@ -57,35 +66,39 @@ class Call:
             RuntimeError: if they are on several devices, in PyTorch's words.
         """
         __tracebackhide__ = True
-        gpus = gpus_of(self.tensors)
+        gpus = self.gpus
         if not gpus:
             return None
         first = gpus[0]
         for gpu in gpus:
             if gpu is not first:
-                return self._join_devices(gpus)
+                return self._join_devices()
         return first
 
-    def _join_devices(self, gpus: list[Gpu | None]) -> Gpu:
+    def _join_devices(self) -> Gpu:
         """Tensors on several devices: let those join that may, or refuse."""
         __tracebackhide__ = True
-        gpu = next(gpu for gpu in gpus if gpu is not None)
-        for tensor, other in zip(self.tensors, gpus, strict=True):
+        gpu = next(gpu for gpu in self.gpus if gpu is not None)
+        for i, (tensor, other) in enumerate(zip(self.tensors, self.gpus, strict=True)):
             if other is gpu or (other is None and tensor.device.type == "meta"):
                 continue
             if other is None and cpp_tensors.is_of_this_call(self.runtime, tensor):
                 place(tensor, gpu)
+                self.gpus[i] = gpu
             elif other is None and tensor.dim() == 0 and joins_scalars(self.func):
                 send_gradient_back(self.runtime, tensor)
             else:
-                raise RuntimeError(mismatch(self, gpus))
+                raise RuntimeError(mismatch(self, self.gpus))
         return gpu
 
     def run_on(self, gpu: Gpu | None):
         """Compute it on the CPU as if on `gpu`; returns its result."""
         __tracebackhide__ = True
-        if gpu is None:
-            return self._run_on_host()
+        with no_torch_function():  # in backward our function mode is active, too
+            return self._run_on_host() if gpu is None else self._run_on_gpu(gpu)
+
+    def _run_on_gpu(self, gpu: Gpu):
+        __tracebackhide__ = True
         logged = self.is_logged()
         if logged and self.runtime.sanitizer.watching:
             sanitizing.before_kernel(self, gpu)
@@ -140,9 +153,8 @@ class Call:
             blocks: of these.
         """
         __tracebackhide__ = True
-        stream = self.runtime.stream_of(gpu)
+        clock, stream = self.runtime.clock, self.runtime.stream_of(gpu)
         sanitizing.after_kernel(self, (gpu.index, stream), outputs, blocks)
-        clock = self.runtime.clock
         clock.kernel(gpu, stream, self.operation.name, work_of(self, out, outputs))
         if self.operation.size_is_read_back:
             clock.copy(gpu, None, 8, [stream])

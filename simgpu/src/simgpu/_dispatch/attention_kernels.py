@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import torch
 
-from simgpu._dispatch.call import Call
 from simgpu._dispatch.low_precision import is_half
 from simgpu._dispatch.operation import handles
+from simgpu._dispatch.operation_call import Call
 from simgpu._errors import NotSimulated
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -21,7 +21,12 @@ def work_of(call, out, outputs: list[torch.Tensor]) -> Work:
     """The work of a call with the result `out`, in which `outputs` are the tensors."""
     operation = call.operation
     nbytes, elements = 0, 1
-    for tensor in (*_read(call, outputs), *outputs):
+    read = call.tensors
+    if operation.is_factory:
+        read = ()
+    elif operation.gathers:  # of its first tensor only as much as it returns
+        read = (*read[1:], *outputs)
+    for tensor in (*read, *outputs):
         try:
             if tensor.layout is _STRIDED and 0 not in tensor.stride():
                 nbytes += tensor.nbytes
@@ -37,15 +42,6 @@ def work_of(call, out, outputs: list[torch.Tensor]) -> Work:
     flops, product = arithmetic_of(call, out)
     attention = "attention" in operation.name
     return Work(nbytes, flops, elements, dtype, product, 1.0, attention)
-
-
-def _read(call, outputs):
-    """The tensors that a kernel reads."""
-    if call.operation.is_factory:
-        return ()
-    if call.operation.gathers:  # of its first tensor only as much as it returns
-        return (*call.tensors[1:], *outputs)
-    return call.tensors
 
 
 def bytes_in(tensor: torch.Tensor) -> int:

@@ -66,16 +66,16 @@ def segments(device: int = 0) -> Picture:
     return segment_picture(found, f"cuda:{device} ({_whose()})", f"cuda:{device}")
 
 
-def segment_picture(found: list[dict], whose: str, device: str) -> Picture:
+def segment_picture(segments: list[dict], whose: str, device: str) -> Picture:
     """The same for segments of a snapshot: the picture of `device`'s colour."""
-    reserved = sum(segment["total_size"] for segment in found)
-    used = sum(segment["allocated_size"] for segment in found)
-    number = plural(len(found), "segment")
+    reserved = sum(segment["total_size"] for segment in segments)
+    used = sum(segment["allocated_size"] for segment in segments)
+    number = plural(len(segments), "segment")
     sizes = f"{size_text(reserved)} reserved, {size_text(used)} allocated"
     title = f"{whose}: {number}, {sizes}"
-    picture = Picture(WIDEST, 34 + 42 * max(1, len(found)), title)
+    picture = Picture(WIDEST, 34 + 42 * max(1, len(segments)), title)
     picture.text(8, 20, title, 14, weight="bold")
-    longest = max((segment["total_size"] for segment in found), default=1)
+    longest = max((segment["total_size"] for segment in segments), default=1)
     left = 190
     scale = (WIDEST - left - 12) / longest
     fills = {
@@ -83,7 +83,7 @@ def segment_picture(found: list[dict], whose: str, device: str) -> Picture:
         "active_pending_free": HOST,
         "inactive": "white",
     }
-    for row, segment in enumerate(found):
+    for row, segment in enumerate(segments):
         y = 34 + 42 * row
         kind = f"{size_text(segment['total_size'])} {segment['segment_type']}"
         stream = ", other stream" if segment["stream"] else ""

@@ -2,7 +2,7 @@
 
 import torch
 
-from simgpu import _runtime as runtime
+from simgpu import _runtime as state
 from simgpu._compat import get_device_index
 from simgpu._device.gpu import Gpu
 from simgpu._dispatch.backward import gpu_of_backward
@@ -27,27 +27,27 @@ def find_gpu(device: torch.device | int) -> Gpu | None:
         RuntimeError: in a forked child.
         NotSimulated: for any other kind of device.
     """
-    now = runtime.current()
+    runtime = state.current()
     if isinstance(device, int):
         device = torch.device("cuda", device)
     if device.type == "cpu":
         return None
     if device.type != "cuda":
         raise NotSimulated(f"the device {str(device)!r}")
-    if not now.initialized or now.forked:
-        now.initialize()
+    if not runtime.initialized or runtime.forked:
+        runtime.initialize()
     index = device.index
     if index is None:  # in backward, each node makes its own GPU the current one
-        gpu = gpu_of_backward(now.thread.device_chosen_in)
-        index = now.thread.device if gpu is None else gpu.index
-    if index >= len(now.gpus):
+        gpu = gpu_of_backward(runtime.thread.device_chosen_in)
+        index = runtime.thread.device if gpu is None else gpu.index
+    if index >= len(runtime.gpus):
         raise torch.AcceleratorError(_INVALID_ORDINAL)
-    return now.gpus[index]
+    return runtime.gpus[index]
 
 
 def kept_on() -> torch.device:
     """Where PyTorch keeps what is on a GPU here: on the host, or nowhere at all."""
-    return META if runtime.current().without_values else HOST
+    return META if state.current().without_values else HOST
 
 
 def gpu_named(device=None) -> Gpu:

@@ -8,8 +8,8 @@ import os
 
 import torch
 
-from simgpu import _runtime as runtime
-from simgpu._dispatch.devices import gpu_named
+from simgpu import _runtime as state
+from simgpu._dispatch.named_devices import gpu_named
 from simgpu._errors import NotSimulated
 from simgpu._timing.events import StreamPosition
 
@@ -35,7 +35,7 @@ class Event:
         self.enable_timing, self.blocking = enable_timing, blocking
         self._position: StreamPosition | None = None
         self._index: int | None = None
-        runtime.current().sanitizer.follow_events()
+        state.current().sanitizer.follow_events()
 
     @property
     def device(self) -> torch.device | None:
@@ -54,7 +54,7 @@ class Event:
             RuntimeError: if it was recorded on another GPU before.
         """
         index, number = _stream_numbers(stream)
-        clock = runtime.current().clock
+        clock = state.current().clock
         if self._position is not None and self._position.clock is not clock:
             self._position = self._index = None  # of GPUs that are gone
         if self._index not in (None, index):
@@ -72,20 +72,20 @@ class Event:
         """What `stream` (or the current one) is given from now on waits for it."""
         if self._position is not None:
             index, number = _stream_numbers(stream)
-            clock = runtime.current().clock
+            clock = state.current().clock
             clock.event_call()
             clock.stream_waits(index, number, self._position)
 
     def query(self) -> bool:
         """Whether the work before it is done; asking takes the host a moment."""
-        clock = runtime.current().clock
+        clock = state.current().clock
         clock.event_call()
         return self._position is None or clock.reached(self._position)
 
     def synchronize(self) -> None:
         """Make the host wait until the work before it is done."""
         if self._position is not None:
-            runtime.current().clock.wait_for_position(self._position)
+            state.current().clock.wait_for_position(self._position)
 
     def elapsed_time(self, end_event: "Event") -> float:
         """Simulated milliseconds from this event to `end_event`.
@@ -107,7 +107,7 @@ class Event:
                 f"Event device {self._index} does not match other's device "
                 f"{end_event._index}."
             )
-        clock = runtime.current().clock
+        clock = state.current().clock
         if not (clock.reached(self._position) and clock.reached(end_event._position)):
             raise RuntimeError(
                 "Both events must be completed before calculating elapsed time."
@@ -181,4 +181,4 @@ def _stream_numbers(stream) -> tuple[int, int]:
     if stream is not None:
         return stream.device_index, stream.stream_id
     gpu = gpu_named()
-    return gpu.index, runtime.current().stream_of(gpu)
+    return gpu.index, state.current().stream_of(gpu)
