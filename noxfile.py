@@ -5,8 +5,8 @@
     nox -s types build
 
 The workflows run these sessions. Without arguments, a session leaves out what is slow.
-Stored outputs of lessons are those of PyTorch 2.15, with which `python3 -m helpers test`
-compares them; 2.13 must print the same, and is the one session that runs them.
+The stored outputs of lessons are those of PyTorch 2.15, and `python3 -m helpers test`
+compares them. Here, tests-2.13 runs the lessons, too: it must print the same.
 """
 
 import tempfile
