@@ -83,7 +83,8 @@ rank, ranks = dist.get_rank(), dist.get_world_size()
 
 with torch.device("meta"):
     model = Model()
-policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if args.bf16 else None)
+dtype = torch.bfloat16 if args.bf16 else None
+policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
 for block in model.blocks:
     fully_shard(block, mp_policy=policy)
 fully_shard(model, mp_policy=policy)

@@ -252,3 +252,21 @@ def test_a_context_that_was_there_before_set_device_is_reported():
     done = run(script, TORCH_CUDA_CHECK_STRAY_CONTEXT="error")
     assert "existing CUDA primary context on device(s) [0]" in done.stderr
     assert run(script).returncode == 0
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.ops.fsdp, "chunk_cat_mixed_dtype"), reason="since torch 2.15"
+)
+def test_fsdp_packs_gradients_at_the_cost_that_it_had():
+    simgpu.start(1)
+    gradients = [torch.ones(8, 4, device="cuda"), torch.ones(2, 4, device="cuda")]
+    packed = torch.empty(2, 20, device="cuda")
+    simgpu.timeline().clear()
+    for pack in (torch.ops.fsdp.chunk_cat_mixed_dtype, torch._chunk_cat):
+        pack(gradients, dim=0, num_chunks=2, out=packed)
+    one, two = simgpu.timeline().events
+    assert one.name == two.name == "_chunk_cat"
+    assert one.nbytes == two.nbytes
+    gradients[1] = gradients[1].bfloat16()
+    torch.ops.fsdp.chunk_cat_mixed_dtype(gradients, dim=0, num_chunks=2, out=packed)
+    assert packed.tolist() == [[1.0] * 20] * 2

@@ -165,6 +165,15 @@ def copy(call: Call):
         return target.clone().copy_(source)
 
 
+@handles("fsdp::chunk_cat_mixed_dtype")  # since torch 2.15
+def chunk_cat(call: Call):
+    """FSDP packs gradients: of one dtype, by the kernel that it had before."""
+    if len({tensor.dtype for tensor in call.args[0]}) > 1:
+        return call.run_on(call.common_gpu())
+    with DispatchMode(call.runtime):
+        torch._chunk_cat(*call.args, **call.kwargs)
+
+
 @handles("composite")
 def decompose(call: Call):
     """Inference mode sends composite operations whole: see their parts."""
