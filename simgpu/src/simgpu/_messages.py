@@ -7,9 +7,9 @@
     messages.by_name()                   # {"all_reduce": (2, 1204264)}
 
 Sees every call below autograd, whoever makes it: the program, DDP's reducer, FSDP,
-DTensor, pipelines. `simgpu/messages.py` says which operations are collectives and what
-a rank gives to each; here they are counted. Leaves out what a thread of C++ sends by
-itself (the later messages of the PowerSGD hook), barriers, and what a rank receives.
+DTensor, pipelines. `_distributed/messages.py` says which operations are collectives and
+what a rank gives to each; here they are counted. Leaves out what a thread of C++ sends
+by itself (the later messages of the PowerSGD hook), barriers, and what a rank receives.
 """
 
 import sys

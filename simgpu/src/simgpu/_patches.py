@@ -1,8 +1,8 @@
 """All of PyTorch and Python that is replaced while GPUs are simulated, in one table.
 
-`table(runtime)` lists it, and takes in the part for ranks (`distributed/patches.py`);
+`table(runtime)` lists it, and takes in the part for ranks (`_distributed/patches.py`);
 `startup.start()` applies it and `stop()` undoes it. Nothing is replaced anywhere else,
-but for the kernels of `torch.autocast` (`api/autocast.py`).
+but for the kernels of `torch.autocast` (`_api/autocast.py`).
 Operations of PyTorch are not replaced: the dispatch mode sees them (`dispatch/`).
 """
 

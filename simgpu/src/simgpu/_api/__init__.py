@@ -1,5 +1,5 @@
 """What PyTorch's Python functions say while GPUs are simulated, by subject.
 
 Each function here stands for one of PyTorch's; the table of all that is replaced is
-`simgpu/patches.py`.
+`_patches.py`.
 """

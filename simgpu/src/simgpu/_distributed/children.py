@@ -18,7 +18,7 @@ _raw_bootstrap = BaseProcess._bootstrap
 
 
 def preparation_data(name: str) -> dict:
-    """What multiprocessing tells a new process: its main module is `spawned`."""
+    """What multiprocessing tells a new process: its main is `_spawn_main`."""
     data = _raw_preparation(name)
     for kind in ("path", "name"):
         main = data.get(f"init_main_from_{kind}")

@@ -1,7 +1,7 @@
 """Python imports this when it starts, in a command under `python -m simgpu`.
 
 It takes its folder off the path again, runs the machine's own `sitecustomize` if there
-is one, and lets the GPUs come with PyTorch (`simgpu/inherit.py`).
+is one, and lets the GPUs come with PyTorch (`_child_commands.py`).
 """
 
 import importlib.util
