@@ -14,7 +14,7 @@ from torch import cuda
 import simgpu
 from simgpu import NotSimulated
 
-EVENT = 1e-6  # seconds of the host for a call on an event, see timing/cost.py
+EVENT = 1e-6  # seconds of the host for a call on an event, see _timing/cost.py
 
 
 @pytest.fixture(autouse=True)

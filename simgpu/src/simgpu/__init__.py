@@ -89,7 +89,7 @@ _HOMES = {
     "Messages": "_messages",
     "Network": "_timing.topology",
     "NotSimulated": "_errors",
-    "RaceError": "_sanitizer.report",
+    "RaceError": "_sanitizer.race_report",
     "RankError": "_ranks.rank_error",
     "RankLog": "_timing.job",
     "Ranks": "_ranks.notebook",

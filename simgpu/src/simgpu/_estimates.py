@@ -3,9 +3,9 @@
 Models: the function runs with tensors that have shapes and no values, on one GPU with
 the allocator and the clock of any other simulated GPU. So it costs what the same
 program costs there with values, to the byte and to the same simulated seconds, but no
-memory and little time here. Leaves out what the simulator leaves out (`timing/cost.py`)
-and everything that depends on values. `nn.LSTM` and `nn.GRU` run step by step here and
-not in one kernel, so that they cost more than with values.
+memory and little time here. Leaves out what the simulator leaves out
+(`_timing/cost.py`) and everything that depends on values. `nn.LSTM` and `nn.GRU` run
+step by step here and not in one kernel, so that they cost more than with values.
 """
 
 import contextlib

@@ -2,7 +2,7 @@
 
 `table(runtime)` lists it, and takes in the part for ranks (`_distributed/patches.py`);
 `startup.start()` applies it and `stop()` undoes it. Nothing is replaced anywhere else,
-but for the kernels of `torch.autocast` (`api/autocast.py`).
+but for the kernels of `torch.autocast` (`_api/autocast.py`).
 Operations of PyTorch are not replaced: the dispatch mode sees them (`dispatch/`).
 """
 

@@ -6,6 +6,7 @@ its GPUs is kept elsewhere: HOW-IT-WORKS.md lists it ("State").
 
 import threading
 import weakref
+from typing import Any
 
 from simgpu._device import overhead
 from simgpu._device.gpu import Gpu
@@ -109,7 +110,7 @@ class Runtime:
         self.gpu_generators = weakref.WeakValueDictionary()
 
         # what is replaced, and the modes of the main thread
-        self.patches = None
+        self.patches: Any = None  # `Patches` of a layer above
         self.modes: tuple = ()  # function mode, dispatch mode
         self.functions: dict = {}  # torch function -> what answers it
         # CPU scalars that joined an operation on a GPU: their gradient is sent back

@@ -4,7 +4,8 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -89,7 +90,7 @@ def start(
 
 def _begin(runtime: Runtime) -> None:
     """Simulate the GPUs of a new runtime, where none is running."""
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise RuntimeError(
             "CUDA is in use for real in this process; simulate in a fresh one: restart "
             "the kernel or program, and start before PyTorch uses CUDA"
@@ -194,7 +195,10 @@ def _leave_modes(runtime: Runtime) -> None:
     autocast.stop(runtime)
 
 
-def _remove(mode, length, pop, push) -> None:
+def _remove(
+    mode: Any, length: Callable[[], int], pop: Callable[[], Any],
+    push: Callable[[Any], None],
+) -> None:  # fmt: skip
     """Remove `mode` from its stack, wherever other modes have left it."""
     above = []
     while length():

@@ -1,6 +1,6 @@
 """Settings of PyTorch's allocator: `PYTORCH_ALLOC_CONF`, `_set_allocator_settings`.
 
-Those that change how it finds room are in `device/settings.py`. Others that change
+Those that change how it finds room are in `_device/settings.py`. Others that change
 nothing in the model are accepted. `expandable_segments:True` is accepted with a
 warning: memory is counted as without it. Refused by name: another backend, and freeing
 blocks by their age, which takes effect where the program has set a fraction, too.

@@ -1,7 +1,7 @@
 """Functions that build tensors from data: `torch.tensor`, `as_tensor`, sparse ones.
 
 Factories that fill memory (`zeros`, `new_ones`, ...) reach the dispatch mode as
-operations (`dispatch/factories.py`).
+operations (`_dispatch/factories.py`).
 """
 
 import torch

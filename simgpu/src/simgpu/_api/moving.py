@@ -1,6 +1,6 @@
 """`x.to(...)`, `x.cuda(1)`, `x.cpu()`: tensors that move between devices.
 
-A move is a differentiable copy; the copy itself is `dispatch/copies.py`.
+A move is a differentiable copy; the copy itself is `_dispatch/copies.py`.
 """
 
 import torch

@@ -33,7 +33,7 @@ def patches(owner: object, reason: str, where: str = "attribute", **new) -> list
 class Patches:
     """The replacements that are in place, to be undone in reverse."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._undo: list[tuple[object, str, object]] = []
         self._undo_items: list[tuple[dict, str, object]] = []
         self.functions: dict = {}  # torch function -> what answers calls of it

@@ -12,7 +12,7 @@ class DeviceProperties:
     """The properties of one GPU, under the names of PyTorch.
 
     Source: CUDA's programming guide, "Technical Specifications per Compute Capability",
-    and the datasheets named in `device/cards.py`.
+    and the datasheets named in `_device/cards.py`.
     """
 
     def __init__(self, gpu):

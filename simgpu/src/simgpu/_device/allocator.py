@@ -6,7 +6,7 @@ another stream (`record_stream`), the retry after freeing the cache, fractions, 
 PyTorch's statistics and out-of-memory message. Leaves out: expandable segments, the
 private pools of CUDA graphs, and freeing by age (`garbage_collection_threshold`). What
 libraries take is asked for elsewhere: `workspaces.py`, `overhead.py`,
-`dispatch/working_memory.py`.
+`_dispatch/working_memory.py`.
 
 Source of the rules and names: c10/cuda/CUDACachingAllocator.cpp of PyTorch.
 """

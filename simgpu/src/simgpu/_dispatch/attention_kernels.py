@@ -5,7 +5,7 @@ one kernel that reads queries, keys and values and writes no matrix of weights. 
 results have the shapes and types that CUDA returns, with tensors for a random state
 that nothing has drawn from. Leaves out: dropout; the gradient of a mask; and that the
 logsumexp of memory-efficient attention is padded to a multiple of 32 queries. Which of
-the two a program gets, `api/attention.py` decides.
+the two a program gets, `_api/attention.py` decides.
 """
 
 from collections.abc import Callable

@@ -22,7 +22,7 @@ def gpu_of_node(node) -> tuple[bool, Gpu | None]:
     decides only where nothing else does.
     """
     if node is None or isinstance(node, BackwardCFunction):
-        return False, None  # Python code: `api/autograd.py` looks after its gradients
+        return False, None  # Python code: `_api/autograd.py` looks after its gradients
     scalar, seen, queue = False, {node}, deque([node])
     while queue:
         for following, index in queue.popleft().next_functions:

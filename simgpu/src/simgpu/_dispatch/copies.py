@@ -1,6 +1,6 @@
 """Copies: between devices, to the host for `.item()`, and into pinned memory.
 
-What a copy costs is in `timing/cost.py`; when it runs, in `timing/clock.py`.
+What a copy costs is in `_timing/cost.py`; when it runs, in `_timing/clock.py`.
 """
 
 import torch

@@ -55,6 +55,9 @@ def _call_into_cpp(runtime):
             frame = frame.f_back.f_back
     if frame.f_code is _BACKWARD_CODE:
         return "backward"
+    # Not every function of C++ is a torch function, which the function mode counts. The
+    # frame's instruction tells two others apart, on one line, too: Python has no other
+    # name for a call that runs in C++
     return (runtime.thread.function_calls, id(frame), frame.f_lasti)
 
 

@@ -1,6 +1,6 @@
 """What is replaced of torch.distributed, rpc and multiprocessing: a part of the table.
 
-`simgpu/patches.py` has the whole.
+`_patches.py` has the whole.
 """
 
 import multiprocessing.spawn

@@ -28,7 +28,6 @@ from simgpu._sanitizer.race_report import RaceError, place, stream_name, warning
 
 _OURS = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
-_DEPTH = 5  # frames of the simulator, at least, between an operation and `note_writer`
 Key = tuple[int, int]  # (GPU, number of the stream on it)
 
 
@@ -148,7 +147,7 @@ class StreamSanitizer:
         with self.lock:
             self.number += 1
             self.last[key] = number = self.number
-        frame = sys._getframe(_DEPTH)
+        frame = sys._getframe(1)
         while _is_machinery(frame.f_code.co_filename) and frame.f_back:
             frame = frame.f_back
         writer = (number, key, func, frame.f_code, frame.f_lineno)

@@ -10,13 +10,20 @@ memory is pinned and `non_blocking` is given. Leaves out: the priority of a stre
 
 import threading
 from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from simgpu._locking import one_at_a_time
 from simgpu._timing import cost
 from simgpu._timing.engine import MANY, Engine, book_together
 from simgpu._timing.events import Event, StreamPosition, Wait
 from simgpu._timing.kernel_cost import Work, kernel_seconds, kernel_share
-from simgpu._timing.meeting import Meeting
+from simgpu._timing.meeting import Key, Meeting
+
+if TYPE_CHECKING:
+    from simgpu._device.gpu import Gpu
+
+    End = Gpu | None  # of a copy; None is the host
 
 _BESIDE = 256  # of a GPU’s collectives, how many the log of overlaps keeps
 KEPT = 100_000  # events the log keeps; the oldest go first
@@ -29,13 +36,16 @@ class _HostTime(threading.local):
         self.seconds = clock.latest
 
 
+Moment = tuple[_HostTime, float]  # how late it was for a thread
+
+
 class Clock:
     """The time of each host thread, each stream's queue, and the log of events.
 
     A thread begins when its parent starts it, and who joins it is as late as its end.
     """
 
-    def __init__(self, gpus: list, sanitizer):
+    def __init__(self, gpus: list["Gpu"], sanitizer: Any) -> None:
         self.lock = sanitizer.lock
         self.gpus = gpus
         self.sanitizer = sanitizer
@@ -46,7 +56,7 @@ class Clock:
         self.recorded_before = 0  # those made before the last clear()
         self.when_host_waits = None  # called before the host waits for a copy
         # (GPU, stream) -> collectives that it waits for and whose end is not known yet
-        self.pending: dict[tuple[int, int], list[Meeting]] = {}
+        self.pending: dict[Key, list[Meeting]] = {}
         self.clear()
 
     def clear(self) -> None:
@@ -61,7 +71,7 @@ class Clock:
         self.recorded_before = self.recorded
         self.latest = 0.0  # of all threads, in simulated seconds
         self._time = _HostTime(self)
-        self.done: dict[tuple[int, int], float] = {}  # (GPU, stream) -> seconds
+        self.done: dict[Key, float] = {}  # (GPU, stream) -> seconds
         # GPU -> from when to when collectives take multiprocessors from its kernels
         self.beside: dict[int, deque[tuple[float, float]]] = {}
         self.compute = [Engine() for _ in self.gpus]
@@ -77,18 +87,18 @@ class Clock:
         self._time.seconds = seconds
         self.latest = max(self.latest, seconds)
 
-    def now(self) -> tuple:
+    def now(self) -> Moment:
         """How late it is for this thread, for `go_on_from` in another one."""
         return self._time, self.host
 
-    def go_on_from(self, moment: tuple | None, at_least: bool = False) -> None:
+    def go_on_from(self, moment: Moment | None, at_least: bool = False) -> None:
         """Be as late as another thread was, unless `clear` has come in between."""
         if moment is not None and moment[0] is self._time:
             self.host = max(moment[1], self.host) if at_least else moment[1]
 
     # -- work --------------------------------------------------------------------------
 
-    def kernel(self, gpu, stream: int, name: str, work: Work) -> None:
+    def kernel(self, gpu: "Gpu", stream: int, name: str, work: Work) -> None:
         """A kernel on a stream of `gpu`: it takes its time and is logged.
 
         Args:
@@ -101,11 +111,12 @@ class Clock:
         share = kernel_share(gpu.card, work.elements)
         self._launch(gpu, stream, name, seconds, share, work.nbytes, work.flops)
 
-    def spin(self, gpu, stream: int, seconds: float) -> None:
+    def spin(self, gpu: "Gpu", stream: int, seconds: float) -> None:
         """A kernel of one thread that does nothing for so long."""
         self._launch(gpu, stream, "spin", seconds, kernel_share(gpu.card, 1), 0, 0)
 
-    def _launch(self, gpu, stream, name, seconds, share, nbytes, flops) -> None:
+    def _launch(self, gpu: "Gpu", stream: int, name: str, seconds: float, share: float,
+                nbytes: int, flops: int) -> None:  # fmt: skip
         index = gpu.index
         key = (index, stream)
         if self.pending:
@@ -130,7 +141,7 @@ class Clock:
             for recording in self.recordings:
                 recording.append(event)
 
-    def _beside_collectives(self, gpu, start: float, seconds: float) -> float:
+    def _beside_collectives(self, gpu: "Gpu", start: float, seconds: float) -> float:
         """Seconds of a kernel that fills a GPU, some of which collectives take.
 
         The others' lateness is left out: a collective takes its multiprocessors from
@@ -145,7 +156,8 @@ class Clock:
             seconds += max(shared, 0.0) * taken / (1 - taken)
         return seconds
 
-    def copy(self, source, target, nbytes: int, streams, pinned=False, wait=True):
+    def copy(self, source: "End", target: "End", nbytes: int, streams: Sequence[int],
+             pinned: bool = False, wait: bool = True) -> None:  # fmt: skip
         """A copy of `nbytes` from `source` to `target` (a GPU, or None: the host).
 
         Args:
@@ -164,7 +176,8 @@ class Clock:
         with self.lock:
             self._copy(source, target, nbytes, streams, keys, pinned, wait)
 
-    def _copy(self, source, target, nbytes, streams, keys, pinned, wait) -> None:
+    def _copy(self, source: "End", target: "End", nbytes: int, streams: Sequence[int],
+              keys: list[Key], pinned: bool, wait: bool) -> None:  # fmt: skip
         launched = self.host
         self.host += cost.LAUNCH
         ready = max(self.host, *(self.done.get(key, 0.0) for key in keys))
@@ -174,10 +187,9 @@ class Clock:
         for key in keys:
             self.done[key] = end
         a, b = (gpu.name if gpu else "cpu" for gpu in (source, target))
-        last = target if target is not None else source
         self._log(
-            Event("copy", f"{a} to {b}", last.name, start, end, nbytes, 0, a, b,
-                  stream=streams[-1], launched=launched, source_stream=streams[0])
+            Event("copy", f"{a} to {b}", b if target else a, start, end, nbytes, 0,
+                  a, b, stream=streams[-1], launched=launched, source_stream=streams[0])
         )  # fmt: skip
         if len(keys) == 2:
             self.sanitizer.join_streams(keys)
@@ -185,7 +197,7 @@ class Clock:
             self._wait_until(end, f"wait for {a} to {b}")
             self.sanitizer.host_waited(keys)
 
-    def _copy_engines(self, source, target) -> list[Engine]:
+    def _copy_engines(self, source: "End", target: "End") -> list[Engine]:
         """What a copy takes up: the way out of one GPU, the way into another."""
         peer = "peer " if source is not None and target is not None else ""
         ways = (("out", source), ("in", target))
@@ -203,7 +215,8 @@ class Clock:
     # -- collectives -------------------------------------------------------------------
 
     @one_at_a_time
-    def meet(self, gpu, stream, behind, name, nbytes, seconds, beside=None) -> Meeting:
+    def meet(self, gpu: "Gpu", stream: int, behind: int, name: str, nbytes: int,
+             seconds: float, beside: Meeting | None = None) -> Meeting:  # fmt: skip
         """A collective on a stream of `gpu`, of which other ranks decide the start.
 
         Args:
@@ -238,7 +251,7 @@ class Clock:
         return meeting
 
     @one_at_a_time
-    def stream_waits_for(self, key: tuple[int, int], meeting: Meeting) -> None:
+    def stream_waits_for(self, key: Key, meeting: Meeting) -> None:
         """What a stream is given from now on starts after a collective."""
         if meeting.end is not None:
             self.done[key] = max(self.done.get(key, 0.0), meeting.end)
@@ -247,7 +260,8 @@ class Clock:
             self.pending.setdefault(key, []).append(meeting)
 
     @one_at_a_time
-    def settled(self, meeting, start, end, group="", waited_for=-1) -> None:
+    def settled(self, meeting: Meeting, start: float, end: float, group: str = "",
+                waited_for: int = -1) -> None:  # fmt: skip
         """It is known now when a collective starts and ends."""
         ready = max([meeting.ready, *(m.end for m in meeting.after if m.end)])
         meeting.start, meeting.end, meeting.after = start, end, []
@@ -267,7 +281,7 @@ class Clock:
                   waited_for=waited_for if waited > 0 else -1)
         )  # fmt: skip
 
-    def settle(self, keys=None) -> None:
+    def settle(self, keys: Iterable[Key] | None = None) -> None:
         """Find out when the collectives end that streams wait for (None: all)."""
         while self.pending:
             waiting = self.pending if keys is None else keys
@@ -283,7 +297,7 @@ class Clock:
 
     # -- waiting -----------------------------------------------------------------------
 
-    def wait_for_gpu(self, gpu) -> None:
+    def wait_for_gpu(self, gpu: "Gpu") -> None:
         """The host waits until `gpu` has nothing left to do."""
         keys = [key for key in self.keys() if key[0] == gpu.index]
         self.settle(keys)
@@ -351,7 +365,7 @@ class Clock:
         self.settle([(index, stream)])
         return self.done.get((index, stream), 0.0) <= self.host
 
-    def keys(self) -> list[tuple[int, int]]:
+    def keys(self) -> list[Key]:
         """Every stream that was ever given work: (GPU, number)."""
         return sorted({*self.done, *self.pending, *self.sanitizer.last})
 

@@ -13,7 +13,7 @@ MANY = 4 * _KEPT  # entries from which on it is worth while to forget some
 class Engine:
     """The schedule of one engine, in simulated seconds."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.times = [0.0]  # from each time on ...
         self.used = [0.0]  # ... this share is taken, until the next
 

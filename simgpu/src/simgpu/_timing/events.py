@@ -1,6 +1,9 @@
 """What the clock writes down: kernels, copies, waits, and positions in streams."""
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from simgpu._timing.meeting import Meeting
 
 FIRST_OF_NCCL = 1000  # number of NCCL's first stream; programs' own are smaller
 
@@ -40,4 +43,4 @@ class StreamPosition(NamedTuple):
     number: int  # names it
     clock: object  # the `Clock` whose time it is
     # collectives before it of which the end was not known then
-    after: tuple[object, ...] = ()
+    after: tuple["Meeting", ...] = ()
