@@ -240,14 +240,11 @@ def test_queries_check_their_index(call, kind, words):
 # -- what is not simulated -------------------------------------------------------------
 
 REFUSED = {
-    "torch.cuda.CUDAGraph()": "torch.cuda.CUDAGraph",
-    "torch.cuda.graph(None)": "torch.cuda.graph",
     "torch.cuda.graphs.CUDAGraph()": "torch.cuda.graphs.CUDAGraph",
     "torch.cuda.temperature()": "torch.cuda.temperature",
     "torch.cuda.power_draw()": "torch.cuda.power_draw",
     "torch.cuda.cudart().cudaMalloc(4)": "torch.cuda.cudart().cudaMalloc",
     "torch.cuda.caching_allocator_enable(False)": "caching_allocator_enable(False)",
-    "torch.cuda.ExternalStream(4096)": "a stream of another library",
     "torch._C._cuda_tunableop_enable(True)": "_cuda_tunableop_enable",
     "torch.cuda.memory.MemPool()": "torch.cuda.memory.MemPool",
     "torch.compile(nn.Linear(1, 1))": "--no-compile",

@@ -1,8 +1,8 @@
 """Programs whose streams race: each raises an error that names both lines.
 
-Programs without a race are in test_simgpu_races_absent.py, random ones in
-test_simgpu_races_random.py; what a racy read returns where races are shown is in
-test_simgpu_races_shown.py.
+Programs without a race are in test_races_absent.py, random ones in
+test_races_random.py; what a racy read returns where races are shown is in
+test_races_shown.py.
 """
 
 import inspect

@@ -1,6 +1,6 @@
 """A trainer in the shape of many public ones, for several GPUs; see --help.
 
-It knows nothing of a simulation. `test_simgpu_distributed.py` runs it on simulated
+It knows nothing of a simulation. `test_distributed.py` runs it on simulated
 GPUs, and compares what it prints for each way of using them.
 """
 
