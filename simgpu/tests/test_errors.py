@@ -11,12 +11,7 @@ import simgpu
 from simgpu import _runtime as runtime
 from simgpu._api import memory
 
-
-@pytest.fixture(autouse=True)
-def gpus():
-    simgpu.start(4)
-    yield
-    simgpu.stop()
+pytestmark = pytest.mark.simulated_gpus(4)
 
 
 @pytest.fixture

@@ -17,13 +17,7 @@ from torch.cuda._sanitizer import CUDASanitizerErrors
 import simgpu
 from support.side_streams import main_stream, side_stream
 
-
-@pytest.fixture(autouse=True)
-def gpus():
-    simgpu.start(2)
-    yield
-    simgpu.stop()
-
+pytestmark = pytest.mark.simulated_gpus(2)
 
 both_modes = pytest.mark.parametrize("mode", ["raise", "show"])
 

@@ -29,12 +29,7 @@ from torch.utils._pytree import tree_leaves
 import simgpu
 from simgpu._errors import NotSimulated
 
-
-@pytest.fixture(autouse=True)
-def gpus():
-    simgpu.start(2)
-    yield
-    simgpu.stop()
+pytestmark = pytest.mark.simulated_gpus(2)
 
 
 def model() -> nn.Sequential:
