@@ -163,8 +163,3 @@ def test_a_script_says_which_lesson_uses_it(script):
     name = re.compile(rf"\b{script.stem}\b")
     using = {n for n, path in LESSONS.items() if name.search(path.read_text("utf-8"))}
     assert named <= LESSONS.keys() and named & using, (named, using)
-
-
-@pytest.mark.parametrize("number", LESSONS)
-def test_a_lesson_has_a_file_of_exercises(number):
-    assert (NOTEBOOKS / "exercises" / f"lesson_{number}.py").is_file()

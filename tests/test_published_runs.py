@@ -44,18 +44,6 @@ def test_published_memory_is_up_to_a_sixth_less(ratios):
         assert 1.08 < predicted / run.memory < 1.17
 
 
-def test_runs_that_fitted_and_are_refused_are_as_many_as_the_lesson_says(
-    ratios, capsys
-):
-    refused = [run for run, _ in ratios if published_runs.does_not_fit(run)]
-    assert sum(run.is_fitted for run in refused) == 4
-    assert sum(not run.is_fitted for run in refused) == 11
-    published_runs.table_of_refused(ratios)
-    printed = capsys.readouterr().out
-    assert "fitted: 4 of 36 runs do not fit" in printed
-    assert "judged: 11 of 54 runs do not fit" in printed
-
-
 def test_the_share_of_the_peak_is_counted_as_publishers_do(ratios):
     text = (RECORDINGS / "train_llmfoundry.json").read_text("utf-8")
     recording = json.loads(text)

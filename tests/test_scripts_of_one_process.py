@@ -18,7 +18,7 @@ import simgpu
 from helpers import count_copies, explore
 from scripts.recorded_matmuls import FILE, recorded
 from tests import take_home
-from tests.launching import ROOT, SCRIPTS, load, prose_of, text_of
+from tests.launching import ROOT, SCRIPTS, load, text_of
 from tests.take_home import OWN, Ran
 
 pytestmark = pytest.mark.slow
@@ -482,9 +482,3 @@ def test_after_a_kill_the_other_worker_is_ended(tmp_path, way, told):
     )  # fmt: skip
     assert done.stdout.strip() == told, done.stderr
     assert not (tmp_path / "finished").exists()
-
-
-def test_each_script_is_there_that_lesson_14_links_to():
-    prose = prose_of(take_home.lesson_of("14"))
-    for name in re.findall(r"\(scripts/(\w+\.py)\)", prose):
-        assert (SCRIPTS / name).is_file()

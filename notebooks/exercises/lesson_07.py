@@ -12,6 +12,8 @@ from helpers import host_seconds
 from simgpu.costs import LAUNCH
 
 SOON = 50e-6  # seconds between the GPU's end and a reading that comes at once
+SIDE = 1024  # of the matrices that keep the GPU busy
+SIDES = (1600, 1280, 1472, 1344)
 
 
 @exercise(
@@ -25,7 +27,7 @@ SOON = 50e-6  # seconds between the GPU's end and a reading that comes at once
 )
 def clock_after_the_gpu(function) -> None:
     """A function -> what the host's clock says once the GPU has done its work."""
-    x = torch.ones(1024, 1024, device="cuda")
+    x = torch.ones(SIDE, SIDE, device="cuda")
     torch.cuda.synchronize()
     before = host_seconds()
     for _ in range(5):
@@ -132,12 +134,11 @@ def _steps(sizes, run: list):
 )
 def step_times(function) -> None:
     """A function (step, n) -> the milliseconds of each step, with one wait."""
-    sizes = (1600, 1280, 1472, 1344)
     for n in (4, 1):
         run: list[int] = []
         torch.cuda.synchronize()
-        right = solution_3.function()(_steps(sizes, []), n)
-        step = _steps(sizes, run)
+        right = solution_3.function()(_steps(SIDES, []), n)
+        step = _steps(SIDES, run)
         torch.cuda.synchronize()
         log = simgpu.timeline() if simgpu.is_running() else None
         waits = len(log.waits) if log else 0

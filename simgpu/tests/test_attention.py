@@ -16,11 +16,7 @@ MATH = "_safe_softmax"  # of the kernels that "math" takes
 HALF = {"dtype": torch.bfloat16}
 
 
-@pytest.fixture(autouse=True)
-def gpus():
-    simgpu.start(2)
-    yield
-    simgpu.stop()
+pytestmark = pytest.mark.simulated_gpus(2)
 
 
 def kernels(run) -> list:

@@ -460,6 +460,7 @@ SELECT = {
     "set by mask": lambda x, mask: x.__setitem__(mask, torch.ones(4, device=1)),
     "unique": lambda x, mask: x.unique(),
     "where": lambda x, mask: torch.where(mask),
+    "one_hot": lambda x, mask: nn.functional.one_hot(mask.long()),
 }
 
 
@@ -477,7 +478,8 @@ def test_what_has_a_known_size_is_not_waited_for(log):
     x, rows = torch.arange(8.0, device=1), torch.tensor([1, 2], device=1)
     log.clear()
     x[rows], x.index_select(0, rows), x.topk(2)
-    x.masked_fill(x > 2, 0), torch.where(x > 2, x, 0)
+    x.masked_fill(x > 2, 0), torch.where(x > 2, x, 0), x.sort()
+    nn.functional.one_hot(rows, 5)
     assert log.copies == []
 
 

@@ -15,13 +15,7 @@ from torch.overrides import TorchFunctionMode
 import simgpu
 from simgpu._device.cards import MIB
 
-
-@pytest.fixture(autouse=True)
-def gpus():
-    simgpu.start(4, memory="256MB")
-    yield
-    simgpu.stop()
-
+pytestmark = pytest.mark.simulated_gpus(4, memory="256MB")
 
 MS = 1.41e6  # cycles of an A100 in a millisecond
 

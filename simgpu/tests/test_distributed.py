@@ -234,31 +234,6 @@ def test_options_and_hooks_of_ddp_agree_with_one_model(tmp_path):
     assert done.stderr.count(SAID.format("2 ranks")) == 1
 
 
-MISTAKES = """
-no set_device: DistBackendError: Duplicate GPU detected : rank 1 and rank 0 both on
- CUDA device 0
-once more: DistBackendError: Duplicate GPU detected : rank 1 and rank 0 both on CUDA
- device 0
-on the host: [2.0]
-right: [2.0]
-another GPU later: DistBackendError: rank 1 has used this process group on cuda:1 and
- comes with a tensor on cuda:0 now. NCCL would wait for a second connection, which the
- other ranks may never make. Is torch.cuda.set_device(rank) missing?
-on the host, NCCL alone: RuntimeError: No backend type associated with device type cpu
-every second column: ValueError: Tensors must be contiguous
-one number, expanded: ValueError: Tensors must be contiguous
-transposed: [2.0, 2.0, 2.0, 2.0]
-sparse gradients: RuntimeError: NCCL does not support all_reduce with sparse tensors.
- Please use dense tensors instead.
-a module on two GPUs: NotSimulated: DistributedDataParallel of a module on several GPUs
- is not simulated. Give each rank one. (simgpu)
-not the bound GPU: DistBackendError: Attempt to perform collective on tensor not on
- device passed to init_process_group
-by keyword: cuda:1
-"""
-
-
-@pytest.mark.slow
 def gradients_by_ways_of_2_15() -> dict[str, bool]:
     """Whether what 2.15 has added to DDP and FSDP2 gives the same gradients."""
     rank = int(os.environ["LOCAL_RANK"])
@@ -309,14 +284,6 @@ def gradients_by_ways_of_2_15() -> dict[str, bool]:
 def test_new_ways_of_2_15_give_the_gradients_of_the_old_ones(simulated_ranks):
     for found in simulated_ranks(gradients_by_ways_of_2_15, 2):
         assert len(found) == 5 and all(found.values()), found
-
-
-def test_mistakes_are_found_in_nccls_words(tmp_path):
-    """Under torchrun itself."""
-    launch = ("-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "simgpu")
-    done = programs.in_new_python(tmp_path, *launch, SCRIPTS / "mistakes.py")
-    assert done.status == 0, done.stderr
-    assert done.stdout == MISTAKES.strip().replace("\n ", " ") + "\n"
 
 
 def losses_in(done: programs.Done) -> list[float]:

@@ -8,11 +8,7 @@ import simgpu
 SIZE = 4096  # bytes of each tensor here
 
 
-@pytest.fixture(autouse=True)
-def one_gpu():
-    simgpu.start(1)
-    yield
-    simgpu.stop()
+pytestmark = pytest.mark.simulated_gpus(1)
 
 
 def leaf() -> torch.Tensor:

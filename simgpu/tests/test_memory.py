@@ -11,12 +11,7 @@ from torch import nn
 import simgpu
 from simgpu._device.cards import MIB
 
-
-@pytest.fixture(autouse=True)
-def gpus():
-    simgpu.start(2, memory="64MB")
-    yield
-    simgpu.stop()
+pytestmark = pytest.mark.simulated_gpus(2, memory="64MB")
 
 
 def live(device: int = 1) -> int:

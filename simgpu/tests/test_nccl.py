@@ -10,12 +10,14 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import ReduceOp
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import simgpu
 from simgpu import NotSimulated
-from simgpu._distributed.exchange import Reduction, reduce
+from simgpu._distributed.exchange import Reduction, reduce, reduction_named
 
 CUDA = torch.device("cuda")
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -108,11 +110,19 @@ def test_an_average_does_not_overflow():
     assert reduce(whole, Reduction("AVG")).item() == 2
 
 
+def test_a_sum_of_booleans_is_or_and_their_product_and():
+    for name, found in (("SUM", [True, False]), ("PRODUCT", [False, False])):
+        values = [torch.tensor([True, False]), torch.tensor([False, False])]
+        how = reduction_named(name, torch.bool)
+        assert reduce(values, how).tolist() == found
+
+
 # -- shapes ----------------------------------------------------------------------------
 
 
 def test_rows_or_channels_last_and_nothing_else(group):
     dist.all_reduce(ones(2, 3, 4, 5).to(memory_format=torch.channels_last))
+    dist.all_reduce(ones(4, 4)[:1].T)
     for tensor in (ones(2, 3).T, ones(4)[::2], ones(1).expand(4)):
         with pytest.raises(ValueError, match="Tensors must be contiguous"):
             dist.all_reduce(tensor)
@@ -159,6 +169,24 @@ def test_what_only_other_backends_have(group):
         group.recv_anysource([ones(1)], 0)
     with pytest.raises(ValueError, match=r"for GLOO|\(e\.g\. GLOO\)"):
         dist.monitored_barrier()
+
+
+SPARSE = (
+    "NCCL does not support all_reduce with sparse tensors. Please use dense tensors "
+    "instead."
+)
+SEVERAL = (
+    "DistributedDataParallel of a module on several GPUs is not simulated. Give each "
+    r"rank one. \(simgpu\)"
+)
+
+
+def test_what_ddp_cannot_train(group):
+    table = DDP(nn.Embedding(4, 2, sparse=True).cuda(), device_ids=[0])
+    with pytest.raises(RuntimeError, match=f"{SPARSE}$"):
+        table(torch.tensor([0], device=CUDA)).sum().backward()
+    with pytest.raises(NotSimulated, match=f"^{SEVERAL}$"):
+        DDP(nn.Sequential(nn.Linear(2, 2).to(0), nn.Linear(2, 2).to(1)))
 
 
 # -- the group as PyTorch shows it -----------------------------------------------------
@@ -286,6 +314,11 @@ def test_parts_of_a_bound_group():
         dist.all_reduce(given := torch.ones(2, device="cuda:1"), group=same)
         assert given.tolist() == [1, 1]
         assert dist.group.WORLD._get_backend(CUDA).comm_split_count() == 2
+        words = "Attempt to perform collective on tensor not on device passed to init_p"
+        with pytest.raises(dist.DistBackendError, match=f"{words}rocess_group$"):
+            dist.all_reduce(ones(1))
+        model = DDP(module=nn.Linear(2, 2).to(1), device_ids=[1])  # by keyword
+        assert model(torch.ones(1, 2)).get_device() == 1
     finally:
         leave()
 
@@ -317,8 +350,13 @@ def test_a_barrier_before_all_else_does_not_decide_for_ever(group):
     dist.barrier()
     dist.all_reduce(given := torch.ones(1, device="cuda:1"))
     assert given.item() == 1
-    with pytest.raises(dist.DistBackendError, match="set_device"):
+    with pytest.raises(dist.DistBackendError) as raised:
         dist.all_reduce(torch.ones(1, device="cuda:0"))
+    assert str(raised.value) == (
+        "rank 0 has used this process group on cuda:1 and comes with a tensor on "
+        "cuda:0 now. NCCL would wait for a second connection, which the other ranks "
+        "may never make. Is torch.cuda.set_device(rank) missing?"
+    )
 
 
 # -- works, futures, the profiler ------------------------------------------------------

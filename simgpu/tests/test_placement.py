@@ -139,11 +139,6 @@ def test_families_follow_their_tensor_or_are_sent_elsewhere(make):
         assert eval(make, globals(), names | {"kw": {"device": other}}).device == other
 
 
-def test_the_oldest_factory_follows_its_tensor():
-    made = (torch.ones(3, device=1).new([1, 2]), torch.ones(3).new([1, 2]))
-    assert where(*made) == ["cuda:1", "cpu"]
-
-
 def test_numpy_memory_stays_on_the_host():
     array = np.arange(3.0)
     tensor = torch.from_numpy(array)

@@ -13,11 +13,7 @@ import simgpu
 BOTH = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
 
 
-@pytest.fixture(autouse=True)
-def gpus():
-    simgpu.start(1)
-    yield
-    simgpu.stop()
+pytestmark = pytest.mark.simulated_gpus(1)
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,8 @@
 """Programs whose streams race: each raises an error that names both lines.
 
-Programs without a race are in test_simgpu_races_absent.py, random ones in
-test_simgpu_races_random.py; what a racy read returns where races are shown is in
-test_simgpu_races_shown.py.
+Programs without a race are in test_races_absent.py, random ones in
+test_races_random.py; what a racy read returns where races are shown is in
+test_races_shown.py.
 """
 
 import inspect
@@ -17,13 +17,7 @@ from torch.cuda._sanitizer import CUDASanitizerErrors
 import simgpu
 from support.side_streams import main_stream, side_stream
 
-
-@pytest.fixture(autouse=True)
-def gpus():
-    simgpu.start(2)
-    yield
-    simgpu.stop()
-
+pytestmark = pytest.mark.simulated_gpus(2)
 
 both_modes = pytest.mark.parametrize("mode", ["raise", "show"])
 

@@ -6,12 +6,7 @@ import torch
 import simgpu
 from support.side_streams import main_stream, side_stream
 
-
-@pytest.fixture(autouse=True)
-def gpus():
-    simgpu.start(2, races="show")
-    yield
-    simgpu.stop()
+pytestmark = pytest.mark.simulated_gpus(2, races="show")
 
 
 def pinned(*values) -> torch.Tensor:

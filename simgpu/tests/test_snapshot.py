@@ -22,11 +22,7 @@ record = torch.cuda.memory._record_memory_history
 snapshot = torch.cuda.memory._snapshot
 
 
-@pytest.fixture(autouse=True)
-def gpus():
-    simgpu.start(2, memory="64MB")
-    yield
-    simgpu.stop()
+pytestmark = pytest.mark.simulated_gpus(2, memory="64MB")
 
 
 def line() -> int:

@@ -9,11 +9,7 @@ import simgpu
 EPS, MOMENTUM = 1e-5, 0.1
 
 
-@pytest.fixture(autouse=True)
-def gpus():
-    simgpu.start(1)
-    yield
-    simgpu.stop()
+pytestmark = pytest.mark.simulated_gpus(1)
 
 
 def two_ranks(parts, weight, bias, norm):

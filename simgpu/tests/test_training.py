@@ -132,14 +132,6 @@ def test_forward_mode_crosses_devices():
         assert where(*tangents) == ["cuda:1", "cuda:2"]
 
 
-def test_transforms_of_functions():
-    x, layer = torch.ones(2, device=1), nn.Linear(2, 2).to(1)
-    per_sample = torch.func.vmap(torch.func.grad(lambda w, x: w @ x), (None, 0))
-    assert where(per_sample(x, torch.ones(5, 2, device=1))) == ["cuda:1"]
-    out = torch.func.functional_call(layer, dict(layer.named_parameters()), x)
-    assert where(out, torch.func.hessian(lambda t: (t**3).sum())(x)) == ["cuda:1"] * 2
-
-
 def test_module_hooks_see_the_device():
     layer, seen = nn.Linear(2, 2).to(1), []
     layer.register_full_backward_hook(

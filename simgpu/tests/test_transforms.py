@@ -29,12 +29,7 @@ from torch.utils._pytree import tree_leaves
 import simgpu
 from simgpu._errors import NotSimulated
 
-
-@pytest.fixture(autouse=True)
-def gpus():
-    simgpu.start(2)
-    yield
-    simgpu.stop()
+pytestmark = pytest.mark.simulated_gpus(2)
 
 
 def model() -> nn.Sequential:
@@ -335,30 +330,6 @@ def test_a_script_module_is_loaded_to_its_gpu_or_another(tmp_path, to):
     assert files == {"note.txt": b"hello"}
     x = rand(2, 4)
     assert torch.equal(loaded(x.to(device)).cpu(), module(x.to("cuda:1")).cpu())
-
-
-# -- what the host waits for -----------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("call", "waits"),
-    [
-        (lambda x: F.one_hot(x, 5), False), (lambda x: F.one_hot(x), True),
-        (lambda x: x.nonzero(), True), (lambda x: x[x > 0], True),
-        (lambda x: x.unique(), True), (lambda x: x.masked_fill(x > 0, 0), False),
-        (lambda x: x.masked_select(x > 0), True), (lambda x: x.sort(), False),
-        (lambda x: torch.where(x > 0, x, 0), False), (lambda x: x.sum().item(), True),
-    ],
-)  # fmt: skip
-def test_the_host_waits_where_it_must_know_a_value(call, waits):
-    def loaded():  # so much work that the GPU is behind the host
-        return (torch.ones(1 << 22, device="cuda") * 2).sum()
-
-    x = torch.arange(4).cuda()
-    loaded()
-    before = len(simgpu.timeline().waits)
-    call(x)
-    assert (len(simgpu.timeline().waits) > before) == waits
 
 
 # -- deterministic algorithms ----------------------------------------------------------

@@ -13,7 +13,6 @@ from nbformat.v4 import new_output
 
 from tests.harness.small_course import (
     PLAIN,
-    ROOT,
     SmallCourse,
     cell,
     png,
@@ -155,10 +154,6 @@ def test_time_limit(course, run):
     _, done = run("--nbval-cell-timeout=1")
     assert done.stdout.str().count("Timeout of 1 seconds exceeded") >= 2
     done.assert_outcomes(failed=2, skipped=4)
-
-
-def test_default_time_limit():
-    assert "--nbval-cell-timeout=400" in (ROOT / "pyproject.toml").read_text()
 
 
 START_PROCESSES = """
