@@ -1,6 +1,6 @@
 """A command that a program under `python -m simgpu --children` has started.
 
-It has the same simulated GPUs. `site/sitecustomize.py` arms it when Python starts, and
+It has the same simulated GPUs. `_site/sitecustomize.py` arms it when Python starts, and
 they come when it has imported PyTorch; one that never does pays a few milliseconds.
 Leaves out: a Python that is told to ignore the environment (`-E`, `-I`, `-S`), and one
 that imports PyTorch in another thread than the main one.
