@@ -26,12 +26,8 @@ PREDICTED = {  # way -> bytes: stored by a rank, over NVLink, over the network
     "FSDP": (2 * ALL, 21 / 8 * FSDP, 7 / 8 * FSDP),
     "HSDP": (4 * ALL, 3 * FSDP, 4 * ALL),
     "FSDP x TP": (8 * SLICES, 48 * ACTIVATIONS, 2 * FSDP_SLICES),
-    "TP x PP": (
-        16 * SLICED_STAGE + 2 * ACTIVATIONS,  # with buffers of the schedule
-        48 * ACTIVATIONS,
-        8 * ACTIVATIONS,
-    ),
-    "DDP x PP": (16 * STAGE + ACTIVATIONS / 2, 24 * STAGE, 2 * ACTIVATIONS),
+    "TP x PP": (16 * SLICED_STAGE, 48 * ACTIVATIONS, 8 * ACTIVATIONS),
+    "DDP x PP": (16 * STAGE, 24 * STAGE, 2 * ACTIVATIONS),
     "swapped": (8 * SLICES, 24 * ACTIVATIONS + 2 * FSDP_SLICES, 24 * ACTIVATIONS),
 }
 

@@ -6,6 +6,7 @@ a way of training in a rank. Used in lesson 23.
 """
 
 import gc
+import logging
 import os
 import warnings
 
@@ -22,6 +23,9 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.functional import cross_entropy
 
 from scripts.small_gpt import GPT, sequences
+
+# PyTorch 2.15 logs advice about the backend of pipelines: lesson 20 has it
+logging.getLogger("torch.distributed.pipelining").setLevel("ERROR")
 
 # -- the batch and the loss ------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """Ranks that do not agree: every mistake ends within seconds, and says who did what.
 
-What one rank alone does wrong is in `tests/scripts/mistakes.py`.
+What one rank alone does wrong is in `test_nccl.py`.
 """
 
 import os

@@ -11,7 +11,7 @@
 The launcher may stand behind the command or before it. Behind it, `--gpus` counts the
 GPUs of a node, and the last word on the screen is the traceback of the rank that failed
 first. Before it, each rank has as many simulated GPUs as there are ranks on its node.
-The simulator answers where the program asks for NCCL (`distributed/`). With --nodes the
+The simulator answers where the program asks for NCCL (`_distributed/`). With --nodes the
 ranks of this machine are numbered as if they were on several. --timeline writes what
 ran on the GPUs of all ranks to a file, for ui.perfetto.dev.
 

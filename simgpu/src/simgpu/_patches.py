@@ -1,9 +1,10 @@
 """All of PyTorch and Python that is replaced while GPUs are simulated, in one table.
 
 `table(runtime)` lists it, and takes in the part for ranks (`_distributed/patches.py`);
-`startup.start()` applies it and `stop()` undoes it. Nothing is replaced anywhere else,
-but for the kernels of `torch.autocast` (`_api/autocast.py`).
-Operations of PyTorch are not replaced: the dispatch mode sees them (`dispatch/`).
+`_startup.start()` applies it and `stop()` undoes it. Elsewhere only the kernels of
+`torch.autocast` are replaced (`_api/autocast.py`), those of FakeTensors
+(`_api/fake_tensors.py`), and how a command starts others (`_launchers.py`, `_launch/`).
+Operations of PyTorch are not replaced: the dispatch mode sees them (`_dispatch/`).
 """
 
 import sys

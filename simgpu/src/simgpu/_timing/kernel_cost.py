@@ -11,7 +11,7 @@ Every kernel takes a time of its own, and beside it
     hypot(FLOPs / the card's rate, bytes / the card's bandwidth)
 
 Constants are fitted to the recordings in `tests/recordings` unless another source is
-given; `tests/fidelity.py` shows how near that comes, for fitted and other rows apart.
+given; `tests/recorded` and its tests hold how near that comes.
 """
 
 import math
