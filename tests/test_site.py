@@ -212,7 +212,7 @@ def test_the_tests_run_on_each_system_by_the_command_of_the_readme():
     assert "python3 -m helpers test" in README
     matrix = job["strategy"]["matrix"]
     assert matrix["os"] == ["ubuntu-latest"]
-    assert matrix["python"] == ["3.10", "3.11", "3.12", "3.13"]
+    assert matrix["python"] == ["3.11", "3.12", "3.13"]
     others = {entry["os"] for entry in matrix["include"]}
     assert others == {"macos-latest", "windows-latest"}
     assert not job["strategy"]["fail-fast"]

@@ -257,8 +257,8 @@ def test_a_context_that_was_there_before_set_device_is_reported():
 @pytest.mark.skipif(
     not hasattr(torch.ops.fsdp, "chunk_cat_mixed_dtype"), reason="since torch 2.15"
 )
+@pytest.mark.simulated_gpus(1)
 def test_fsdp_packs_gradients_at_the_cost_that_it_had():
-    simgpu.start(1)
     gradients = [torch.ones(8, 4, device="cuda"), torch.ones(2, 4, device="cuda")]
     packed = torch.empty(2, 20, device="cuda")
     simgpu.timeline().clear()

@@ -171,7 +171,7 @@ def chunk_cat(call: Call):
     if len({tensor.dtype for tensor in call.args[0]}) > 1:
         return call.run_on(call.common_gpu())
     with DispatchMode(call.runtime):
-        torch._chunk_cat(*call.args, **call.kwargs)
+        torch.ops.aten._chunk_cat(*call.args, **call.kwargs)
 
 
 @handles("composite")
