@@ -11,13 +11,14 @@
 The launcher may stand behind the command or before it. Behind it, `--gpus` counts the
 GPUs of a node, and the last word on the screen is the traceback of the rank that failed
 first. Before it, each rank has as many simulated GPUs as there are ranks on its node.
-The simulator answers where the program asks for NCCL (`_distributed/`). With --nodes the
-ranks of this machine are numbered as if they were on several. --timeline writes what
-ran on the GPUs of all ranks to a file, for ui.perfetto.dev.
+The simulator answers where the program asks for NCCL (`_distributed/`). With --nodes
+the ranks of this machine are numbered as if they were on several. --timeline writes
+what ran on the GPUs of all ranks to a file, for ui.perfetto.dev.
 
 --races: where two streams use the same memory in no order, `warn` (the default) names
 each two lines once on stderr, and the program goes on with the right values; `raise`
-ends it with PyTorch's report; `off` says nothing.
+ends it with PyTorch's report; `show` lets a read find what the memory held before;
+`off` says nothing.
 --no-compile: `torch.compile` gives back what it is given, which runs uncompiled.
 --no-fork: a launcher behind the command starts a new Python for each rank, which takes
 longer. Ranks that are forked share the seed of Python's hashes.

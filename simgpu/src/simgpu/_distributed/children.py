@@ -12,7 +12,7 @@ from multiprocessing.process import BaseProcess
 from simgpu import _runtime as state
 from simgpu._dispatch import shared_memory
 
-TO_CHILDREN = "SIMGPU_CHILD"  # the variable that tells them what they are
+TO_CHILDREN = "SIMGPU_SPAWNED"  # the variable that tells them what they are
 
 _raw_preparation = multiprocessing.spawn.get_preparation_data
 _raw_bootstrap = BaseProcess._bootstrap

@@ -28,7 +28,7 @@ BACKLOG = 64  # clients that may wait at once; all ranks connect together
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """Where the processes of a job report.
 
     Attributes:

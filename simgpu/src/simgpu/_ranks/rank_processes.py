@@ -2,7 +2,7 @@
 
 `Ranks` and `run_ranks` start theirs here. On Linux the fork server forks them;
 elsewhere each is a new Python process. Each calls one function, which first reports to
-the process that has started it (`Meeting.report`).
+the process that has started it (`Rendezvous.report`).
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from simgpu._ranks import fork_server, store
-from simgpu._ranks.listener import Listener, Meeting
+from simgpu._ranks.listener import Listener, Rendezvous
 from simgpu._ranks.python_process import START_SECONDS, PythonProcess, spawned
 from simgpu._ranks.rank_error import Frame, parse_stack
 
@@ -63,17 +63,19 @@ class RankProcesses:
         """Start the ranks.
 
         Args:
-            function: that each rank calls with its number, the `Meeting` and `args`; it
-                is pickled by name.
+            function: that each rank calls with its number, the `Rendezvous` and `args`;
+                it is pickled by name.
             size: how many ranks.
             args: the same for all.
             with_store: whether they meet at a store; each is sent its port.
         """
         with Listener() as listener:
-            meeting = Meeting(listener.address, listener.key, self.folder)
-            calls = {rank: (function, (rank, meeting, *args)) for rank in range(size)}
+            rendezvous = Rendezvous(listener.address, listener.key, self.folder)
+            calls = {
+                rank: (function, (rank, rendezvous, *args)) for rank in range(size)
+            }
             if with_store:
-                calls[store.KEEPER] = (store.keep_store, (meeting,))
+                calls[store.KEEPER] = (store.keep_store, (rendezvous,))
             if self._server:
                 self._server.fork(list(calls.values()))
             else:

@@ -32,7 +32,7 @@ from typing import NoReturn
 from simgpu import _frames as frames
 from simgpu._device.cards import find_card
 from simgpu._rank_variables import Place
-from simgpu._ranks.listener import Meeting
+from simgpu._ranks.listener import Rendezvous
 from simgpu._ranks.rank_processes import RankProcesses, dump_stack_when_asked
 from simgpu._request import check_request
 from simgpu._timing.topology import Network, Topology
@@ -249,18 +249,18 @@ class _Job:
 # -- in the rank's process -------------------------------------------------------------
 
 
-def _be_rank(rank: int, meeting: Meeting, work: _Work) -> NoReturn:
+def _be_rank(rank: int, rendezvous: Rendezvous, work: _Work) -> NoReturn:
     """What the process of a rank does: call the function, tell what came of it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, name in ((1, "out"), (2, "err")):
-        file = os.open(meeting.folder / name, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        file = os.open(rendezvous.folder / name, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(file, number)
     sys.stdout, sys.stderr = (
         open(number, "w", buffering=1, encoding="utf-8", closefd=False)
         for number in (1, 2)
     )
-    dump_stack_when_asked(meeting.folder, rank)
-    starter = meeting.report(rank)
+    dump_stack_when_asked(rendezvous.folder, rank)
+    starter = rendezvous.report(rank)
     port = starter.recv()
     os.environ.clear()
     os.environ.update(work.environ, OMP_NUM_THREADS="1")

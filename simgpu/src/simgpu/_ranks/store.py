@@ -11,14 +11,14 @@ import os
 from typing import NoReturn
 
 from simgpu._loopback import loopback_store
-from simgpu._ranks.listener import Meeting
+from simgpu._ranks.listener import Rendezvous
 
 KEEPER = -1  # in place of a rank, where it reports
 
 
-def keep_store(meeting: Meeting) -> NoReturn:
+def keep_store(rendezvous: Rendezvous) -> NoReturn:
     """Keep the store until the process that has started the ranks hangs up."""
-    starter = meeting.report(KEEPER)
+    starter = rendezvous.report(KEEPER)
     store = loopback_store()
     starter.send(store.port)
     with contextlib.suppress(EOFError, OSError):

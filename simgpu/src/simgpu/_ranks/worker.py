@@ -29,7 +29,7 @@ from simgpu import _frames as frames
 from simgpu._rank_variables import Place
 from simgpu._ranks import pickling
 from simgpu._ranks.job_memory import GpuMemory, memory_of
-from simgpu._ranks.listener import Meeting
+from simgpu._ranks.listener import Rendezvous
 from simgpu._ranks.rank_error import describe
 from simgpu._ranks.rank_processes import dump_stack_when_asked
 from simgpu._ranks.which_gpus import Gpus
@@ -57,17 +57,17 @@ def output_file(folder: Path, rank: int) -> Path:
     return folder / f"{rank}.out"
 
 
-def run_worker(rank: int, meeting: Meeting, settings: WorkerSettings) -> NoReturn:
+def run_worker(rank: int, rendezvous: Rendezvous, settings: WorkerSettings) -> NoReturn:
     """Be one rank until the notebook hangs up."""
     _set_environment(rank, settings)
     _keep_little()
-    _redirect_output(output_file(meeting.folder, rank))
-    dump_stack_when_asked(meeting.folder, rank)
+    _redirect_output(output_file(rendezvous.folder, rank))
+    dump_stack_when_asked(rendezvous.folder, rank)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # heard while there is work only
-    notebook = meeting.report(rank)
+    notebook = rendezvous.report(rank)
     try:
         if settings.gpus is None:
-            _init_on_cpu(rank, meeting.folder / "store", settings)
+            _init_on_cpu(rank, rendezvous.folder / "store", settings)
         else:
             os.environ.update(settings.place(rank).environ(notebook.recv()))
             _init_on_gpus(settings)
