@@ -36,6 +36,15 @@ SCRIPT = train_on_hosts.__file__
 STEPS = 20
 
 
+@pytest.fixture(autouse=True)
+def handlers():
+    """What the program does at a signal must not outlive a test that runs it here."""
+    before = {number: signal.getsignal(number) for number in two_hosts._SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture(scope="session")
 def hosts_can_be_made() -> None:
     """Skips where they cannot: also where root may do less than usual."""

@@ -261,17 +261,15 @@ def test_a_server_that_is_gone_leaves_the_work_to_python(capfd):
 
 
 def test_the_end_of_a_forked_process_is_noticed_once():
-    child = os.fork()
-    if child == 0:
-        signal.pause()
-        os._exit(0)
-    rank = ForkedRank(["python"], child)
+    child = subprocess.Popen(["sleep", "600"])
+    rank = ForkedRank(["sleep", "600"], child.pid)
     with pytest.raises(subprocess.TimeoutExpired):
         rank.wait(0.01)
     assert rank.poll() is None
     rank.terminate()
     assert rank.wait(10) == rank.wait() == rank.poll() == -signal.SIGTERM
     rank.kill()  # nobody: the number may be another process's by now
+    assert child.wait(10) is not None  # it has been waited for
 
 
 def test_what_cannot_run_in_a_forked_process_does_not(tmp_path):
