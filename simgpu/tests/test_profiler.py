@@ -106,7 +106,7 @@ def test_a_profile_of_the_gpus_alone_has_no_rows_of_the_host():
         pytest.param(
             {"use_cuda": True},
             marks=pytest.mark.skipif(
-                torch.__version__ >= "2.15", reason="until torch 2.14"
+                torch.__version__ >= "2.14", reason="until torch 2.13"
             ),
         ),
         {"use_device": "cuda"},
