@@ -62,6 +62,14 @@ def test_types_that_pytorch_does_not_mix_are_refused(half):
 
 
 @HALF
+def test_tensors_may_be_given_by_name(half):
+    a, b = some(6, 7, half=half), some(7, 5, half=half)
+    assert torch.equal(torch.ops.aten.mm(self=a, mat2=b), a @ b)
+    bias = some(5, half=half)
+    assert torch.equal(torch.addmm(bias, mat1=a, mat2=b), torch.addmm(bias, a, b))
+
+
+@HALF
 def test_a_given_result_is_written(half):
     a, b = some(6, 7, half=half), some(7, 5, half=half)
     out = torch.empty(6, 5, device="cuda", dtype=half)

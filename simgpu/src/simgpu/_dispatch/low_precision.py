@@ -18,14 +18,12 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def widened(function: Callable) -> Callable:
-    """A function that takes half-precision tensors in float32 and rounds its results.
-
-    Results of the function in other types than float32 stay as they are.
-    """
+    """A function that takes half precision in float32, and rounds all results."""
 
     def compute(*args, **kwargs):
-        half = next(value.dtype for value in args if is_half(value))
-        out = function(*(v.float() if is_half(v) else v for v in args), **kwargs)
+        half = next(v.dtype for v in (*args, *kwargs.values()) if is_half(v))
+        wide = {name: v.float() if is_half(v) else v for name, v in kwargs.items()}
+        out = function(*(v.float() if is_half(v) else v for v in args), **wide)
         if isinstance(out, torch.Tensor):
             return out.to(half)
         return tuple(v.to(half) if isinstance(v, torch.Tensor) else v for v in out)

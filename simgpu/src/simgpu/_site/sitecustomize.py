@@ -26,10 +26,11 @@ if "SIMGPU_CHILDREN" in os.environ:
     sys.modules["simgpu"] = importlib.util.module_from_spec(_spec)
     _spec.loader.exec_module(sys.modules["simgpu"])
     _other = PathFinder.find_spec("simgpu")
-    if _other and _other.origin and not os.path.samefile(_other.origin, _init):
+    _origin = os.path.realpath((_other and _other.origin) or _init)
+    if _origin != os.path.realpath(_init):
         print(
             f"simgpu: the command's simulator is used, {_PACKAGE}, and not this "
-            f"Python's, {os.path.dirname(_other.origin)}",
+            f"Python's, {os.path.dirname(_origin)}",
             file=sys.stderr,
         )
     from simgpu import _child_commands as child_commands
