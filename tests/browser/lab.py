@@ -42,7 +42,7 @@ from tests.harness.processes import (
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "of-the-tests"
 SECONDS = 60  # that no move takes: starting and stopping the server, opening a page
-RUN_SECONDS = 240  # that no lesson takes
+RUN_SECONDS = 420  # that no lesson takes
 LIGHT, DARK = "JupyterLab Light", "JupyterLab Dark"
 
 NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build")
@@ -146,6 +146,13 @@ class Lab:
         with urllib.request.urlopen(url, timeout=SECONDS) as answer:
             return json.load(answer)
 
+    def end_kernels(self) -> None:
+        """Without the menu: after a failure, for the next lesson to begin alone."""
+        for kernel in self.kernels():
+            url = f"{self.url}/api/kernels/{kernel['id']}?token={TOKEN}"
+            request = urllib.request.Request(url, method="DELETE")
+            urllib.request.urlopen(request, timeout=SECONDS).close()
+
     @contextlib.contextmanager
     def opened(self, browser: BrowserContext, name: str) -> Iterator["Notebook"]:
         """Open a lesson, with its kernel held back until `start_kernel`.
@@ -157,7 +164,11 @@ class Lab:
         with browser.new_page() as page:
             notebook = Notebook(page)
             notebook.open(f"{self.url}/lab/tree/notebooks/{name}?token={TOKEN}&reset")
-            yield notebook
+            try:
+                yield notebook
+            except BaseException:
+                self.end_kernels()
+                raise
             notebook.shut_down()
             # not asleep: the page's request to end the kernel passes through here
             notebook.wait(

@@ -7,6 +7,7 @@ import linecache
 import os
 import sys
 import sysconfig
+from functools import cache
 from pathlib import Path
 from types import FrameType
 
@@ -24,8 +25,10 @@ def add_foreign(folder: Path) -> None:
     """Whatever is in `folder` is not the program's either."""
     if (path := str(folder) + os.sep) not in _FOREIGN:
         _FOREIGN.append(path)
+        is_program_code.cache_clear()
 
 
+@cache
 def is_program_code(filename: str) -> bool:
     """Whether a file is neither Python's, nor a package's, nor the course's."""
     packages = {"site-packages", "dist-packages"} & set(Path(filename).parts)

@@ -10,14 +10,12 @@ from types import FunctionType, SimpleNamespace
 
 from simgpu._frames import is_program_code
 
-_is_program_code = cache(is_program_code)
-
 
 def _lines(frame, lookup_lines: bool) -> list[traceback.FrameSummary]:
     """The lines of the program in a stack, the last call first."""
     found, last = [], frame
     while frame is not None:
-        if _is_program_code(frame.f_code.co_filename):
+        if is_program_code(frame.f_code.co_filename):
             found.append(_summary(frame))
         last, frame = frame, frame.f_back
     return found or [_summary(last)]

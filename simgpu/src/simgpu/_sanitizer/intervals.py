@@ -16,6 +16,8 @@ def runs(tensor, base: int) -> list[tuple[int, int]]:
         return []
     size = tensor.element_size()
     start = base + tensor.storage_offset() * size
+    if tensor.is_contiguous():
+        return [(start, start + tensor.numel() * size)]
     dims = sorted(zip(tensor.stride(), tensor.shape, strict=True))
     length = 1  # elements that lie together
     while dims and (dims[0][0] <= length or dims[0][1] == 1):
@@ -42,6 +44,8 @@ class IntervalMap:
         Returns:
             The pieces, and those cut off just now: (new piece, piece it was part of).
         """
+        if self.ends.get(low) == high:
+            return [low], []
         cuts = [cut for cut in (self._cut(low), self._cut(high)) if cut]
         pieces = []
         while low < high:
@@ -55,6 +59,8 @@ class IntervalMap:
 
     def join(self, low: int, high: int) -> list[int]:
         """Make one piece of those that cover [low, high) exactly; the rest of them."""
+        if self.ends.get(low) == high:
+            return []
         first = bisect_left(self.lows, low)
         last = bisect_left(self.lows, high)
         gone = self.lows[first + 1 : last]
