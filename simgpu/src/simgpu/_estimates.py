@@ -20,6 +20,7 @@ import torch
 from simgpu import _startup as startup
 from simgpu._device.cards import Card, find_card, parse_memory
 from simgpu._dispatch.placement import place
+from simgpu._dispatch.without_values import CallWithoutValues
 from simgpu._request import Request
 from simgpu._runtime import Runtime
 from simgpu._timing.collective_cost import Choice, choose
@@ -90,7 +91,7 @@ def estimate(
     found = find_card(card)
     total = found.total_memory if memory is None else parse_memory(memory)
     runtime = Runtime(Request(1, found, total, "off", memory is None), False)
-    runtime.without_values = True
+    runtime.without_values, runtime.call_kind = True, CallWithoutValues
     given = list(_tensors_of(arguments))
     _check(given)
     around = _tensors_of(_used_by(function))

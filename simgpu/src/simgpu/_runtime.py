@@ -78,6 +78,9 @@ class Runtime:
         self.initialized = False  # and has used one
         self.forked = False  # this is a forked child, where CUDA cannot be used
         self.without_values = False  # tensors have shapes alone: `simgpu.estimate`
+        self.call_kind: Any = None  # what an operation becomes, if not a `Call`
+        self.peers: Any = None  # what stands for the other ranks, if they do not run
+        self.dry: Any = None  # the dry run that this is
         self.thread = ThreadState()
 
         numbers = range(request.number)

@@ -28,6 +28,7 @@ def widened(function: Callable) -> Callable:
             return out.to(half)
         return tuple(v.to(half) if isinstance(v, torch.Tensor) else v for v in out)
 
+    compute.computes = function
     return compute
 
 

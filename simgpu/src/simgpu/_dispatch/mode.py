@@ -20,7 +20,6 @@ from simgpu._dispatch.factories import name_devices
 from simgpu._dispatch.function_mode import FunctionMode
 from simgpu._dispatch.operation import known_operations, operation_of
 from simgpu._dispatch.operation_call import Call
-from simgpu._dispatch.without_values import CallWithoutValues
 from simgpu._errors import NotSimulated
 
 _active_mode = get_dispatch_mode
@@ -64,7 +63,7 @@ class DispatchMode(TorchDispatchMode):
             operation = operation_of(func)
         if self.runtime.clock.pending and not operation.silent:
             settle_streams(self.runtime, func.namespace)
-        kind = CallWithoutValues if self.runtime.without_values else Call
+        kind = self.runtime.call_kind or Call
         call = kind(self.runtime, operation, func, args, kwargs or _NO_KWARGS)
         if below and _active_mode(_PROXY) is not None:
             return trace(call, types)

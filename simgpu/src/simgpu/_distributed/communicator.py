@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from simgpu._device import overhead
 from simgpu._distributed.cluster import Cluster
-from simgpu._distributed.collective import Channel
+from simgpu._distributed.collective import Channel, Collective
 from simgpu._distributed.subjects import Buckets
 from simgpu._timing.events import FIRST_OF_NCCL
 
@@ -35,6 +35,8 @@ class Communicator:
         bound: the GPU that was given as `device_id`.
         options: of NCCL, such as how long a collective may wait for the others.
     """
+
+    collective = Collective  # what it launches
 
     def __init__(self, cluster: Cluster, name: str, ranks: list[int], member: int,
                  bound: torch.device | None, options):  # fmt: skip

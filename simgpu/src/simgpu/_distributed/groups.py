@@ -48,6 +48,9 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
     runtime = state.current()
     spec = str(backend)
     engine = next(filter(_is_engine, _backends(spec).values()), None)
+    if engine is None and runtime.peers is not None:
+        fake_backend()
+        backend, engine = distributed_c10d.Backend(_STAND_IN), None
     if engine is None:
         return raw_new_process_group(
             size, rank, ranks, backend, store, name, *args, **kwargs
@@ -61,10 +64,11 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
         )
     fake_backend()
 
-    if "gloo" in _backends(spec).values():
+    if "gloo" in _backends(spec).values() and runtime.peers is None:
         _bind_to_loopback()
+    alone = runtime.peers is not None
     stand_in = ",".join(
-        f"{device}:{_STAND_IN if _is_engine(its) else its}"
+        f"{device}:{_STAND_IN if alone or _is_engine(its) else its}"
         for device, its in _backends(spec).items()
     )
     group, its_store = raw_new_process_group(
@@ -108,7 +112,8 @@ def _communicate(runtime, group, name: str, members, rank: int, bound, options):
     # ranks that make groups of their own at the same time give them one name
     which = f"{hash(tuple(members)) & 0xFFFFFFFF:x}"
     own_name = runtime.thread.name_of_group or f"{name}.{life}.{which}"
-    communicator = Communicator(
+    make = Communicator if runtime.peers is None else runtime.peers.LoneCommunicator
+    communicator = make(
         runtime.cluster, own_name, members, rank, bound, options
     )
     runtime.communicators[group.group_name] = communicator
@@ -142,6 +147,9 @@ def rendezvous(*args, **kwargs):
     """The ranks of a job meet: what earlier ones left in the store is not theirs."""
     runtime = state.current()
     _end_job(runtime)
+    if runtime.peers is not None:
+        yield dist.HashStore(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        return
     for store, rank, size in _raw_rendezvous(*args, **kwargs):
         runtime.meetings += 1
         if runtime.meetings > 1:
@@ -170,9 +178,10 @@ def _begin_job(runtime, store, rank: int, size: int) -> None:
     prefix = f"simgpu {runtime.jobs}"
     runtime.jobs += 1
     runtime.lives.clear()  # names count from 0 again, and not on all ranks alike before
-    runtime.cluster = Cluster(dist.PrefixStore(prefix, store), rank, size, topology)
+    make = Cluster if runtime.peers is None else runtime.peers.LoneCluster
+    runtime.cluster = make(dist.PrefixStore(prefix, store), rank, size, topology)
     runtime.sanitizer.is_first = runtime.cluster.board.is_first
-    if rank == 0 and runtime.jobs == 1:
+    if rank == 0 and runtime.jobs == 1 and runtime.peers is None:
         ranks = "1 rank" if size == 1 else f"{size} ranks"
         print(
             f"{ranks} on simulated GPUs: no NCCL, one simulated time for all",

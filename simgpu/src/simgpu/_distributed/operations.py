@@ -6,6 +6,7 @@ operation may stand for several collectives ("coalesced").
 
 import torch
 
+from simgpu import _runtime as state
 from simgpu._distributed import exchange as ex
 from simgpu._distributed.exchange import Exchange
 from simgpu._errors import NotSimulated
@@ -87,6 +88,8 @@ def all_gather_into(size: int, rank: int, output, given) -> Exchange:
         raise ValueError(
             "output tensor size must be equal to world_size times input tensor size"
         )
+    if state.current().peers is not None:  # the ranks are not looked at one by one
+        return ex.all_gather(1, 0, [[output]], [given])
     outputs = ex.flat(output).chunk(size) if output.numel() else [output] * size
     return ex.all_gather(size, rank, [[part] for part in outputs], [given])
 
@@ -120,6 +123,8 @@ def reduce_scatter_from(size: int, rank: int, output, given, reduction) -> Excha
         raise ValueError(
             "input tensor must be the same size as output size times world size"
         )
+    if state.current().peers is not None:
+        return ex.reduce_scatter(1, 0, output, [given], reduction)
     parts = ex.flat(given).chunk(size) if given.numel() else [given] * size
     return ex.reduce_scatter(size, rank, output, parts, reduction)
 

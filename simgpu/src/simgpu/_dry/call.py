@@ -1,0 +1,160 @@
+"""An operation in a dry run: computed where its values are known, else not."""
+
+import torch
+
+from simgpu import _runtime as state
+from simgpu._compat import DisableTorchDispatch, DisableTorchFunction
+from simgpu._dispatch.operation_call import Call
+from simgpu._dry import values
+from simgpu._errors import NotSimulated
+from simgpu._frames import called_from
+
+_READERS = {"_local_scalar_dense", "is_nonzero", "equal", "allclose"}
+# what a program asks to see that nothing has gone wrong -> what it hears
+_ASSUMED = {"isnan": False, "isinf": False, "isfinite": True, "any": False, "all": True,
+            "isneginf": False, "isposinf": False}  # fmt: skip
+_MASKS = (torch.bool, torch.uint8)
+
+
+class DryCall(Call):
+    """A call of which nothing is computed if it is large, or comes of what is unknown.
+
+    Raises:
+        NotSimulated: where a shape depends on an unknown value.
+    """
+
+    __slots__ = ("_func",)
+
+    @property
+    def func(self):
+        """What computes it: the operation's own, or what stands for it."""
+        return _Function(self)
+
+    @func.setter
+    def func(self, func) -> None:
+        self._func = func
+
+    def _execute(self, *args, **kwargs):
+        __tracebackhide__ = True
+        operation = self.operation
+        tensors = values.tensors_of(args, kwargs)
+        if operation.silent:
+            return self._func(*args, **kwargs)
+        with DisableTorchFunction(), DisableTorchDispatch():
+            unknown = [tensor for tensor in tensors if values.is_unknown(tensor)]
+            if operation.name in _READERS:
+                if unknown:
+                    return self._read(unknown[0], args)
+                return self._func(*args, **kwargs)
+        if not unknown and self._is_small(tensors, args, kwargs):
+            out = self._func(*args, **kwargs)
+            return out
+        with DisableTorchFunction(), DisableTorchDispatch(), torch.no_grad():
+            return self._skip(args, kwargs)
+
+    # -- what is computed --------------------------------------------------------------
+
+    def _is_small(self, tensors, args, kwargs) -> bool:
+        on_host = not any(self.gpus)
+        for tensor in tensors:
+            if tensor.is_meta or tensor.layout is not torch.strided:
+                return True  # of which PyTorch computes nothing, or what we leave to it
+            if not values.fits(tensor.nbytes, tensor.dtype, on_host):
+                return False
+        if not self.operation.makes or self._is_dynamic(args):
+            return True
+        with DisableTorchFunction(), DisableTorchDispatch(), torch.no_grad():
+            try:
+                found = values.result_of(self._shaper, args, kwargs)
+            except RuntimeError:  # the operation itself will say what is wrong
+                return True
+        if found is None:
+            return True
+        return all(values.fits(p.nbytes, p.dtype, on_host) for p in found.tensors())
+
+    def _is_dynamic(self, args) -> bool:
+        """Whether the shape of its result depends on values."""
+        if torch.Tag.dynamic_output_shape in self.operation.func.tags:
+            if self.operation.name not in ("index", "_unsafe_index"):
+                return True
+            return any(index is not None and index.dtype in _MASKS for index in args[1])
+        return False
+
+    @property
+    def _shaper(self):
+        """What tells the shapes: the operation, or what computes it in its place."""
+        func = getattr(self._func, "computes", self._func)
+        is_operation = isinstance(func, torch._ops.OpOverload)
+        return func if is_operation else self.operation.func
+
+    # -- what is not -------------------------------------------------------------------
+
+    def _skip(self, args, kwargs):
+        __tracebackhide__ = True
+        operation = self.operation
+        if not operation.makes:
+            return self._skip_in_place(args, kwargs)
+        if self._is_dynamic(args):
+            raise NotSimulated(
+                f"{operation.name}, whose shape depends on values that a dry run does "
+                f"not know ({called_from()})"
+            )
+        found = values.result_of(self._shaper, args, kwargs)
+        if found is None:
+            raise NotSimulated(f"{operation.func.name()} in a dry run")
+        out = found.made()
+        if operation.name in _ASSUMED:
+            values.forget(out, _ASSUMED[operation.name])
+        return out
+
+    def _skip_in_place(self, args, kwargs):
+        """What it writes has no values afterwards; it returns what it writes."""
+        written, by_name = [], {}
+        arguments = self.operation.func._schema.arguments
+        given = {a.name: v for a, v in zip(arguments, args, strict=False)} | kwargs
+        for argument in arguments:
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = given.get(argument.name)
+            by_name[frozenset(argument.alias_info.before_set)] = value
+            written += [value] if isinstance(value, torch.Tensor) else value or []
+        kept = _KEPT.get(self.operation.name, ())
+        for tensor in written:
+            if not any(tensor is given.get(name) for name in kept):
+                values.forget(tensor)
+        returns = [
+            by_name.get(frozenset(r.alias_info.before_set)) if r.alias_info else None
+            for r in self.operation.func._schema.returns
+        ]
+        if not returns:
+            return None
+        return returns[0] if len(returns) == 1 else tuple(returns)
+
+    def _read(self, tensor: torch.Tensor, args):
+        if self.operation.name in ("equal", "allclose"):
+            value = True
+        else:
+            value = values.read(tensor)
+        if self.operation.name == "is_nonzero":
+            value = bool(value)
+        state.current().dry.note_read(value)
+        return value
+
+
+class _Function:
+    """What a handler finds as `call.func`: all that the operation has, but its kernel."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: DryCall):
+        self._call = call
+
+    def __call__(self, *args, **kwargs):
+        return self._call._execute(*args, **kwargs)
+
+    def __getattr__(self, name: str):
+        return getattr(self._call._func, name)
+
+
+# what keeps its values although the operation is not computed: no gradient is infinite
+_KEPT = {"_amp_foreach_non_finite_check_and_unscale_": ("found_inf",)}

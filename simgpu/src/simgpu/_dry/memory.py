@@ -1,0 +1,124 @@
+"""What the memory of a card held when it held most: by kind, and by line."""
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from simgpu._compat import current_graph_task_id
+from simgpu._device.history import History
+from simgpu._dispatch.placement import block_of, is_plain, inner_tensors
+from simgpu._frames import is_program_code, shown
+
+_DISTRIBUTED = str(Path(torch.distributed.__file__).parent)
+_OPTIM = str(Path(torch.__file__).parent / "optim")
+KINDS = ("parameters", "gradients", "optimizer", "buffers", "activations",
+         "communication", "other")  # fmt: skip
+
+
+class _Lines(History):
+    """Of each block, the program's line and what made it."""
+
+    def frames(self) -> list[dict]:
+        frame, kind = sys._getframe(1), ""
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if not kind and file.startswith(_DISTRIBUTED):
+                kind = "communication"
+            elif not kind and file.startswith(_OPTIM):
+                kind = "optimizer"
+            if is_program_code(file):
+                break
+            frame = frame.f_back
+        if frame is None:
+            line = "PyTorch"
+        else:
+            name = shown(frame.f_code.co_filename).replace("\\", "/").rpartition("/")[2]
+            line = f"{name}:{frame.f_lineno}"
+        if not kind and current_graph_task_id() != -1:
+            kind = "backward"
+        return [{"line": line, "kind": kind}]
+
+
+class Watch:
+    """Watches the allocator of a GPU."""
+
+    def __init__(self, gpu):
+        self.memory = gpu.memory
+        self.memory.history = _Lines(self.memory)
+        self.memory.history.record(10**8, "alloc")
+        self._kinds: dict[int, str] = {}  # number of an allocation -> kind
+        self._live: dict[int, int] = {}  # address -> number of its allocation
+        self._seen = 0
+        self._made: list[tuple[int, dict]] = []  # of each allocation
+        self._moves: list[tuple[int, int]] = []  # (number, 1 or -1)
+
+    def _follow(self) -> None:
+        """Read the events that came since."""
+        events = self.memory.history.events
+        while events:
+            event = events.popleft()
+            action, address = event["action"], event.get("addr")
+            if action == "alloc":
+                number = len(self._made)
+                where = event["frames"][0] if event["frames"] else {"line": "", "kind": ""}
+                self._made.append((event["size"], where))
+                self._live[address] = number
+                self._moves.append((number, 1))
+            elif action == "free_completed":
+                number = self._live.pop(address, None)
+                if number is not None:
+                    self._moves.append((number, -1))
+
+    def optimizer_steps(self, optimizer) -> None:
+        """Before an optimizer steps: what are gradients, parameters, states."""
+        self.memory._take_back_freed()
+        self._follow()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                self._tag(parameter, "parameters")
+                if parameter.grad is not None:
+                    self._tag(parameter.grad, "gradients")
+        self._tag_states(optimizer)
+        self.optimizer = optimizer
+
+    def _tag_states(self, optimizer) -> None:
+        for its in optimizer.state.values():
+            for value in its.values() if isinstance(its, dict) else ():
+                if isinstance(value, torch.Tensor):
+                    self._tag(value, "optimizer")
+
+    def note_step(self) -> None:
+        self.memory._take_back_freed()
+        self._follow()
+        self._tag_states(self.optimizer)
+
+    def _tag(self, tensor, kind: str) -> None:
+        for part in [tensor] if is_plain(tensor) else inner_tensors(tensor):
+            block = block_of(part)
+            if block is not None and block.address in self._live:
+                self._kinds.setdefault(self._live[block.address], kind)
+
+    def peak(self) -> tuple[int, dict[str, int], list[tuple[str, str, int]]]:
+        """The most bytes that tensors took, by kind, and by kind and line."""
+        self.memory._take_back_freed()
+        self._follow()
+        total = most = when = 0
+        for i, (number, sign) in enumerate(self._moves):
+            total += sign * self._made[number][0]
+            if total > most:
+                most, when = total, i + 1
+        there = set()
+        for number, sign in self._moves[:when]:
+            there.add(number) if sign > 0 else there.discard(number)
+        kinds, lines = Counter(), Counter()
+        for number in there:
+            size, where = self._made[number]
+            kind = self._kinds.get(number) or where["kind"] or "activations"
+            kind = {"backward": "other"}.get(kind, kind)
+            kinds[kind] += size
+            lines[kind, where["line"]] += size
+        return most, {k: kinds[k] for k in KINDS if kinds[k]}, [
+            (kind, line, size) for (kind, line), size in lines.most_common()
+        ]

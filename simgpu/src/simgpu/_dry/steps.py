@@ -1,0 +1,53 @@
+"""Where a training step begins and ends: at the calls of `Optimizer.step`.
+
+A step lasts from one call's end to the next one's, of the optimizer that was first to
+step; so it has all that the program does once for each batch.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+
+class Over(BaseException):
+    """Enough steps have been seen: the program is left."""
+
+
+class Steps:
+    """Counts the steps of a program.
+
+    Args:
+        most: after which it is left.
+        before: called before an optimizer steps, with it.
+        after: called after the first optimizer has stepped.
+    """
+
+    def __init__(self, most: int, before: Callable, after: Callable):
+        self.most, self.done = most, 0
+        self._before, self._after = before, after
+        self._first: torch.optim.Optimizer | None = None
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._begins),
+            register_optimizer_step_post_hook(self._ends),
+        ]
+
+    def _begins(self, optimizer, args, kwargs) -> None:
+        self._before(optimizer)
+
+    def _ends(self, optimizer, args, kwargs) -> None:
+        if self._first is None:
+            self._first = optimizer
+        if optimizer is self._first:
+            self.done += 1
+            self._after()
+            if self.done >= self.most:
+                raise Over
+
+    def close(self) -> None:
+        """No hook of it is left."""
+        for hook in self._hooks:
+            hook.remove()
