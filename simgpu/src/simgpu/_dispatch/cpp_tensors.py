@@ -26,6 +26,7 @@ _DISPATCH = Path(__file__).parent
 # torch._disable_dynamo's
 _MACHINERY = {
     *map(str, _DISPATCH.glob("*.py")),
+    *map(str, (_DISPATCH.parent / "_dry").glob("*.py")),
     torch_compile.__file__,
     str(Path(torch.__file__).parent / "_dynamo" / "eval_frame.py"),
 }

@@ -21,7 +21,9 @@ def widened(function: Callable) -> Callable:
     """A function that takes half precision in float32, and rounds all results."""
 
     def compute(*args, **kwargs):
-        half = next(v.dtype for v in (*args, *kwargs.values()) if is_half(v))
+        half = next((v.dtype for v in (*args, *kwargs.values()) if is_half(v)), None)
+        if half is None:
+            return function(*args, **kwargs)
         wide = {name: v.float() if is_half(v) else v for name, v in kwargs.items()}
         out = function(*(v.float() if is_half(v) else v for v in args), **wide)
         if isinstance(out, torch.Tensor):

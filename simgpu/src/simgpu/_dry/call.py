@@ -4,6 +4,7 @@ import torch
 
 from simgpu import _runtime as state
 from simgpu._compat import DisableTorchDispatch, DisableTorchFunction
+from simgpu._dispatch.operation import operation_of
 from simgpu._dispatch.operation_call import Call
 from simgpu._dry import values
 from simgpu._errors import NotSimulated
@@ -28,78 +29,81 @@ class DryCall(Call):
     @property
     def func(self):
         """What computes it: the operation's own, or what stands for it."""
-        return _Function(self)
+        return _Function(self, self._func)
 
     @func.setter
     def func(self, func) -> None:
         self._func = func
 
-    def _execute(self, *args, **kwargs):
+    def _execute(self, func, args, kwargs):
         __tracebackhide__ = True
+        if hasattr(func, "asks"):
+            return func(*args, **kwargs)
         operation = self.operation
+        if isinstance(func, torch._ops.OpOverload):
+            operation = operation_of(func)
         tensors = values.tensors_of(args, kwargs)
         if operation.silent:
-            return self._func(*args, **kwargs)
+            return func(*args, **kwargs)
         with DisableTorchFunction(), DisableTorchDispatch():
             unknown = [tensor for tensor in tensors if values.is_unknown(tensor)]
             if operation.name in _READERS:
                 if unknown:
-                    return self._read(unknown[0], args)
-                return self._func(*args, **kwargs)
-        if not unknown and self._is_small(tensors, args, kwargs):
-            out = self._func(*args, **kwargs)
+                    return self._read(unknown[0])
+                return func(*args, **kwargs)
+        if not unknown and self._is_small(operation, func, tensors, args, kwargs):
+            out = func(*args, **kwargs)
             return out
         with DisableTorchFunction(), DisableTorchDispatch(), torch.no_grad():
-            return self._skip(args, kwargs)
+            return self._skip(operation, func, args, kwargs)
 
     # -- what is computed --------------------------------------------------------------
 
-    def _is_small(self, tensors, args, kwargs) -> bool:
+    def _is_small(self, operation, func, tensors, args, kwargs) -> bool:
         on_host = not any(self.gpus)
         for tensor in tensors:
             if tensor.is_meta or tensor.layout is not torch.strided:
                 return True  # of which PyTorch computes nothing, or what we leave to it
             if not values.fits(tensor.nbytes, tensor.dtype, on_host):
                 return False
-        if not self.operation.makes or self._is_dynamic(args):
+        if not operation.makes or self._is_dynamic(operation, args):
             return True
         with DisableTorchFunction(), DisableTorchDispatch(), torch.no_grad():
             try:
-                found = values.result_of(self._shaper, args, kwargs)
+                found = values.result_of(self._shaper(func), args, kwargs)
             except RuntimeError:  # the operation itself will say what is wrong
                 return True
         if found is None:
             return True
         return all(values.fits(p.nbytes, p.dtype, on_host) for p in found.tensors())
 
-    def _is_dynamic(self, args) -> bool:
+    def _is_dynamic(self, operation, args) -> bool:
         """Whether the shape of its result depends on values."""
-        if torch.Tag.dynamic_output_shape in self.operation.func.tags:
-            if self.operation.name not in ("index", "_unsafe_index"):
+        if torch.Tag.dynamic_output_shape in operation.func.tags:
+            if operation.name not in ("index", "_unsafe_index"):
                 return True
             return any(index is not None and index.dtype in _MASKS for index in args[1])
         return False
 
-    @property
-    def _shaper(self):
+    def _shaper(self, func):
         """What tells the shapes: the operation, or what computes it in its place."""
-        func = getattr(self._func, "computes", self._func)
+        func = getattr(func, "computes", func)
+        func = func._func if isinstance(func, _Function) else func
         is_operation = isinstance(func, torch._ops.OpOverload)
         return func if is_operation else self.operation.func
 
     # -- what is not -------------------------------------------------------------------
 
-    def _skip(self, args, kwargs):
+    def _skip(self, operation, func, args, kwargs):
         __tracebackhide__ = True
-        operation = self.operation
         if not operation.makes:
-            return self._skip_in_place(args, kwargs)
-        if self._is_dynamic(args):
+            return self._skip_in_place(operation, args, kwargs)
+        if self._is_dynamic(operation, args):
             raise NotSimulated(
                 f"{operation.name}, whose shape depends on values that a dry run does "
                 f"not know ({called_from()})"
             )
-        found = values.result_of(self._shaper, args, kwargs)
+        found = values.result_of(self._shaper(func), args, kwargs)
         if found is None:
             raise NotSimulated(f"{operation.func.name()} in a dry run")
         out = found.made()
@@ -107,10 +111,10 @@ class DryCall(Call):
             values.forget(out, _ASSUMED[operation.name])
         return out
 
-    def _skip_in_place(self, args, kwargs):
+    def _skip_in_place(self, operation, args, kwargs):
         """What it writes has no values afterwards; it returns what it writes."""
         written, by_name = [], {}
-        arguments = self.operation.func._schema.arguments
+        arguments = operation.func._schema.arguments
         given = {a.name: v for a, v in zip(arguments, args, strict=False)} | kwargs
         for argument in arguments:
             if argument.alias_info is None or not argument.alias_info.is_write:
@@ -118,19 +122,19 @@ class DryCall(Call):
             value = given.get(argument.name)
             by_name[frozenset(argument.alias_info.before_set)] = value
             written += [value] if isinstance(value, torch.Tensor) else value or []
-        kept = _KEPT.get(self.operation.name, ())
+        kept = _KEPT.get(operation.name, ())
         for tensor in written:
             if not any(tensor is given.get(name) for name in kept):
                 values.forget(tensor)
         returns = [
             by_name.get(frozenset(r.alias_info.before_set)) if r.alias_info else None
-            for r in self.operation.func._schema.returns
+            for r in operation.func._schema.returns
         ]
         if not returns:
             return None
         return returns[0] if len(returns) == 1 else tuple(returns)
 
-    def _read(self, tensor: torch.Tensor, args):
+    def _read(self, tensor: torch.Tensor):
         if self.operation.name in ("equal", "allclose"):
             value = True
         else:
@@ -144,16 +148,17 @@ class DryCall(Call):
 class _Function:
     """What a handler finds as `call.func`: all that the operation has, but its kernel."""
 
-    __slots__ = ("_call",)
+    __slots__ = ("_call", "_func")
 
-    def __init__(self, call: DryCall):
-        self._call = call
+    def __init__(self, call: DryCall, func):
+        self._call, self._func = call, func
 
     def __call__(self, *args, **kwargs):
-        return self._call._execute(*args, **kwargs)
+        __tracebackhide__ = True
+        return self._call._execute(self._func, args, kwargs)
 
     def __getattr__(self, name: str):
-        return getattr(self._call._func, name)
+        return getattr(self._func, name)
 
 
 # what keeps its values although the operation is not computed: no gradient is infinite
