@@ -1,5 +1,7 @@
 """An operation in a dry run: computed where its values are known, else not."""
 
+import weakref
+
 import torch
 
 from simgpu import _runtime as state
@@ -24,7 +26,7 @@ class DryCall(Call):
         NotSimulated: where a shape depends on an unknown value.
     """
 
-    __slots__ = ("_func",)
+    __slots__ = ("_func", "__weakref__")
 
     @property
     def func(self):
@@ -151,11 +153,12 @@ class _Function:
     __slots__ = ("_call", "_func")
 
     def __init__(self, call: DryCall, func):
-        self._call, self._func = call, func
+        # weak: a handler may let the call's function hold this
+        self._call, self._func = weakref.ref(call), func
 
     def __call__(self, *args, **kwargs):
         __tracebackhide__ = True
-        return self._call._execute(self._func, args, kwargs)
+        return self._call()._execute(self._func, args, kwargs)
 
     def __getattr__(self, name: str):
         return getattr(self._func, name)
