@@ -14,7 +14,6 @@ start that it is gone, and clears it. The lock on the file goes with its holder.
 out: Windows, which has no such lock; there each process has the cards to itself.
 """
 
-import atexit
 import contextlib
 import hashlib
 import mmap
@@ -24,7 +23,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from multiprocessing import util
 from pathlib import Path
 
 try:
@@ -140,7 +140,7 @@ def _new() -> tuple[int, str]:
         file, path = os.memfd_create("simgpu-cards"), ""
     else:
         file, path = tempfile.mkstemp(prefix="simgpu-cards-")
-        atexit.register(_remove, path, os.getpid())
+        _remove_at_end(path)
     os.ftruncate(file, _SIZE)
     return file, path
 
@@ -150,10 +150,14 @@ def _identity(file: int) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def _remove(path: str, pid: int) -> None:
-    if pid == os.getpid():
-        with contextlib.suppress(OSError):
-            os.unlink(path)
+def _remove_at_end(path: str) -> Callable[[], None]:
+    """Remove a file when this process ends, or now, if what is returned is called."""
+    return util.Finalize(None, _remove, (path,), exitpriority=0)
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path)
 
 
 class Ledger:
@@ -174,9 +178,7 @@ class Ledger:
         self._map = mmap.mmap(file, _SIZE)
         self._words = memoryview(self._map).cast("q")
         self.entries: list[Entry] = []
-        self._remove_at_end = made
-        if made is not None:
-            atexit.register(_remove, made, os.getpid())
+        self._remove = None if made is None else _remove_at_end(made)
         self._begin()
 
     def _begin(self) -> None:
@@ -219,8 +221,8 @@ class Ledger:
         self._map.close()
         if self._is_open():
             os.close(self._file)
-        if self._remove_at_end is not None:
-            _remove(self._remove_at_end, self.pid)
+        if self._remove is not None:
+            self._remove()
 
     def after_fork(self) -> None:
         """In a forked child: the rows are its parent's."""

@@ -37,8 +37,8 @@ def raise_host_is_full(call: Call, kwargs: dict, error: RuntimeError) -> None:
     nbytes = int(asked[1])
     gpu.memory.check_room(nbytes, call.runtime.stream_of(gpu))
     raise RuntimeError(
-        f"this machine does not have the memory for {show_bytes(nbytes)} of values that "
-        f"{gpu.name} has room for; simulate less memory, with --memory or memory=, or "
-        f"ask simgpu.estimate, which needs no values ({CANNOT_ALLOCATE}: you tried to "
-        f"allocate {nbytes} bytes.)"
+        f"this machine does not have the memory for {show_bytes(nbytes)} of values "
+        f"that {gpu.name} has room for; simulate less memory, with --memory or "
+        "memory=, or ask simgpu.estimate, which needs no values "
+        f"({CANNOT_ALLOCATE}: you tried to allocate {nbytes} bytes.)"
     ) from None

@@ -17,8 +17,8 @@ from simgpu._compat import (
     unset_dispatch_mode,
 )
 from simgpu._dispatch.factories import name_devices
-from simgpu._dispatch.host_is_full import CANNOT_ALLOCATE, raise_host_is_full
 from simgpu._dispatch.function_mode import FunctionMode
+from simgpu._dispatch.host_is_full import CANNOT_ALLOCATE, raise_host_is_full
 from simgpu._dispatch.operation import known_operations, operation_of
 from simgpu._dispatch.operation_call import Call
 from simgpu._dispatch.without_values import CallWithoutValues
