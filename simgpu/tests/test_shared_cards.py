@@ -1,5 +1,6 @@
 """Processes that share a card share its memory, whoever has started them."""
 
+import json
 import os
 import re
 import signal
@@ -38,23 +39,24 @@ def one():
 # Its processes need no PyTorch.
 
 OTHER = """
-import sys
+import json, sys
 from simgpu._device import ledger
 
-entry = ledger.join(("a machine",)).entry(int(sys.argv[1]))
+card, machine, capacity = json.loads(sys.argv[1])
+entry = ledger.join(tuple(machine)).entry(card)
 for line in sys.stdin:
-    print(entry.grow(int(line), 1000), flush=True)
+    print(entry.grow(int(line), capacity), flush=True)
 """
 
 
 class Other:
     """Another process of the machine, that has what it is told to have."""
 
-    def __init__(self, card: int = 0, **environ: str):
+    def __init__(self, card=0, machine=("a machine",), capacity=1000, **environ):
         folder = Path(simgpu.__file__).parents[1]
         paths = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
         self.process = subprocess.Popen(
-            [sys.executable, "-c", OTHER, str(card)],
+            [sys.executable, "-c", OTHER, json.dumps([card, machine, capacity])],
             env={**os.environ, "PYTHONPATH": paths, **environ},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -171,6 +173,84 @@ def test_a_forked_child_has_rows_of_its_own(book):
     assert os.read(read, 1000) == repr((False, True, {os.getpid(): 500})).encode()
     assert mine.grow(1000, 1000)
     os.close(read), os.close(write)
+
+
+# -- beside another process ------------------------------------------------------------
+
+
+@pytest.fixture
+def beside(request):
+    """Another process on card 1, and how this one has started its GPUs."""
+    how = getattr(request, "param", {})
+    simgpu.start(2, memory="1GB", **how)
+    machine = (2, simgpu.CARDS["A100"].name, GIB)
+    other = Other(1, machine, GIB)
+    yield other
+    other.end()
+    simgpu.stop()
+
+
+def take(mib: int, device: int = 1) -> torch.Tensor:
+    return torch.empty(mib * MIB, dtype=torch.uint8, device=device)
+
+
+@pytest.mark.parametrize("settings", ["", "expandable_segments:True"])
+@pytest.mark.filterwarnings("ignore:simgpu. expandable_segments")
+def test_the_cache_is_emptied_where_others_have_the_rest(beside, settings):
+    torch._C._accelerator_setAllocatorSettings(settings)
+    take(300)
+    assert beside.grow(700 * MIB) and torch.cuda.memory_reserved(1) == 300 * MIB
+    assert not beside.grow(725 * MIB)
+    x = take(320)
+    assert torch.cuda.memory_stats(1)["num_alloc_retries"] == 1
+    assert torch.cuda.mem_get_info(1) == (4 * MIB, GIB) and x.is_cuda
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        take(6)  # which needs a segment of 20 MiB
+    assert (
+        "Tried to allocate 20.00 MiB. GPU 1 has a total capacity of 1024.00 MiB of "
+        "which 4.00 MiB is free. "
+    ) in str(raised.value)
+    assert sorted(SHOWN.findall(str(raised.value))) == [
+        (f"Process {beside.pid}", "700.00 MiB"), ("this process", "320.00 MiB")
+    ]  # fmt: skip
+    beside.end(signal.SIGKILL)
+    assert take(600).is_cuda and take(1000, device=0).is_cuda
+
+
+def test_a_fraction_is_of_the_whole_card_and_of_one_process(beside):
+    assert beside.grow(600 * MIB)
+    torch.cuda.set_per_process_memory_fraction(0.5, 1)
+    with pytest.raises(torch.OutOfMemoryError, match=r"424.00 MiB is free.*512.00 MiB "
+                       "allowed"):  # fmt: skip
+        take(430)
+    x = take(424)
+    torch.cuda.set_per_process_memory_fraction(0.25, 1)
+    del x
+    assert take(420).is_cuda  # of the cache
+    assert beside.grow(100 * MIB)
+    torch.cuda.empty_cache()
+    with pytest.raises(torch.OutOfMemoryError, match="924.00 MiB is free"):
+        take(300)
+
+
+@pytest.mark.parametrize("beside", [{"overhead": True}], indirect=True)
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda: torch.cuda.set_device(1),
+        lambda: torch.cuda.mem_get_info(1),
+        lambda: torch.cuda.synchronize(1),
+        lambda: torch.cuda.Stream(1),
+        lambda: torch.zeros(1).cuda(1),
+    ],
+)
+def test_a_card_without_room_for_a_context_cannot_be_used(beside, use):
+    assert beside.grow(GIB - CONTEXT + 1)
+    with pytest.raises(torch.AcceleratorError, match="CUDA error: out of memory\n"):
+        use()
+    assert torch.cuda.mem_get_info(0)[0] == GIB - CONTEXT
+    assert beside.grow(GIB - CONTEXT - 20 * MIB)
+    use()
 
 
 # -- one process -----------------------------------------------------------------------
@@ -300,6 +380,25 @@ def test_a_rank_that_uses_gpu_0_by_mistake_has_a_context_there():
     assert used - of_1 == CONTEXT + 20 * MIB
 
 
+def without_room_for_nccl() -> str:
+    import torch.distributed as dist
+
+    from simgpu._device import overhead
+
+    overhead.NCCL_BUFFERS = 2**40
+    dist.init_process_group("nccl")
+    torch.cuda.set_device(int(os.environ["RANK"]))
+    try:
+        dist.all_reduce(torch.ones(1, device="cuda"))
+    except dist.DistBackendError as error:
+        return str(error)
+
+
+def test_nccl_names_a_card_that_is_full():
+    found = run_ranks(without_room_for_nccl, 2)
+    assert all(text.endswith("Cuda failure 2 'out of memory'") for text in found)
+
+
 held = []
 
 
@@ -362,52 +461,45 @@ def test_visible_devices_name_cards_of_the_machine(tmp_path):
     assert lines(done) == ["0 724 724", "1 724 724"]
 
 
-@pytest.mark.parametrize("launcher", [["torchrun"], ["--nodes", 2, "torchrun"]])
-def test_ranks_behind_the_command_share_the_cards_of_their_node(tmp_path, launcher):
+def test_ranks_behind_the_command_share_the_cards_of_their_node(tmp_path):
     script = tmp_path / "all_on_0.py"
     script.write_text(ALL_ON_0.replace("[rank]", "[int(os.environ['LOCAL_RANK'])]"))
-    nodes = 2 if "--nodes" in launcher else 1
     done = programs.simulated(
-        tmp_path, "--gpus", 2, "--memory", "1GB", *launcher, "--standalone",
-        "--nproc-per-node", 2 * nodes, script,
+        tmp_path, "--gpus", 2, "--memory", "1GB", "--nodes", 2, "torchrun",
+        "--standalone", "--nproc-per-node", 4, script,
     )  # fmt: skip
-    assert lines(done) == [f"{rank} 424 1024" for rank in range(2 * nodes)]
+    assert lines(done) == [f"{rank} 424 1024" for rank in range(4)]
 
 
 SPAWNS = """
-import os, signal, sys, time, torch
+import os, signal, torch
 import torch.multiprocessing as mp
 
 def free():
     return torch.cuda.mem_get_info(0)[0] // 2**20
 
-def work(get, put, kill):
+def work(get, put):
     x = torch.ones(100 * 2**20, dtype=torch.uint8, device="cuda:0")
-    put.put(x[:1].cpu().item())
+    put.put("has it")
     received = get.get(timeout=60)
     put.put((free(), torch.cuda.memory_reserved(0), received.nbytes))
     get.get(timeout=60)
-    if kill:
-        os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 if __name__ == "__main__":
     torch.cuda.set_device(0)
-    for kill in (False, True):
-        context = mp.get_context("spawn")
-        get, put = context.Queue(), context.Queue()
-        process = context.Process(target=work, args=(get, put, kill))
-        process.start()
-        assert put.get(timeout=60) == 1
-        sent = torch.ones(50 * 2**20, dtype=torch.uint8, device="cuda:0")
-        get.put(sent)
-        print(free(), *put.get(timeout=60))
-        assert str(process.pid) in torch.cuda.list_gpu_processes(0)
-        get.put("end")
-        process.join(60)
-        print(process.exitcode, free())
-        del sent
-        torch.cuda.ipc_collect()
-        torch.cuda.empty_cache()
+    context = mp.get_context("spawn")
+    get, put = context.Queue(), context.Queue()
+    process = context.Process(target=work, args=(get, put))
+    process.start()
+    assert put.get(timeout=60) == "has it"
+    sent = torch.ones(50 * 2**20, dtype=torch.uint8, device="cuda:0")
+    get.put(sent)
+    print(free(), *put.get(timeout=60))
+    assert str(process.pid) in torch.cuda.list_gpu_processes(0)
+    get.put("end")
+    process.join(60)
+    print(process.exitcode, free())
 """
 
 
@@ -419,7 +511,7 @@ def test_a_spawned_process_shares_the_card_until_it_ends(tmp_path):
     assert done.status == 0, done.stderr
     free = 512 - 100 - 50
     told = f"{free} {free} {100 * MIB} {50 * MIB}"
-    assert done.stdout.splitlines() == [told, f"0 {512 - 50}", told, f"-9 {512 - 50}"]
+    assert done.stdout.splitlines() == [told, f"-9 {512 - 50}"]
 
 
 PLAIN = """

@@ -13,6 +13,8 @@ from simgpu._device.ledger import Entry
 
 _NO_ROOM = (
     "CUDA error: out of memory\n"
+    "Search for `cudaErrorMemoryAllocation' in https://docs.nvidia.com/cuda/cuda-"
+    "runtime-api/group__CUDART__TYPES.html for more information.\n"
     "CUDA kernel errors might be asynchronously reported at some other API call, so "
     "the stacktrace below might be incorrect.\n"
     "For debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"

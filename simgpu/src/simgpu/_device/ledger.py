@@ -19,7 +19,6 @@ import hashlib
 import mmap
 import os
 import stat
-import sys
 import tempfile
 import threading
 import time
@@ -35,7 +34,7 @@ except ImportError:  # Windows
 VARIABLE = "SIMGPU_CARDS"  # names the file to processes that this one starts
 FILE = "cards"  # its name in a folder of a command or job
 CARDS_OF_NODE = 64  # numbers of cards that are kept for each node
-_HAS_PROC = sys.platform == "linux"
+_HAS_PROC = os.path.exists("/proc/self/stat")
 _SECONDS = 10.0  # that one waits for the lock, which is held for microseconds
 _SHORTEST, _LONGEST = 2e-5, 1e-3  # seconds between two tries
 _STOPPED = (
