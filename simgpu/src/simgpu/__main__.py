@@ -41,6 +41,7 @@ import simgpu
 from simgpu import _child_commands as child_commands
 from simgpu import _failures as failures
 from simgpu import _launchers as launchers
+from simgpu._device import ledger
 from simgpu._options import options
 from simgpu._switch import wanted
 
@@ -94,6 +95,7 @@ def _check_real(parsed) -> None:
 
 def _start(parsed) -> None:
     """Simulate the GPUs, for this process and those that it starts."""
+    os.environ.pop(ledger.VARIABLE, None)  # this command has cards of its own
     if parsed.children:
         os.environ.update(launchers.hand_down(parsed))
     else:

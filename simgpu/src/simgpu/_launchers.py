@@ -19,6 +19,7 @@ from pathlib import Path
 
 from simgpu import _failures as failures
 from simgpu._child_commands import VARIABLE
+from simgpu._device import ledger
 from simgpu._launch import shown
 
 LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch",
@@ -64,7 +65,10 @@ def run(found, simulated: bool) -> int:
     with tempfile.TemporaryDirectory(prefix="simgpu") as folder:
         environ, command = dict(os.environ), found.command
         if simulated:
-            environ |= hand_down(found, folder)
+            cards, failed = Path(folder) / ledger.FILE, Path(folder) / "failed"
+            ledger.create(cards)
+            failed.mkdir()
+            environ |= hand_down(found, str(failed)) | {ledger.VARIABLE: str(cards)}
         if simulated and _CAN_FORK and not found.no_fork and _is_elastic(command):
             command = [sys.executable, "-u", str(_BECOME), *command]
             environ = shown.with_room(environ)
@@ -79,8 +83,8 @@ def run(found, simulated: bool) -> int:
         interrupted = signal.SIG_IGN if sys.stdin and sys.stdin.isatty() else pass_on
         signal.signal(signal.SIGINT, interrupted)
         status = process.wait()
-        if status:
-            failures.show_first(Path(folder))
+        if status and simulated:
+            failures.show_first(failed)
     return 128 - status if status < 0 else status
 
 

@@ -8,7 +8,7 @@ import threading
 import weakref
 from typing import Any
 
-from simgpu._device import overhead
+from simgpu._device import ledger, overhead
 from simgpu._device.gpu import Gpu
 from simgpu._device.host_memory import HostMemory
 from simgpu._device.settings import Settings
@@ -95,7 +95,7 @@ class Runtime:
         for gpu in self.gpus:
             gpu.memory.clock = self.clock
             if request.overhead:
-                gpu.memory.outside["context"] = overhead.CONTEXT
+                gpu.memory.share.outside["context"] = overhead.CONTEXT
                 gpu.workspaces = Workspaces(gpu.memory)
 
         self.raw_blocks: dict[int, tuple] = {}  # address -> (GPU, block), asked for raw
@@ -135,6 +135,7 @@ class Runtime:
         self.gloo_groups: list = []
         self.device_maps: dict[str, dict] = {}  # of torch.distributed.rpc, by worker
         self.for_children: dict | None = None  # `start()` of spawned processes
+        self.ledger: ledger.Ledger | None = None  # what other processes have in use
 
     def count(self) -> int:
         """GPUs that the program can see; asking does not initialise CUDA."""
@@ -167,6 +168,22 @@ class Runtime:
             raise RuntimeError("No CUDA GPUs are available")
         self.initialized = True
 
+    def share_cards(self) -> None:
+        """From now on the other processes of the machine use the same cards."""
+        number, card, total, *_ = self.request
+        self.ledger = ledger.join((number, card.name, total))
+        if self.ledger is not None:
+            for ordinal, gpu in enumerate(self.machine):
+                gpu.memory.share.entry = self.ledger.entry(ordinal)
+
+    def leave_cards(self) -> None:
+        """This process uses the cards no more."""
+        for gpu in self.machine:
+            gpu.memory.share.entry = None
+        if self.ledger is not None:
+            self.ledger.leave()
+            self.ledger = None
+
     def stream_of(self, gpu: Gpu) -> int:
         """The number of this thread's current stream on a GPU."""
         return self.thread.streams.get(gpu.index, 0)
@@ -184,5 +201,9 @@ class Runtime:
         self.sanitizer.lock._at_fork_reinit()
         self.host_memory.lock._at_fork_reinit()
         self.forked = self.visible_fixed
+        if self.ledger is not None:
+            self.ledger.after_fork()
+            for gpu in self.machine:
+                gpu.memory.share.has_context = False
         # their threads are in the parent, and whoever lets go of them waits for these
         self.gloo_groups_of_parent, self.gloo_groups = self.gloo_groups, []

@@ -85,7 +85,9 @@ def start(
             f"{state.running.request.number} simulated GPUs are running; call "
             "simgpu.stop() before you start others"
         )
-    _begin(Runtime(request, honour_visible))
+    runtime = Runtime(request, honour_visible)
+    _begin(runtime)
+    runtime.share_cards()
 
 
 def _begin(runtime: Runtime) -> None:
@@ -174,6 +176,7 @@ def _exit(runtime: Runtime) -> None:
         runtime.patches.undo()
         for gpu in runtime.gpus:
             gpu.alive = False
+        runtime.leave_cards()
         state.running = None
 
 

@@ -2,14 +2,13 @@
 
 A module of this name stands in `sys.modules` while GPUs are simulated, also where the
 package is not installed. Models: the GPUs of the machine, whatever CUDA_VISIBLE_DEVICES
-hides; the memory that this process has in use, with the context and the cache of the
-allocator; and the share of the last second of simulated time in which kernels ran.
-Leaves out: other processes, each of which has a machine of its own; temperature and
-power, which are refused by name; clocks that change: a card always has its highest.
+hides; the memory that each process of the machine has in use, with its context and the
+cache of its allocator; and the share of the last second of simulated time in which
+kernels of this process ran. Leaves out: temperature and power, which are refused by
+name; clocks that change: a card always has its highest.
 """
 
 import importlib.machinery
-import os
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -18,6 +17,7 @@ from simgpu._api.devices import CUDA_VERSION, known_gpu
 from simgpu._api.properties import DeviceProperties
 from simgpu._api.refused import refuse
 
+_NO_INSTANCE = 0xFFFFFFFF  # the card is not divided (MIG)
 _PERIOD = 1.0  # seconds of simulated time that utilization is about
 _DRIVER_VERSION = "580.00 (simulated)"  # the first that CUDA 13.0 runs on is an R580
 # Source: NVML's reference, nvmlReturn_t
@@ -104,8 +104,9 @@ class Nvml:
     def memory(self, gpu, version=None) -> SimpleNamespace:
         """Bytes of the card."""
         self._check()
-        total, free = gpu.memory.total, gpu.memory.free_on_card
-        found = SimpleNamespace(total=total, free=free, used=total - free)
+        total = gpu.memory.total
+        used = sum(gpu.memory.share.processes().values())
+        found = SimpleNamespace(total=total, free=total - used, used=used)
         if version is not None:
             found.version, found.reserved = version, 0
         return found
@@ -126,13 +127,14 @@ class Nvml:
         return SimpleNamespace(gpu=_percent(ran, *span), memory=_percent(used, *span))
 
     def processes(self, gpu) -> list[SimpleNamespace]:
-        """This process, if it has used CUDA."""
+        """Those that use CUDA on a card."""
         self._check()
-        runtime = state.current()
-        if not runtime.initialized or gpu not in runtime.gpus:
-            return []
-        used = gpu.memory.total - gpu.memory.free_on_card
-        return [SimpleNamespace(pid=os.getpid(), usedGpuMemory=used)]
+        found = gpu.memory.share.processes()
+        return [
+            SimpleNamespace(pid=pid, usedGpuMemory=used, gpuInstanceId=_NO_INSTANCE,
+                            computeInstanceId=_NO_INSTANCE)
+            for pid, used in found.items()
+        ]  # fmt: skip
 
     def no_processes(self, gpu) -> list:
         self._check()

@@ -51,6 +51,7 @@ class Stream:
             return self
         gpu = gpu_named(device)
         priority = min(max(priority, PRIORITIES[1]), PRIORITIES[0])
+        gpu.memory.share.open_context()
         number = next(gpu.stream_counts[priority]) % POOL  # one step for all threads
         self._become(gpu, 1 + number - priority * POOL)
         runtime.sanitizer.watch_accesses()

@@ -18,6 +18,7 @@ from simgpu._compat import (
 )
 from simgpu._dispatch.factories import name_devices
 from simgpu._dispatch.function_mode import FunctionMode
+from simgpu._dispatch.host_is_full import CANNOT_ALLOCATE, raise_host_is_full
 from simgpu._dispatch.operation import known_operations, operation_of
 from simgpu._dispatch.operation_call import Call
 from simgpu._dispatch.without_values import CallWithoutValues
@@ -68,7 +69,12 @@ class DispatchMode(TorchDispatchMode):
         call = kind(self.runtime, operation, func, args, kwargs or _NO_KWARGS)
         if below and _active_mode(_PROXY) is not None:
             return trace(call, types)
-        return operation.run(call)
+        try:
+            return operation.run(call)
+        except RuntimeError as error:
+            if CANNOT_ALLOCATE in str(error):
+                raise_host_is_full(call, kwargs or _NO_KWARGS, error)
+            raise
 
 
 def trace(call: Call, types):

@@ -17,6 +17,11 @@ _DUPLICATE = (
     "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\n"
     "Last error:\nDuplicate GPU detected : rank {} and rank {} both on CUDA device {}"
 )
+_NO_ROOM = (
+    "NCCL error: unhandled cuda error (run with NCCL_DEBUG=INFO for details)\n"
+    "ncclUnhandledCudaError: Call to CUDA function failed.\n"
+    "Last error:\nCuda failure 2 'out of memory'"
+)
 _MOVED = (
     "rank {} has used this process group on cuda:{} and comes with a tensor on cuda:{} "
     "now. NCCL would wait for a second connection, which the other ranks may never "
@@ -126,10 +131,12 @@ class Communicator:
             if first != member and me in (first, member):
                 both = _DUPLICATE.format(me, first + member - me, gpu.ordinal)
                 raise dist.DistBackendError(both)
+        share = gpu.memory.share
+        if "context" in share.outside and len(self.ranks) > 1:
+            if not share.take_outside(f"NCCL {self.name}", overhead.NCCL_BUFFERS):
+                raise dist.DistBackendError(_NO_ROOM)
         self.ordinal, self.guessed = gpu.ordinal, guess
         self.cluster.connecting.remove(self.name)
-        if "context" in gpu.memory.outside and len(self.ranks) > 1:
-            gpu.memory.outside[f"NCCL {self.name}"] = overhead.NCCL_BUFFERS
         last = max(range(len(all_here)), key=lambda i: (all_here[i][2], -i))
         clock.host_waits(
             all_here[last][2], f"connect, wait for rank {self.ranks[last]}"
@@ -152,4 +159,4 @@ class Communicator:
     def close(self, gpus: list) -> None:
         """The group is destroyed: its buffers are given back."""
         for gpu in gpus:
-            gpu.memory.outside.pop(f"NCCL {self.name}", None)
+            gpu.memory.share.give_back_outside(f"NCCL {self.name}")
