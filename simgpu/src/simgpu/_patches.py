@@ -36,6 +36,7 @@ from simgpu._api import (
     fake_tensors,
     function_modes,
     functions,
+    gradient_hooks,
     making,
     memory,
     moving,
@@ -57,6 +58,7 @@ from simgpu._api import (
 from simgpu._api.asking import Property
 from simgpu._api.patch import Patch, patches
 from simgpu._compat import (
+    HookMixin,
     PythonStorageBase,
     device_constructors,
     is_absent,
@@ -228,6 +230,14 @@ def _torch() -> list[Patch]:
         *patches(
             torch.autograd, "the engine compares the devices of gradients",
             _engine_run_backward=autograd.run_backward,
+        ),
+        *patches(
+            torch.Tensor, "the engine compares what hooks return",
+            register_hook=gradient_hooks.register_hook,
+        ),
+        *patches(
+            HookMixin, "the engine compares what hooks return",
+            _register_hook=staticmethod(gradient_hooks.register),
         ),
         *patches(
             torch.autograd.Function, "its node must know where its tensors are",
