@@ -89,8 +89,6 @@ _NAMES: dict[str, dict[str, str]] = {
         "current_graph_task_id": "torch._C._current_graph_task_id",
         "raw_run_backward": "torch.autograd._engine_run_backward",
         "execution_engine": "torch.autograd.Variable._execution_engine",
-        "raw_register_hook": "torch.Tensor.register_hook",
-        "HookMixin": "torch.autograd.function._HookMixin",
     },
     "backward in place": {
         "disable_modes": "torch.utils._python_dispatch._disable_current_modes",

@@ -30,6 +30,7 @@ from simgpu._api import (
     cuda_events,
     cudart,
     data_parallel,
+    device_checks,
     devices,
     dropout,
     extensions,
@@ -54,11 +55,11 @@ from simgpu._api import (
     tensor_types,
     threads,
     torchscript,
+    warning_lines,
 )
 from simgpu._api.asking import Property
 from simgpu._api.patch import Patch, patches
 from simgpu._compat import (
-    HookMixin,
     PythonStorageBase,
     device_constructors,
     is_absent,
@@ -216,8 +217,10 @@ def _torch() -> list[Patch]:
             torch.nn.functional, "it calls this where the function mode is off",
             scaled_dot_product_attention=attention.in_functional,
         ),
+        *device_checks.rows(),
         *extensions.rows(),
         *torchscript.rows(),
+        *warning_lines.rows(),
         *patches(
             torch_C, "PyTorch's tests count the modes that they leave behind",
             _len_torch_function_stack=function_modes.length,
@@ -236,7 +239,7 @@ def _torch() -> list[Patch]:
             register_hook=gradient_hooks.register_hook,
         ),
         *patches(
-            HookMixin, "the engine compares what hooks return",
+            torch.autograd.Function, "the engine compares what hooks return",
             _register_hook=staticmethod(gradient_hooks.register),
         ),
         *patches(

@@ -1,34 +1,39 @@
 """Hooks of backward whose gradient is on another device than the one they were given.
 
-PyTorch's engine compares the type of both (`check_variable_result`), which a CPU tensor
-in the place of a GPU's changes. Another GPU's passes there; what the next node makes of
-it is refused (`validate_outputs`), unless that is a leaf, which takes it. Tensors, nodes
-and modules register their hooks through the two functions here.
+PyTorch compares the type of both (`check_variable_result`), which a CPU tensor in the
+place of a GPU's changes. Another GPU's passes there; what the next node makes of it is
+refused (`validate_outputs`), unless that is a leaf, which takes it. Tensors, nodes and
+modules register their hooks through the two functions here.
 """
 
 import functools
+from collections import OrderedDict
 
 import torch
 from torch.autograd.function import BackwardCFunction
+from torch.utils.hooks import RemovableHandle
 
-from simgpu._compat import HookMixin, current_autograd_node, raw_register_hook
+from simgpu._compat import current_autograd_node
 from simgpu._device.gpu import Gpu
 from simgpu._dispatch.backward import gpu_of_backward
 from simgpu._dispatch.errors import type_name
 from simgpu._dispatch.named_devices import HOST
 from simgpu._dispatch.placement import gpu_of
 
-_raw_register = HookMixin._register_hook
+_raw_register_hook = torch.Tensor.register_hook
 
 
 def register_hook(self, hook):
     """`Tensor.register_hook`"""
-    return raw_register_hook(self, _checked(hook))
+    return _raw_register_hook(self, _checked(hook))
 
 
 def register(backward_hooks, hook):
     """What C++ calls for `register_hook` and `register_prehook` of a node."""
-    return _raw_register(backward_hooks, _checked(hook))
+    hooks = OrderedDict() if backward_hooks is None else backward_hooks
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = _checked(hook)
+    return hooks, handle
 
 
 def _checked(hook):

@@ -12,11 +12,8 @@ from simgpu._dispatch.named_devices import HOST
 from simgpu._dispatch.placement import gpu_of, tensors_in
 
 _raw_type = torch.Tensor.type
-# operations that CUDA runs as another one: name -> (that one, argument -> argument)
-_RUNS_AS = {
-    "convolution": ("cudnn_convolution", {"input": "self"}),
-    "mv": ("addmv_out", {"self": "mat"}),
-}
+# operations that CUDA runs as another one, whose name is that of its function
+_RUNS_AS = {"convolution": "_cudnn_convolution", "mv": "addmv_out_out"}
 TYPE_NAMES = {
     torch.float32: "FloatTensor", torch.float64: "DoubleTensor",
     torch.float16: "HalfTensor", torch.bfloat16: "BFloat16Tensor",
@@ -65,7 +62,6 @@ def mismatch(call, gpus: list) -> str:
                 )
         if devices[1] == devices[0]:  # the bias is added to the result
             return _words_of_iterator([(t, d) for _, t, d in operands])
-    name, renamed = _RUNS_AS.get(name, (name, {}))
     entry = declaration(func)
     if "structured: True" in entry and "structured_inherits" not in entry:
         name_of_first, _, out = operands[0]
@@ -74,15 +70,29 @@ def mismatch(call, gpus: list) -> str:
             return (
                 f"Expected out tensor to have device {others[0]}, but got {out} instead"
             )
-    if "NoCheck" in entry or not (has_cuda_kernel(entry) or renamed):
+    if "NoCheck" in entry or not (has_cuda_kernel(entry) or name in _RUNS_AS):
         return _words_of_iterator([(t, d) for _, t, d in operands])
     first = next(device for _, _, device in operands)
-    argument, its = next((n, d) for n, _, d in operands if d != first)
+    for argument, _, its in operands:
+        if its != first:
+            return differs(argument, its, first, _method(call, entry))
+    # an argument that is given by name alone: CUDA's kernel meets it
+    return _words_of_iterator([*zip(tensors, devices, strict=True)])
+
+
+def differs(argument: str, device, others, method: str) -> str:
+    """What CUDA says of one argument that is not where those before it are.
+
+    Args:
+        argument: its name.
+        device: where it is.
+        others: where they are.
+        method: the name of CUDA's function, as torchgen makes it.
+    """
     return (
-        "Expected all tensors to be on the same device, but got "
-        f"{renamed.get(argument, argument)} is on {its}, different from other tensors "
-        f"on {first} (when checking argument in method "
-        f"wrapper_CUDA_{_method(func, name, entry)})"
+        f"Expected all tensors to be on the same device, but got {argument} is on "
+        f"{device}, different from other tensors on {others} (when checking argument "
+        f"in method wrapper_CUDA_{method})"
     )
 
 
@@ -120,10 +130,16 @@ def _words_of_iterator(operands: list[tuple]) -> str:
     )
 
 
-def _method(func, name: str, entry: str) -> str:
+def _method(call, entry: str) -> str:
     """The name of CUDA's function, as torchgen makes it."""
+    func = call.operation.func
+    name = func._schema.name.removeprefix("aten::")
     overload = func._schema.overload_name
     out = "_out" if any(a.is_out for a in func._schema.arguments) else ""
+    if name == "convolution" and call.args[6]:
+        return "_cudnn_convolution_transpose"
+    if name in _RUNS_AS:
+        return _RUNS_AS[name]
     if "structured" in entry:
         return f"{name}{out}_{overload}" if overload else f"{name}{out}"
     return f"{overload}_{name}{out}"

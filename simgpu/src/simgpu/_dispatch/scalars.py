@@ -13,9 +13,9 @@ import functools
 
 import torch
 
-from simgpu._compat import raw_register_hook
 from simgpu._dispatch.declarations import declaration, has_cuda_kernel
 
+_raw_register_hook = torch.Tensor.register_hook
 # TensorIterator is not told that scalars may join
 _WITHOUT_SCALARS = {"addcdiv", "addcdiv_", "binary_cross_entropy"}
 _TOO_MANY = "Trying to pass too many CPU scalars to non-CPU kernel!"
@@ -72,4 +72,4 @@ def send_gradient_back(runtime, scalar: torch.Tensor) -> None:
     if scalar.requires_grad and scalar not in runtime.scalars_with_hook:
         runtime.scalars_with_hook.add(scalar)
         device = scalar.device
-        raw_register_hook(scalar, lambda gradient: gradient.to(device))
+        _raw_register_hook(scalar, lambda gradient: gradient.to(device))

@@ -6,17 +6,18 @@ of the two, decides whether the host waits. Sources: see `scalars.py`.
 
 import torch
 
-from simgpu._compat import DispatchKey
+from simgpu._compat import has_kernel
 from simgpu._device.gpu import Gpu
 from simgpu._dispatch import factories, in_place
 from simgpu._dispatch.copies import log_copy, read_back
 from simgpu._dispatch.cpp_tensors import is_of_this_call
 from simgpu._dispatch.mode import DispatchMode
 from simgpu._dispatch.named_devices import HOST
-from simgpu._dispatch.operation import handles
+from simgpu._dispatch.operation import OF_ANY_DEVICE, handles
 from simgpu._dispatch.operation_call import Call
 from simgpu._dispatch.placement import gpu_of, gpus_of, tensors_in
 from simgpu._dispatch.scalars import send_gradient_back
+from simgpu._dispatch.special import decompose
 
 aten = torch.ops.aten
 _WITH_NUMBER = {
@@ -24,6 +25,7 @@ _WITH_NUMBER = {
     "index_fill_": aten.index_fill_.int_Scalar,
     "masked_fill_": aten.masked_fill_.Scalar,
 }
+_WHERE = {aten.where.self, aten.where.self_out}
 _PUTS = {"index_put", "index_put_", "_index_put_impl_"}
 _ON_HOST_OR_SAME = (
     "indices should be either on cpu or on the same device as the indexed tensor ({})"
@@ -61,9 +63,24 @@ def run_parts_if_apart(call: Call):
     __tracebackhide__ = True
     if len(call.gpus) < 2 or not _are_apart(call):
         return call.run_on(call.gpus[0] if call.gpus else None)
+    name = call.func.name()
+    key = next(key for key in OF_ANY_DEVICE if has_kernel(name, key))
     with DispatchMode(call.runtime):
-        key = DispatchKey.CompositeExplicitAutograd
         return call.func._op_dk(key, *call.args, **call.kwargs)
+
+
+@handles("block_diag")
+def block_diag(call: Call):
+    """Its parts are copies, which cross devices; so it compares them first."""
+    __tracebackhide__ = True
+    for i, gpu in enumerate(call.gpus):
+        if gpu is not call.gpus[0]:
+            first, other = (g.device if g else HOST for g in (call.gpus[0], gpu))
+            raise RuntimeError(
+                "torch.block_diag: input tensors must all be on the same device. Input "
+                f"0 is on device {first} and input {i} is on device {other}"
+            )
+    return call.run_on(call.common_gpu())
 
 
 @handles("allclose")
@@ -121,6 +138,8 @@ def where(call: Call):
     """Whatever has no dimensions is brought to the first GPU among the three."""
     __tracebackhide__ = True
     out = call.kwargs.get("out")
+    if call.operation.func not in _WHERE:  # with numbers, as inference mode sends them
+        return decompose(call)
     if len(call.tensors) < 3 or not _are_apart(call):
         return call.run_on(call.common_gpu())
     gpu = next(filter(None, call.gpus)) if out is None else gpu_of(out)
