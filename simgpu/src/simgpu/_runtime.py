@@ -137,8 +137,11 @@ class Runtime:
         self.for_children: dict | None = None  # `start()` of spawned processes
 
     def count(self) -> int:
-        """GPUs that the program can see; asking does not initialise CUDA."""
-        if self.honour_visible and not self.visible_fixed:
+        """GPUs that the program can see; asking does not initialise CUDA.
+
+        Until that is initialised, NVML answers, which reads the environment each time.
+        """
+        if self.honour_visible and not self.initialized:
             return len(visible_ordinals(self.request.number))
         return len(self.gpus)
 
