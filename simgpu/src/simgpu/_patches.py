@@ -48,6 +48,7 @@ from simgpu._api import (
     profiler,
     random_generators,
     refused,
+    script_devices,
     sharing,
     storages,
     streams,
@@ -220,6 +221,7 @@ def _torch() -> list[Patch]:
         *device_checks.rows(),
         *extensions.rows(),
         *torchscript.rows(),
+        *script_devices.rows(),
         *warning_lines.rows(),
         *patches(
             torch_C, "PyTorch's tests count the modes that they leave behind",

@@ -68,7 +68,12 @@ class DispatchMode(TorchDispatchMode):
         call = kind(self.runtime, operation, func, args, kwargs or _NO_KWARGS)
         if below and _active_mode(_PROXY) is not None:
             return trace(call, types)
-        return operation.run(call)
+        try:
+            return operation.run(call)
+        except Exception as error:
+            if self.runtime.thread.script_errors is not None:
+                self.runtime.thread.script_errors.append(error)
+            raise
 
 
 def trace(call: Call, types):
