@@ -143,7 +143,6 @@ def rows() -> list[Patch]:
             torch, "C++ sees CPU tensors and compares no devices", "call",
             lstm_cell=_cell(torch.lstm_cell, "lstm", "cx"),
             gru_cell=_cell(torch.gru_cell, "gru", "hx"),
-            grid_sampler=_compared(torch.grid_sampler, _GRID, "input", "grid"),
             meshgrid=_meshgrid(torch.meshgrid),
             stft=_stft(torch.stft), istft=_stft(torch.istft),
             **{name: _rnn(getattr(torch, name)) for name in rnns},
@@ -151,6 +150,10 @@ def rows() -> list[Patch]:
                 name: _compared(getattr(torch, name), _QUANTILE, "input", "q")
                 for name in quantiles
             },
+        ),
+        *patches(
+            torch, "C++ sees CPU tensors and compares no devices", "both",
+            grid_sampler=_compared(torch.grid_sampler, _GRID, "input", "grid"),
         ),
         *patches(
             torch.Tensor, "C++ sees CPU tensors and compares no devices", "call",
