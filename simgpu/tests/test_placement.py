@@ -92,8 +92,9 @@ TAKES_SCALARS = {
         "put(f(3), slice(1, None), s)", "put(f(3), ..., s)", "put(f(2, 3), 0, s)",
         "put(f(3), [0, 2], s)", "put(f(2), torch.tensor([True, False]), s)",
         "f(3).fill_(s)", "f(3).index_fill_(0, torch.tensor([1]), s)",
-        "torch.fill(f(2), s)", "nn.init.constant_(f(2), s)", "torch.full((2,), s)", "torch.arange(s)",
-        "torch.linspace(s, h, 3)", "f(3).index_put([torch.tensor([0])], s)",
+        "torch.fill(f(2), s)", "nn.init.constant_(f(2), s)",
+        "torch.full((2,), s)", "torch.arange(s)", "torch.linspace(s, h, 3)",
+        "f(3).index_put([torch.tensor([0])], s)",
     ],
     "cuda:1": [
         "put(f(3), slice(None), s)", "put(f(2), f(2) == 0, s)", "put(f(3), [1], s)",
