@@ -61,6 +61,20 @@ def test_visible_devices_count_only_before_the_first_use(tmp_path):
     assert found == ["2", "cuda:0", "3", "5", "3", "1"]
 
 
+def test_cudas_own_look_keeps_what_it_has_seen(tmp_path):
+    """NVML reads the variable until CUDA is initialised, and C++ does not again."""
+    script = """
+        import os
+        import torch
+
+        print(torch._C._cuda_getDeviceCount())
+        os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+        print(torch.cuda.device_count(), torch._C._cuda_getDeviceCount())
+        print(torch.ones(1, device="cuda:3").device, torch.cuda.device_count())
+    """
+    assert words(run(tmp_path, script)) == ["4", "1", "4", "cuda:3", "4"]
+
+
 def test_no_visible_device_means_no_cuda(tmp_path):
     script = "import torch; print(torch.cuda.is_available(), torch.cuda.device_count())"
     assert words(run(tmp_path, script, CUDA_VISIBLE_DEVICES="")) == ["False", "0"]

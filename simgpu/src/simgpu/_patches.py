@@ -30,12 +30,14 @@ from simgpu._api import (
     cuda_events,
     cudart,
     data_parallel,
+    device_checks,
     devices,
     dropout,
     extensions,
     fake_tensors,
     function_modes,
     functions,
+    gradient_hooks,
     making,
     memory,
     moving,
@@ -46,6 +48,7 @@ from simgpu._api import (
     profiler,
     random_generators,
     refused,
+    script_devices,
     sharing,
     storages,
     streams,
@@ -53,6 +56,7 @@ from simgpu._api import (
     tensor_types,
     threads,
     torchscript,
+    warning_lines,
 )
 from simgpu._api.asking import Property
 from simgpu._api.patch import Patch, patches
@@ -214,8 +218,11 @@ def _torch() -> list[Patch]:
             torch.nn.functional, "it calls this where the function mode is off",
             scaled_dot_product_attention=attention.in_functional,
         ),
+        *device_checks.rows(),
         *extensions.rows(),
         *torchscript.rows(),
+        *script_devices.rows(),
+        *warning_lines.rows(),
         *patches(
             torch_C, "PyTorch's tests count the modes that they leave behind",
             _len_torch_function_stack=function_modes.length,
@@ -228,6 +235,14 @@ def _torch() -> list[Patch]:
         *patches(
             torch.autograd, "the engine compares the devices of gradients",
             _engine_run_backward=autograd.run_backward,
+        ),
+        *patches(
+            torch.Tensor, "the engine compares what hooks return",
+            register_hook=gradient_hooks.register_hook,
+        ),
+        *patches(
+            torch.autograd.Function, "the engine compares what hooks return",
+            _register_hook=staticmethod(gradient_hooks.register),
         ),
         *patches(
             torch.autograd.Function, "its node must know where its tensors are",

@@ -54,6 +54,7 @@ class ThreadState(threading.local):
     cpp_waits = 0  # greater than 0: C++ waits for the collectives that it launches
     name_of_group = None  # of the process group that is being made, if it is a split
     premultiplier = None  # the factor of a sum that `ReduceOp` has and C++ hides
+    script_errors = None  # in a call of TorchScript: the errors of its operations
     deserialized = 0  # values that Python has unpickled for torch.distributed.rpc
     gpu_of_cpp_tensors = None  # the GPU on which such tensors are, where it is known
     cublas_handles: Handles
@@ -138,8 +139,11 @@ class Runtime:
         self.ledger: ledger.Ledger | None = None  # what other processes have in use
 
     def count(self) -> int:
-        """GPUs that the program can see; asking does not initialise CUDA."""
-        if self.honour_visible and not self.visible_fixed:
+        """GPUs that the program can see; asking does not initialise CUDA.
+
+        Until that is initialised, NVML answers, which reads the environment each time.
+        """
+        if self.honour_visible and not self.initialized:
             return len(visible_ordinals(self.request.number))
         return len(self.gpus)
 

@@ -20,6 +20,7 @@ CUDA_VERSION = "13.0"  # what PyTorch 2.11 is built for
 
 def known_gpu(device=None) -> Gpu:
     """The GPU that `device` names, for calls that check the index themselves."""
+    init()
     index = get_device_index(device, optional=True)
     if not 0 <= index < device_count():
         raise AssertionError("Invalid device id")

@@ -43,6 +43,11 @@ REFUSED = (
 ABSENT_CLASSES = ("_cuda_CUDAAllocator_AllocatorState", "_cuda_CUDAAllocator")
 
 
+def _device_count() -> int:
+    """CUDA itself answers, and from now on keeps what it has seen."""
+    return state.current().fix_visible()
+
+
 def _set_device(index: int) -> None:
     devices.set_device(index)
 
@@ -182,7 +187,7 @@ C_FUNCTIONS = {
     "_cuda_setDevice": _set_device,
     "_cuda_exchangeDevice": devices.exchange_device,
     "_cuda_maybeExchangeDevice": devices.maybe_exchange_device,
-    "_cuda_getDeviceCount": devices.device_count,
+    "_cuda_getDeviceCount": _device_count,
     "_cuda_hasPrimaryContext": _has_primary_context,
     "_cuda_canDeviceAccessPeer": _can_access_peer,
     "_cuda_synchronize": _synchronize,

@@ -13,9 +13,10 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 from simgpu import _runtime as state
-from simgpu._api.devices import CUDA_VERSION, known_gpu
+from simgpu._api.devices import CUDA_VERSION
 from simgpu._api.properties import DeviceProperties
 from simgpu._api.refused import refuse
+from simgpu._compat import get_device_index
 
 _NO_INSTANCE = 0xFFFFFFFF  # the card is not divided (MIG)
 _PERIOD = 1.0  # seconds of simulated time that utilization is about
@@ -166,7 +167,16 @@ def _percent(spans: list[tuple[float, float]], first: float, last: float) -> int
 
 def nvml_index(device=None) -> int:
     """`torch.cuda._get_nvml_device_index`: the machine's number of a GPU."""
-    return known_gpu(device).ordinal
+    index = get_device_index(device, optional=True)
+    gpus = state.current().gpus
+    if 0 <= index < len(gpus):
+        return gpus[index].ordinal
+    if "CUDA_VISIBLE_DEVICES" not in os.environ:
+        raise NVMLError(2)
+    raise RuntimeError(
+        f"device {index} is not visible (CUDA_VISIBLE_DEVICES="
+        f"{[gpu.ordinal for gpu in gpus]})"
+    )
 
 
 def module() -> ModuleType:

@@ -107,7 +107,7 @@ def _hold(call: Call, pinned: torch.Tensor, gpu) -> None:
         block.streams.add((gpu.index, call.runtime.stream_of(gpu)))
 
 
-@handles("_local_scalar_dense", "is_nonzero", "equal", "allclose")
+@handles("_local_scalar_dense", "is_nonzero", "equal")
 def read_back(call: Call):
     """`.item()` and its like: a copy to the host, which waits for it."""
     __tracebackhide__ = True

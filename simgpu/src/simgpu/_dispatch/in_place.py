@@ -45,7 +45,7 @@ _fewest: dict[str, _Holders] = {}
 _measuring = False  # operations on the CPU are being counted now
 
 
-@handles("add", "scatter", "scatter_add", "index_add", "masked_fill", "put")
+@handles("add", "scatter", "scatter_add", "index_add", "put")
 def run_on_common_gpu(call: Call):
     """The usual way, in place where CUDA would be."""
     __tracebackhide__ = True

@@ -71,10 +71,23 @@ class DispatchMode(TorchDispatchMode):
             return trace(call, types)
         try:
             return operation.run(call)
-        except RuntimeError as error:
-            if CANNOT_ALLOCATE in str(error):
-                raise_host_is_full(call, kwargs or _NO_KWARGS, error)
+        except Exception as error:
+            _note_failure(call, kwargs or _NO_KWARGS, error)
             raise
+
+
+def _note_failure(call: Call, kwargs: dict, error: Exception) -> None:
+    """An operation has failed: raise a better error, and keep it for TorchScript."""
+    __tracebackhide__ = True
+    try:
+        if CANNOT_ALLOCATE in str(error):
+            raise_host_is_full(call, kwargs, error)
+    except RuntimeError as better:
+        error = better
+        raise
+    finally:
+        if call.runtime.thread.script_errors is not None:
+            call.runtime.thread.script_errors.append(error)
 
 
 def trace(call: Call, types):

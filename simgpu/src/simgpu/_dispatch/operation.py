@@ -16,6 +16,10 @@ from simgpu._timing.kernel_cost import TRAFFIC
 
 _has_kernel = has_computed_kernel
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
+OF_ANY_DEVICE = (
+    DispatchKey.CompositeExplicitAutograd,
+    DispatchKey.CompositeExplicitAutogradNonFunctional,
+)
 
 # what launches nothing on a GPU: views, and memory that nobody fills
 _SILENT = {
@@ -93,7 +97,12 @@ class Operation:
             return _handlers["foreach"]
         if has_kernel(func.name(), _COMPOSITE):
             return _handlers["composite"]
-        return _handlers["factory" if self.has_device else "usual"]
+        if self.has_device:
+            return _handlers["factory"]
+        of_any_device = any(has_kernel(func.name(), key) for key in OF_ANY_DEVICE)
+        if of_any_device and not has_kernel(func.name(), DispatchKey.CPU):
+            return _handlers["of any device"]
+        return _handlers["usual"]
 
 
 def operation_of(func) -> Operation:

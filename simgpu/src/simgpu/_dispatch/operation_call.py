@@ -20,7 +20,7 @@ from simgpu._dispatch.placement import (
     place_all,
     tensors_in,
 )
-from simgpu._dispatch.scalars import joins_scalars, send_gradient_back
+from simgpu._dispatch.scalars import joining, send_gradient_back
 
 _NOTHING = contextlib.nullcontext()
 _Tensor = torch.Tensor
@@ -79,17 +79,26 @@ class Call:
         """Tensors on several devices: let those join that may, or refuse."""
         __tracebackhide__ = True
         gpu = next(gpu for gpu in self.gpus if gpu is not None)
-        for i, (tensor, other) in enumerate(zip(self.tensors, self.gpus, strict=True)):
-            if other is gpu or (other is None and tensor.device.type == "meta"):
-                continue
-            if other is None and cpp_tensors.is_of_this_call(self.runtime, tensor):
-                place(tensor, gpu)
-                self.gpus[i] = gpu
-            elif other is None and tensor.dim() == 0 and joins_scalars(self.func):
-                send_gradient_back(self.runtime, tensor)
-            else:
-                raise RuntimeError(mismatch(self, self.gpus))
+        self.adopt(gpu)
+        others = [
+            tensor
+            for tensor, its in zip(self.tensors, self.gpus, strict=True)
+            if its is not gpu and (its is not None or tensor.device.type != "meta")
+        ]
+        scalars = joining(self) if others else []
+        if any(all(other is not s for s in scalars) for other in others):
+            raise RuntimeError(mismatch(self, self.gpus))
+        for scalar in scalars:
+            send_gradient_back(self.runtime, scalar)
         return gpu
+
+    def adopt(self, gpu: Gpu) -> None:
+        """What C++ made by itself in the call that is running, it meant for `gpu`."""
+        for i, (tensor, its) in enumerate(zip(self.tensors, self.gpus, strict=True)):
+            if its is None and tensor.device.type != "meta":
+                if cpp_tensors.is_of_this_call(self.runtime, tensor):
+                    place(tensor, gpu)
+                    self.gpus[i] = gpu
 
     def run_on(self, gpu: Gpu | None):
         """Compute it on the CPU as if on `gpu`; returns its result."""
