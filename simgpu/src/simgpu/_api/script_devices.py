@@ -134,18 +134,28 @@ def _bind(arguments, args: tuple, kwargs: dict) -> list | None:
 # -- calls -----------------------------------------------------------------------------
 
 
+_CLASSES_OF_CPP = "__torch__.torch.classes."
+
+
+def _is_of_cpp(owner) -> bool:
+    """Whether a method's object is C++'s, such as a `ReduceOp`: it has no graph."""
+    return owner is not None and owner._type().qualified_name().startswith(
+        _CLASSES_OF_CPP
+    )
+
+
 def _call(raw):
     """`__call__` of a function or method of TorchScript."""
 
     def run(self, *args, **kwargs):
         __tracebackhide__ = True
-        if state.running is None:
+        owner = getattr(self, "owner", None)
+        if state.running is None or _is_of_cpp(owner):
             return raw(self, *args, **kwargs)
         thread = state.running.thread
         before, thread.script_errors = thread.script_errors, []
         try:
             made = _prepared(self)
-            owner = getattr(self, "owner", None)
             first = () if owner is None else (owner,)
             values = made and _bind(self.schema.arguments, (*first, *args), kwargs)
             if values is None:
