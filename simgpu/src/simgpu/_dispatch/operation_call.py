@@ -10,6 +10,7 @@ import torch
 
 from simgpu._device.gpu import Gpu
 from simgpu._dispatch import cpp_tensors, random_numbers, sanitizing
+from simgpu._dispatch.cuda_kernels import in_words_of_cuda
 from simgpu._dispatch.errors import mismatch
 from simgpu._dispatch.kernel_work import work_of
 from simgpu._dispatch.operation import Operation, handles
@@ -105,7 +106,10 @@ class Call:
         if self.operation.random:
             out = self._draw(gpu)
         else:
-            out = self.func(*self.args, **self.kwargs)
+            try:
+                out = self.func(*self.args, **self.kwargs)
+            except NotImplementedError as error:
+                raise in_words_of_cuda(self, error) from None
         outputs = [out] if isinstance(out, _Tensor) else tensors_in(_as_list(out))
         blocks = place_all(outputs, gpu)
         if self.operation.take_memory is not None and gpu.workspaces is not None:
