@@ -29,7 +29,7 @@ ELSEWHERE = (
 
 
 def lacking() -> dict[str, set[str]]:
-    """CUDA's key -> operations that have a kernel for the CPU's key, and none for it."""
+    """CUDA's key -> operations that have a kernel for the CPU and none for it."""
     found: dict[str, set[str]] = {key: set() for key in KEYS.values()}
     for name in dispatcher_names():
         if name.startswith(ELSEWHERE):

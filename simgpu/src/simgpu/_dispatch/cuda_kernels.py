@@ -6,6 +6,9 @@ those that CUDA refuses with some tensors have one. Operations without a kernel 
 files (`AT_DISPATCH...` of aten/src/ATen/native/cuda), and its database of operations
 (`dtypesIfCUDA`) says which are refused. Leaves out: dtypes that neither has, where the
 message may name the CPU's kernel.
+
+The other way round, `compute_as_cuda` computes in a wider dtype what only CUDA has:
+some operations on half precision, on complex numbers of it, and `histc` of integers.
 """
 
 from collections.abc import Callable
@@ -14,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from simgpu._compat import DispatchKey, DispatchKeySet
+from simgpu._dispatch.device_asserts import asserting
 from simgpu._dispatch.errors import scalar_type_name
 from simgpu._dispatch.without_cuda import LACKING
 from simgpu._errors import NotSimulated
@@ -30,7 +34,8 @@ _INTEGER = frozenset(
 class _Kernel(NamedTuple):
     """A kernel of CUDA."""
 
-    name: str | Callable  # as its message says it, or what makes that of a call
+    # as its message says it, or what makes that of a call; "" if it is not refused
+    name: str | Callable
     dtypes: frozenset  # that it has code for
 
 
@@ -48,7 +53,8 @@ def _convolution_name(call) -> str:
 
 
 def _scatter_reduce_name(call) -> str:
-    return f"scatter_reduce_cuda_{call.args[4]}_"
+    kind = call.argument(4, "reduce")
+    return "" if kind == "sum" else f"scatter_reduce_cuda_{kind}_"
 
 
 _PRODUCT = _REAL | _COMPLEX
@@ -104,6 +110,7 @@ def guarded(func, name: str, run: Callable) -> Callable:
     called = _lacks_quantized(func)
     if called is not None:
         run = _refused_if_quantized(called, run)
+    run = asserting(name, run)
     kernel = KERNELS.get(name)
     return run if kernel is None else _refused_by_dtype(kernel, run)
 
@@ -196,14 +203,15 @@ def _refuse_dtype(call, kernel: _Kernel) -> None:
     __tracebackhide__ = True
     first = call.tensors[0]
     empty = any(tensor.numel() == 0 for tensor in call.tensors if not tensor.is_sparse)
-    if call.common_gpu() is None or empty or first.layout is not torch.strided:
+    name = kernel.name if isinstance(kernel.name, str) else kernel.name(call)
+    strided = first.layout is torch.strided
+    if call.common_gpu() is None or empty or not strided or not name:
         return
     if call.operation.makes:  # PyTorch first looks whether they go together
         try:
             call.func(*call.args, **call.kwargs)
         except NotImplementedError:
             pass
-    name = kernel.name if isinstance(kernel.name, str) else kernel.name(call)
     raise NotImplementedError(
         f"\"{name}\" not implemented for '{scalar_type_name(first)}'"
     )
@@ -225,13 +233,68 @@ def _no_kernel(call, func, key: str) -> str:
     )
 
 
-def in_words_of_cuda(call, error: NotImplementedError) -> NotImplementedError:
-    """What CUDA says where the CPU has no kernel either."""
+def compute_as_cuda(call, error: NotImplementedError):
+    """What the CPU has no code for: computed in a wider dtype if CUDA has.
+
+    Raises:
+        NotImplementedError: in CUDA's words, if it has not.
+    """
+    __tracebackhide__ = True
+    dtype, name = call.tensors[0].dtype, call.operation.name
+    wide = _WIDER.get(dtype)
+    if wide is None or name not in wide.operations or call.operation.writes:
+        raise _in_words_of_cuda(call, error) from None
+    args = _widened(tuple(call.args), dtype, wide.dtype)
+    out = call.func(*args, **_widened(call.kwargs, dtype, wide.dtype))
+    if isinstance(out, torch.Tensor):
+        return _widened(out, wide.dtype, dtype)
+    return tuple(_widened(part, wide.dtype, dtype) for part in out)
+
+
+class _Wider(NamedTuple):
+    dtype: torch.dtype  # in which the CPU computes it
+    operations: frozenset  # of which CUDA has code, and the CPU has none
+
+
+_HALF_ON_CUDA = frozenset([
+    "avg_pool3d", "avg_pool3d_backward", "_upsample_bilinear2d_aa",
+    "_upsample_bilinear2d_aa_backward", "_upsample_bicubic2d_aa",
+    "_upsample_bicubic2d_aa_backward", "multi_margin_loss",
+    "multi_margin_loss_backward", "multilabel_margin_loss_forward",
+    "multilabel_margin_loss_backward", "polygamma", "round",
+])  # fmt: skip
+_COMPLEX_HALF_ON_CUDA = frozenset([
+    "acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "sin", "sinh",
+    "tan", "tanh", "exp", "log", "logaddexp", "div", "pow", "rsqrt", "sqrt", "lerp",
+    "angle", "sigmoid", "prod", "sum", "trace",
+])  # fmt: skip
+_HISTOGRAM = _Wider(torch.float64, frozenset(["histc"]))
+_WIDER = {
+    **dict.fromkeys(_INTEGER, _HISTOGRAM),
+    torch.float16: _Wider(torch.float32, _HALF_ON_CUDA),
+    torch.bfloat16: _Wider(torch.float32, _HALF_ON_CUDA),
+    torch.complex32: _Wider(torch.complex64, _COMPLEX_HALF_ON_CUDA),
+}
+
+
+def _widened(value, dtype: torch.dtype, wide: torch.dtype):
+    """Arguments in which tensors of `dtype` are of another one."""
+    if isinstance(value, torch.Tensor):
+        return value.to(wide) if value.dtype is dtype else value
+    if isinstance(value, dict):
+        return {key: _widened(item, dtype, wide) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_widened(item, dtype, wide) for item in value)
+    return wide if value is dtype else value
+
+
+def _in_words_of_cuda(call, error: NotImplementedError) -> NotImplementedError:
+    """What CUDA says where it has no kernel either."""
     words = str(error)
     kernel = KERNELS.get(call.operation.name)
     if kernel is not None and " not implemented for '" in words:
         name = kernel.name if isinstance(kernel.name, str) else kernel.name(call)
-        words = f'"{name}"{words[words.index(" not implemented for "):]}'
+        words = f'"{name}"{words[words.index(" not implemented for ") :]}'
     for key in ("QuantizedCPU", "SparseCsrCPU", "SparseCPU", "CPU"):
         theirs = key.replace("CPU", "CUDA")
         words = words.replace(f"the '{key}' backend", f"the '{theirs}' backend")
