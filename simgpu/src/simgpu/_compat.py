@@ -52,7 +52,6 @@ _NAMES: dict[str, dict[str, str]] = {
             "torch._C._dispatch_has_computed_kernel_for_dispatch_key"
         ),
         "has_kernel": "torch._C._dispatch_has_kernel_for_dispatch_key",
-        "dispatcher_names": "torch._C._dispatch_get_all_op_names",
         "raw_make_wrapper_subclass": "torch.Tensor._make_wrapper_subclass",
         "raw_parse_to": "torch._C._nn._parse_to",
         "conj": "torch._conj",

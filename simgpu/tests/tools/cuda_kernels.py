@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from simgpu._compat import dispatcher_names, has_computed_kernel
+from simgpu._compat import has_computed_kernel
 from simgpu._dispatch import without_cuda
 
 # the CPU's key of PyTorch's dispatcher -> CUDA's
@@ -28,10 +28,13 @@ ELSEWHERE = (
 )  # fmt: skip
 
 
+_names = torch._C._dispatch_get_all_op_names
+
+
 def lacking() -> dict[str, set[str]]:
     """CUDA's key -> operations that have a kernel for the CPU and none for it."""
     found: dict[str, set[str]] = {key: set() for key in KEYS.values()}
-    for name in dispatcher_names():
+    for name in _names():
         if name.startswith(ELSEWHERE):
             continue
         for cpu, cuda in KEYS.items():
@@ -42,7 +45,7 @@ def lacking() -> dict[str, set[str]]:
 
 def merged() -> dict[str, set[str]]:
     """The table, with what this version of PyTorch knows better."""
-    here, known = lacking(), set(dispatcher_names())
+    here, known = lacking(), set(_names())
     return {
         key: {name for name in without_cuda.LACKING[key] if name not in known} | names
         for key, names in here.items()
@@ -51,7 +54,7 @@ def merged() -> dict[str, set[str]]:
 
 def differences() -> list[str]:
     """Where the table says something else than this version of PyTorch."""
-    here, known = lacking(), set(dispatcher_names())
+    here, known = lacking(), set(_names())
     found = []
     for key, names in here.items():
         table = {name for name in without_cuda.LACKING[key] if name in known}

@@ -246,9 +246,10 @@ def compute_as_cuda(call, error: NotImplementedError):
         raise _in_words_of_cuda(call, error) from None
     args = _widened(tuple(call.args), dtype, wide.dtype)
     out = call.func(*args, **_widened(call.kwargs, dtype, wide.dtype))
-    if isinstance(out, torch.Tensor):
-        return _widened(out, wide.dtype, dtype)
-    return tuple(_widened(part, wide.dtype, dtype) for part in out)
+    out = _widened(out, wide.dtype, dtype)
+    if dtype is torch.complex32:  # of angles
+        out = _widened(out, torch.float32, torch.float16)
+    return out
 
 
 class _Wider(NamedTuple):

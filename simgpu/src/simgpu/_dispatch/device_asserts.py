@@ -25,6 +25,7 @@ _GATHER = (
     'ind >=0 && ind < ind_dim_size && "vectorized gather kernel index out of bounds"'
 )
 _PROBABILITY = "probability tensor contains either `inf`, `nan` or element < 0"
+_CLASS = "t >= 0 && t < n_classes"
 _ERROR_ASSERT = 710  # cudaErrorAssert
 
 
@@ -70,14 +71,18 @@ _ASSERTIONS = {
         _Assertion("IndexKernel.cu", "operator()", "offset < numel && "
                    '"cuda_take_put_kernel() index out of bounds"'),
     ),
-    "nll_loss_backward": _Assertion("Loss.cu", "nll_loss_backward_reduce_cuda_kernel_2d",
-                                    "t >= 0 && t < n_classes"),
-    "nll_loss2d_backward": _Assertion("NLLLoss2d.cu", "nll_loss2d_backward_kernel",
-                                      "t >= 0 && t < n_classes"),
-    "nll_loss_forward": _Assertion("Loss.cu", "nll_loss_forward_reduce_cuda_kernel_2d",
-                                   "t >= 0 && t < n_classes"),
-    "nll_loss2d_forward": _Assertion("NLLLoss2d.cu", "nll_loss2d_forward_kernel",
-                                     "t >= 0 && t < n_classes"),
+    **{
+        f"nll_loss_{way}": _Assertion(
+            "Loss.cu", f"nll_loss_{way}_reduce_cuda_kernel_2d", _CLASS
+        )
+        for way in ("forward", "backward")
+    },
+    **{
+        f"nll_loss2d_{way}": _Assertion(
+            "NLLLoss2d.cu", f"nll_loss2d_{way}_kernel", _CLASS
+        )
+        for way in ("forward", "backward")
+    },
     **dict.fromkeys(
         ("_embedding_bag", "_embedding_bag_forward_only"),
         _Assertion("EmbeddingBag.cu", "EmbeddingBag_updateOutputKernel_sum_mean",
@@ -86,7 +91,8 @@ _ASSERTIONS = {
     **dict.fromkeys(
         ("multi_margin_loss", "multi_margin_loss_backward"),
         _Assertion("MultiMarginLoss.cu", "MultiMarginLoss_forward_kernel",
-                   'target_k >= 0 && target_k < dim && "target index is out of bounds"'),
+                   "target_k >= 0 && target_k < dim && "
+                   '"target index is out of bounds"'),
     ),
     **dict.fromkeys(
         ("multilabel_margin_loss_forward", "multilabel_margin_loss_backward"),
