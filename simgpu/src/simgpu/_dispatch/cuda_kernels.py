@@ -142,7 +142,8 @@ def _not_simulated_on_gpus(func, run: Callable) -> Callable:
 def _refused_if_quantized(called, run: Callable) -> Callable:
     def refuse_quantized(call):
         __tracebackhide__ = True
-        if any(call.gpus) and any(tensor.is_quantized for tensor in call.tensors):
+        tensors = call.tensors
+        if tensors and tensors[0].is_quantized and any(call.gpus):
             raise NotImplementedError(_no_kernel(call, called, "QuantizedCUDA"))
         return run(call)
 
@@ -186,7 +187,8 @@ def _refused_by_dtype(kernel: _Kernel, run: Callable) -> Callable:
 
     def refuse_dtype(call):
         __tracebackhide__ = True
-        if call.tensors[0].dtype not in dtypes:
+        tensors = call.tensors
+        if tensors and tensors[0].dtype not in dtypes:
             _refuse_dtype(call, kernel)
         return run(call)
 
@@ -240,7 +242,8 @@ def compute_as_cuda(call, error: NotImplementedError):
         NotImplementedError: in CUDA's words, if it has not.
     """
     __tracebackhide__ = True
-    dtype, name = call.tensors[0].dtype, call.operation.name
+    name = call.operation.name
+    dtype = call.tensors[0].dtype if call.tensors else None
     wide = _WIDER.get(dtype)
     if wide is None or name not in wide.operations or call.operation.writes:
         raise _in_words_of_cuda(call, error) from None
