@@ -122,6 +122,9 @@ class Runtime:
         self.autocast_lock = threading.Lock()
         self.autocast_cache: dict[int, tuple] = {}
 
+        # GPU of which a kernel has asserted -> whether the program was told
+        self.failed: dict[int, bool] = {}
+
         self.sharing = None  # what was sent to processes, once something was
 
         # torch.distributed

@@ -9,6 +9,7 @@ name; clocks that change: a card always has its highest.
 """
 
 import importlib.machinery
+import os
 import sys
 from types import ModuleType, SimpleNamespace
 

@@ -31,9 +31,19 @@ def type_name(tensor) -> str:
     return name
 
 
+_OTHER_NAMES = {
+    "complex32": "ComplexHalf", "complex64": "ComplexFloat",
+    "complex128": "ComplexDouble", "uint16": "UInt16", "uint32": "UInt32",
+    "uint64": "UInt64", "quint8": "QUInt8", "qint8": "QInt8", "qint32": "QInt32",
+}  # fmt: skip
+
+
 def scalar_type_name(tensor) -> str:
     """What C++ calls the type of a tensor's elements: "Long"."""
-    return TYPE_NAMES.get(tensor.dtype, str(tensor.dtype)).removesuffix("Tensor")
+    if tensor.dtype in TYPE_NAMES:
+        return TYPE_NAMES[tensor.dtype].removesuffix("Tensor")
+    name = str(tensor.dtype).removeprefix("torch.")
+    return _OTHER_NAMES.get(name, name.capitalize())
 
 
 def mismatch(call, gpus: list) -> str:

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 from simgpu._compat import OPDEFS, DispatchKey, has_computed_kernel, has_kernel
 from simgpu._dispatch import working_memory
+from simgpu._dispatch.cuda_kernels import guarded
 from simgpu._timing.kernel_cost import TRAFFIC
 
 _has_kernel = has_computed_kernel
@@ -81,7 +82,7 @@ class Operation:
         self.size_is_read_back = dynamic and self.name != "index"
         self.flop_formula = flop_registry.get(func.overloadpacket)
         self.traffic = TRAFFIC.get(self.name, 1.0)
-        self.run = self._find_handler(func)
+        self.run = guarded(func, self.name, self._find_handler(func))
 
     def _find_handler(self, func) -> Callable:
         namespace = _handlers.get(f"{func.namespace}::")

@@ -9,7 +9,8 @@ import contextlib
 import torch
 
 from simgpu._device.gpu import Gpu
-from simgpu._dispatch import cpp_tensors, random_numbers, sanitizing
+from simgpu._dispatch import cpp_tensors, device_asserts, random_numbers, sanitizing
+from simgpu._dispatch.cuda_kernels import compute_as_cuda
 from simgpu._dispatch.errors import mismatch
 from simgpu._dispatch.kernel_work import work_of
 from simgpu._dispatch.operation import Operation, handles
@@ -114,7 +115,10 @@ class Call:
         if self.operation.random:
             out = self._draw(gpu)
         else:
-            out = self.func(*self.args, **self.kwargs)
+            try:
+                out = self.func(*self.args, **self.kwargs)
+            except NotImplementedError as error:
+                out = compute_as_cuda(self, error)
         outputs = [out] if isinstance(out, _Tensor) else tensors_in(_as_list(out))
         blocks = place_all(outputs, gpu)
         if self.operation.take_memory is not None and gpu.workspaces is not None:
@@ -142,6 +146,9 @@ class Call:
 
     def read_values(self) -> None:
         """The host is about to read values of a GPU; a kind of call may refuse."""
+        __tracebackhide__ = True
+        if self.runtime.failed:
+            device_asserts.check(self.runtime.failed, [g.index for g in self.gpus if g])
 
     @property
     def generator(self) -> torch.Generator | None:
