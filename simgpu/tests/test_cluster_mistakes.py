@@ -209,6 +209,86 @@ def test_sends_that_wait_for_each_other_are_shown_as_a_circle(simulated_ranks):
         assert re.search(first + behind, text)
 
 
+# -- groups that the ranks make in different ways --------------------------------------
+
+
+def make_groups(how: str, bound: bool = False) -> list[float]:
+    """Each of four ranks makes groups, and sums in the one that it is in."""
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    rank = join(**({"device_id": device} if bound else {}))
+    mine, other = ([0, 1], [2, 3]) if rank < 2 else ([2, 3], [0, 1])
+    x = ones() * rank
+    if how == "members only":
+        group = dist.new_group(mine)
+    elif how == "another order":
+        group, _ = dist.new_group(mine), dist.new_group(other)
+    elif how == "another number":  # rank 0 is not in the first one, and leaves it out
+        _ = dist.new_group([1, 2]) if rank else None
+        group = dist.new_group([0, 1, 2, 3])
+    elif how == "too few split":
+        group = dist.new_group([0, 1]) if rank < 2 else dist.group.WORLD
+    elif how == "local":
+        group = dist.new_group(mine, use_local_synchronization=True)
+    elif how == "some only":  # nobody else counts groups
+        group = dist.new_group([0, 1]) if rank < 2 else None
+    elif how == "alone":
+        group = dist.new_group([rank])
+    elif how == "subgroups":
+        group, _ = dist.new_subgroups(2)
+    elif how == "mesh":
+        mesh = dist.init_device_mesh("cuda", (2, 2), mesh_dim_names=("a", "b"))
+        group = mesh.get_group("b")
+    elif how == "split":
+        group = dist.split_group(split_ranks=[[0, 1], [2, 3]])
+    if group is not None:
+        dist.all_reduce(x, group=group)
+    return x.tolist()[:1]
+
+
+UNLIKE = {
+    "members only": (1, "ranks 0, 1", 2, "ranks 2, 3"),
+    "another order": (1, "ranks 0, 1", 2, "ranks 2, 3"),
+    "another number": (0, "ranks 0, 1, 2, 3", 1, "ranks 1, 2"),
+}
+
+
+@pytest.mark.parametrize("how", UNLIKE)
+def test_groups_in_another_order_are_shown_with_both_calls(simulated_ranks, how):
+    found = failures(simulated_ranks, make_groups, how, ranks=4)
+    first, its, second, others = UNLIKE[how]
+    line = r"of {} \(test_cluster_mistakes.py:\d+\)"
+    text = next(t for t in found.values() if "do not make the same groups" in t)
+    assert "Group number 1 is" in text
+    assert re.search(rf"  rank [{'01' if first else 0}]: " + line.format(its), text)
+    assert re.search(rf"  rank [{'23' if second == 2 else '123'}]: "
+                     + line.format(others), text)  # fmt: skip
+
+
+def test_a_group_that_is_split_needs_all_ranks(simulated_ranks):
+    """`device_id`: NCCL splits it from the group of all ranks, which all must call."""
+    found = failures(simulated_ranks, make_groups, "too few split", True, ranks=4)
+    line = r"rank 0: a process group with device_id \(\S+\) on ranks 0, 1 for the "
+    assert re.search(line + "first time: new_group, waits for ranks 2, 3", found[0])
+
+
+ALIKE = {
+    ("local", False): [1, 1, 5, 5],
+    ("members only", True): [1, 1, 5, 5],  # each half is a colour of one split
+    ("some only", False): [1, 1, 2, 3],
+    ("alone", False): [0, 1, 2, 3],
+    ("subgroups", False): [1, 1, 5, 5],
+    ("mesh", False): [1, 1, 5, 5],
+    ("mesh", True): [1, 1, 5, 5],
+    ("split", True): [1, 1, 5, 5],
+}
+
+
+@pytest.mark.parametrize(("how", "bound"), ALIKE)
+def test_groups_that_ranks_may_make_alone(simulated_ranks, how, bound):
+    found = simulated_ranks(make_groups, 4, how, bound, seconds=SECONDS)
+    assert [value for (value,) in found] == ALIKE[how, bound]
+
+
 # -- ranks that call different things --------------------------------------------------
 
 

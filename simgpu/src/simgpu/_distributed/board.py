@@ -5,6 +5,7 @@ ended, or ranks that wait for each other.
 """
 
 import contextlib
+import json
 import os
 import pickle
 import socket
@@ -61,6 +62,14 @@ class Board:
             return self.store.add(f"first/{what}", 1) == 1
         except RuntimeError:  # the store is gone
             return True
+
+    def first(self, key: str, value: list):
+        """Leave `value`, which JSON can say, unless another rank was first: its value.
+
+        Returns:
+            What stands under `key` from now on.
+        """
+        return json.loads(self.store.compare_set(key, "", json.dumps(value)))
 
     def forget(self, key: str) -> None:
         """Nobody will read what this rank has posted under `key`."""

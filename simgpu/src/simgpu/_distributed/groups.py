@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import operator
 import os
 import sys
 
@@ -23,6 +24,7 @@ from simgpu._compat import (
 )
 from simgpu._distributed.cluster import Cluster
 from simgpu._distributed.communicator import Communicator
+from simgpu._distributed.group_calls import GroupCall
 from simgpu._errors import NotSimulated
 from simgpu._frames import called_from
 from simgpu._loopback import LOOPBACK
@@ -46,7 +48,9 @@ def nccl_version() -> tuple[int, int, int]:
 def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
     """A process group: where it would use NCCL, the simulator does the work."""
     runtime = state.current()
+    ranks = [operator.index(one) for one in ranks]  # NumPy's, too
     spec = str(backend)
+    call = _note_call(runtime, name, ranks)
     engine = next(filter(_is_engine, _backends(spec).values()), None)
     if engine is None:
         return raw_new_process_group(
@@ -80,11 +84,12 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
     if not ranks:
         _begin_job(runtime, store, rank, size)
     bound = kwargs.get("device_id")
-    members = list(ranks) or list(range(size))
+    members = ranks or list(range(size))
     options._timeout, options.group_name = kwargs["timeout"], name
-    options.global_ranks_in_group = list(ranks)
+    options.global_ranks_in_group = ranks
     communicator = _communicate(runtime, group, name, members, rank, bound, options)
-    communicator.engine = engine
+    communicator.engine, communicator.call = engine, call
+    communicator.is_split = call is not None and _is_bound(dist.group.WORLD)
     if "gloo" in _backends(spec).values():
         runtime.gloo_groups.append(group)
     if bound is not None:
@@ -92,6 +97,18 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
         what = f"a process group with device_id ({called_from()})"
         communicator.connect(runtime.gpus[bound.index], runtime.clock, what)
     return group, its_store
+
+
+def _note_call(runtime, name: str, ranks: list[int]) -> GroupCall | None:
+    """This rank makes a group, or takes no part in it; None if nobody counts it."""
+    if not ranks or runtime.cluster is None or not name.isdecimal():
+        return None
+    return GroupCall(runtime.cluster.board, name, ranks, called_from())
+
+
+def _is_bound(group: dist.ProcessGroup) -> bool:
+    """Whether it has been made with `device_id`: groups are split from it then."""
+    return group.bound_device_id is not None
 
 
 def _call_it_nccl(group: dist.ProcessGroup) -> None:
