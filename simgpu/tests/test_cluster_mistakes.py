@@ -413,10 +413,52 @@ def leave_early(elements: int, message: bool) -> float | None:
 
 
 @pytest.mark.parametrize("message", [False, True])
-@pytest.mark.parametrize("elements", [10, 10**6])
+@pytest.mark.parametrize("elements", [10, 10**6, 5 * 10**6])
 def test_what_a_rank_has_given_outlives_it(simulated_ranks, elements, message):
     """Without `destroy_process_group`, and without a wait."""
     assert simulated_ranks(leave_early, 2, elements, message)[1] == 1
+
+
+def exchange_under(limit: str, spare: int, elements: int) -> list[float]:
+    """All kinds of exchanges, with so many bytes that a limit of the system leaves."""
+    import resource  # not on Windows
+
+    used = 0
+    if limit == "RLIMIT_AS":
+        with open("/proc/self/statm", encoding="utf-8") as file:
+            used = int(file.read().split()[0]) * resource.getpagesize()
+    hard = resource.getrlimit(getattr(resource, limit))[1]
+    resource.setrlimit(getattr(resource, limit), (used + spare, hard))
+    rank = join()
+    x = torch.full((elements,), rank + 1.0, device="cuda")
+    dist.all_reduce(x)
+    y = torch.empty(2 * elements, device="cuda")
+    dist.all_gather_into_tensor(y, x * (rank + 1))
+    z = torch.empty_like(x)
+    ends = [
+        dist.P2POp(dist.isend, x * rank, 1 - rank),
+        dist.P2POp(dist.irecv, z, 1 - rank),
+    ]
+    for work in dist.batch_isend_irecv(ends):
+        work.wait()
+    return [one.double().mean().item() for one in (x, y, z)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
+def test_large_values_need_few_addresses(simulated_ranks):
+    """`ulimit -v`, as a container or a cluster's scheduler sets it."""
+    found = simulated_ranks(exchange_under, 2, "RLIMIT_AS", 2**30, 5 * 10**6)
+    assert found == [[3.0, 4.5, 3.0], [3.0, 4.5, 0.0]]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
+def test_too_little_shared_memory_is_said(simulated_ranks):
+    args = (exchange_under, "RLIMIT_FSIZE", 2**24, 10**7)
+    texts = "\n".join(failures(simulated_ranks, *args, ranks=2).values())
+    assert re.search(
+        r"[\d,]+ bytes of shared memory .* be had here: File too lar", texts
+    )
+    assert "raise the limit (ulimit -v, ulimit -f)" in texts
 
 
 def begin_again() -> list[float]:

@@ -230,7 +230,7 @@ class Collective:
                 first, last = header.parts[me]
                 try:
                     values = arena.read(header.parcel)[first * size : last * size]
-                except OSError:
+                except ProcessLookupError:
                     rank = self.channel.ranks[member]
                     raise dist.DistBackendError(_GONE.format(self, rank)) from None
                 given[member] = values.view(self.dtype)

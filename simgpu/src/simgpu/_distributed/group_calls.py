@@ -68,7 +68,9 @@ class GroupCall:
         __tracebackhide__ = True
         if ranks == self.ranks:
             return
-        calls = sorted([(self.board.rank, self.ranks, self.where), (rank, ranks, where)])
+        calls = sorted(
+            [(self.board.rank, self.ranks, self.where), (rank, ranks, where)]
+        )
         said = [(one, ", ".join(map(str, its)), line) for one, its, line in calls]
         text = _DIFFERENT.format(self.number, *said[0], *said[1])
         self.board.post("verdict", text)
