@@ -7,6 +7,7 @@ import subprocess
 import sys
 from datetime import timedelta
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -321,6 +322,33 @@ def test_parts_of_a_bound_group():
         assert model(torch.ones(1, 2)).get_device() == 1
     finally:
         leave()
+
+
+def test_connecting_at_once_leaves_the_device_to_a_mesh(monkeypatch):
+    """`device_id`: C++ uses CUDA, of which PyTorch's Python is not told."""
+    try:
+        join(device_id=torch.device("cuda", 1))
+        assert not torch.cuda.is_initialized()
+        dist.barrier()
+        assert not torch.cuda.is_initialized()
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        dist.init_device_mesh("cuda", (1,))
+        assert torch.cuda.current_device() == 1
+    finally:
+        leave()
+
+
+def test_ranks_and_devices_may_be_numbers_of_numpy(group):
+    one = numpy.int64(0)
+    with pytest.raises(ValueError, match="or an integer, but got"):
+        torch.cuda.set_device(one)  # PyTorch asks for Python's own here
+    x = ones(2, dtype=torch.float32)
+    for made in (dist.new_group([one]), dist.new_subgroups(numpy.int64(1))[0]):
+        dist.all_reduce(x, group=made)
+        dist.broadcast(x, one, group=made)
+    places = [torch.ones(2, device=one), torch.tensor([1.0], device=one),
+              torch.ones(2).to(one), torch.ones(2).cuda(one)]  # fmt: skip
+    assert {str(place.device) for place in places} == {"cuda:0"}
 
 
 def test_debug_detail_does_not_wrap_the_group(monkeypatch):

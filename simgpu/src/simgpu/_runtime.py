@@ -161,11 +161,19 @@ class Runtime:
         Raises:
             RuntimeError: in a forked child, and where no GPU is visible.
         """
+        self.initialize_in_cpp()
+        self.initialized = True
+
+    def initialize_in_cpp(self) -> None:
+        """C++ uses CUDA by itself: `torch.cuda.is_initialized()` does not hear of it.
+
+        Raises:
+            RuntimeError: in a forked child, and where no GPU is visible.
+        """
         if self.forked:
             raise RuntimeError(_BAD_FORK)
         if not self.fix_visible():
             raise RuntimeError("No CUDA GPUs are available")
-        self.initialized = True
 
     def stream_of(self, gpu: Gpu) -> int:
         """The number of this thread's current stream on a GPU."""

@@ -110,7 +110,7 @@ def _run_elsewhere(call: Call, tensors):
 def _run_barrier(call: Call, communicator: Communicator):
     """NCCL's is a collective of almost nothing, for which the host waits."""
     runtime = call.runtime
-    runtime.initialize()
+    runtime.initialize_in_cpp()
     devices = _argument(call, "device_ids", ())
     gpu = communicator.gpu_of_barrier(devices, runtime.gpus)
     if not devices:

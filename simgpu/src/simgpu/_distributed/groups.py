@@ -93,7 +93,7 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
     if "gloo" in _backends(spec).values():
         runtime.gloo_groups.append(group)
     if bound is not None:
-        runtime.initialize()
+        runtime.initialize_in_cpp()
         what = f"a process group with device_id ({called_from()})"
         communicator.connect(runtime.gpus[bound.index], runtime.clock, what)
     return group, its_store

@@ -141,7 +141,7 @@ class _Engine:
     def eager_connect_single_device(self, device) -> None:
         """Connect now and not at the first collective."""
         runtime = state.current()
-        runtime.initialize()
+        runtime.initialize_in_cpp()
         gpu = runtime.gpus[torch.device(device).index]
         self._communicator.connect(gpu, runtime.clock, "eager_connect_single_device")
 
