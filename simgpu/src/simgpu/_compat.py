@@ -201,6 +201,7 @@ _NAMES: dict[str, dict[str, str]] = {
         "raw_end_coalescing": "torch.distributed.ProcessGroup._end_coalescing",
         "CppFuture": "torch._C.Future",
     },
+    "the flight recorder": {"thread_name": "torch._C._get_thread_name"},
     "numbers of collectives": {  # until 2.13; later nobody calls it
         "raw_begin_sequence": (
             "torch.distributed.ProcessGroup._set_sequence_number_for_group"

@@ -129,6 +129,7 @@ class Runtime:
         self.meetings = 0  # of ranks at a store, so far
         self.network = None  # between nodes, as `Topology` takes it
         self.communicators: dict[str, object] = {}  # by the name of the process group
+        self.flight_recorder: Any = None  # False where nothing is to be recorded
         self.lives: dict[str, int] = {}  # how many groups have had a name
         # kept: the last to let go of a group, where that is the reducer of DDP, waits
         # for gloo's threads with Python's lock in its hand, which they may want

@@ -133,7 +133,9 @@ class Board:
                     self._wait(doing, missing)
                     if now > begin + limit:
                         late = next(iter(missing.values()))
-                        raise dist.DistBackendError(_LATE.format(doing, limit, late))
+                        error = dist.DistBackendError(_LATE.format(doing, limit, late))
+                        error.waited = limit
+                        raise error
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST)
             found = self.store.multi_get(names)

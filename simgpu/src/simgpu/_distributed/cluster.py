@@ -127,6 +127,13 @@ class Cluster:
         while self.under_way:
             self.under_way[0].settle()
 
+    def settle_what_is_there(self) -> None:
+        """Settle the collectives that all members have launched: nobody is late."""
+        for collective in list(self.under_way):
+            with contextlib.suppress(dist.DistBackendError):
+                if self._is_opened(collective):
+                    collective.settle(1.0)
+
     def post(self, name: Name, member: int, header: Header) -> None:
         channel, number = name[:2]
         self.board.post(f"{channel}/{number}/{member}", header)

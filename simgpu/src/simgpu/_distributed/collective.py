@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from simgpu._distributed import exchange as ex
+from simgpu._distributed import watchdog
 from simgpu._distributed.cluster import MOST_UNDER_WAY, Cluster, Header
 from simgpu._timing.meeting import Meeting
 
@@ -76,6 +77,8 @@ class Collective:
         clock: whose schedule that is.
         where: the line of the program.
     """
+
+    entry = None  # of the flight recorder
 
     def __init__(self, channel: Channel, exchange: ex.Exchange, meeting: Meeting,
                  clock, where: str):  # fmt: skip
@@ -166,7 +169,12 @@ class Collective:
         __tracebackhide__ = True
         with self._lock:  # another thread may need it, too
             if not self.is_settled:
-                self._settle(self.channel.limit if limit is None else limit)
+                limit = self.channel.limit if limit is None else limit
+                try:
+                    self._settle(limit)
+                except dist.DistBackendError as error:
+                    watchdog.has_seen(self, error, limit)
+                    raise
 
     def give_up(self) -> None:
         """It never ends, and nobody waits for it: what it writes is not defined."""

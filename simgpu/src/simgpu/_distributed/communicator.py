@@ -9,6 +9,7 @@ import torch.distributed as dist
 from simgpu._device import overhead
 from simgpu._distributed.cluster import Cluster
 from simgpu._distributed.collective import Channel
+from simgpu._distributed.flight_recorder import Group
 from simgpu._distributed.group_calls import GroupCall
 from simgpu._distributed.subjects import Buckets
 from simgpu._timing.events import FIRST_OF_NCCL
@@ -44,6 +45,7 @@ class Communicator:
         self.engine = "nccl"  # or another name that PyTorch has for it
         self.call: GroupCall | None = None  # of `new_group`, if ranks count such calls
         self.is_split = False  # from the group of all ranks, which is connected
+        self.record: Group | None = None  # of the flight recorder, if that is on
         self.backend = None  # as `torch.distributed` shows it
         self.limit = options._timeout.total_seconds()
         together = len(ranks) == cluster.size

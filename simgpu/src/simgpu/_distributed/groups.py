@@ -1,5 +1,6 @@
 """Process groups: where one would use NCCL, the simulator carries the values."""
 
+import atexit
 import copy
 import functools
 import operator
@@ -22,6 +23,7 @@ from simgpu._compat import (
     raw_new_process_group,
     raw_object_device,
 )
+from simgpu._distributed import flight_recorder, watchdog
 from simgpu._distributed.cluster import Cluster
 from simgpu._distributed.communicator import Communicator
 from simgpu._distributed.group_calls import GroupCall
@@ -129,6 +131,8 @@ def _communicate(runtime, group, name: str, members, rank: int, bound, options):
         runtime.cluster, own_name, members, rank, bound, options
     )
     runtime.communicators[group.group_name] = communicator
+    nccl = ".".join(map(str, NCCL_VERSION))
+    communicator.record = flight_recorder.begin(runtime, group, members, nccl)
     return communicator
 
 
@@ -189,6 +193,8 @@ def _begin_job(runtime, store, rank: int, size: int) -> None:
     runtime.lives.clear()  # names count from 0 again, and not on all ranks alike before
     runtime.cluster = Cluster(dist.PrefixStore(prefix, store), rank, size, topology)
     runtime.sanitizer.is_first = runtime.cluster.board.is_first
+    atexit.unregister(_warn_of_leak)
+    atexit.register(_warn_of_leak)
     if rank == 0 and runtime.jobs == 1:
         ranks = "1 rank" if size == 1 else f"{size} ranks"
         print(
@@ -196,6 +202,17 @@ def _begin_job(runtime, store, rank: int, size: int) -> None:
             file=sys.stderr,
             flush=True,
         )
+
+
+def _warn_of_leak() -> None:
+    """This process ends: a group that NCCL still has is not destroyed."""
+    runtime = state.running
+    if runtime is None or runtime.cluster is None or not runtime.communicators:
+        return
+    cluster = runtime.cluster
+    if cluster.pid == os.getpid():
+        members = [one.member for one in runtime.communicators.values()]
+        watchdog.warn_of_leak(cluster.rank, min(members), len(runtime.gpus))
 
 
 def _bind_to_loopback() -> None:

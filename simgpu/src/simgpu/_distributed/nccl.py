@@ -30,7 +30,7 @@ from simgpu._compat import (
     raw_get_backend,
     raw_sequence_number,
 )
-from simgpu._distributed import groups
+from simgpu._distributed import flight_recorder, groups
 from simgpu._distributed.communicator import Communicator
 from simgpu._errors import NotSimulated
 
@@ -319,20 +319,29 @@ def unwrapped(raw):
     return create_process_group_wrapper
 
 
-def recorder_of_gloo_only(name: str) -> Callable:
-    """What the flight recorder tells of NCCL's collectives (since 2.14): nothing here.
+def recorders() -> dict[str, Callable]:
+    """The flight recorder's functions that name a backend (since 2.15).
 
-    Args:
-        name: of the function, whose argument `backend` says whose collectives.
+    Without a name, and before, they tell of gloo, which records for itself.
     """
-    raw = getattr(distributed_C, name)
+    ours = {"_dump_fr_trace": flight_recorder.dump,
+            "_dump_fr_trace_json": flight_recorder.dump_json,
+            "_dump_fr_trace_file": flight_recorder.write_file,
+            "_reset_fr_trace": flight_recorder.reset}  # fmt: skip
+    known = {name: getattr(distributed_C, name, None) for name in ours}
+    return {n: _by_backend(raw, ours[n]) for n, raw in known.items() if raw}
+
+
+def _by_backend(raw: Callable, ours: Callable) -> Callable:
+    """NCCL's recorder answers for its backends, C++ for all others."""
 
     @functools.wraps(raw)
     def told(*args, **kwargs):
         backend = kwargs.get("backend", next((a for a in args if type(a) is str), ""))
-        if backend.startswith("nccl"):
-            raise NotSimulated(f"torch._C._distributed_c10d.{name} of {backend}")
-        return raw(*args, **kwargs)
+        if not backend.startswith("nccl"):
+            return raw(*args, **kwargs)
+        kwargs.pop("backend", None)
+        return ours(*(a for a in args if type(a) is not str), **kwargs)
 
     return told
 
