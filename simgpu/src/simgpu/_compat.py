@@ -177,6 +177,7 @@ _NAMES: dict[str, dict[str, str]] = {
         "FakeProcessGroup": "torch._C._distributed_c10d.FakeProcessGroup",
         "Work": "torch._C._distributed_c10d.Work",
         "ErrorType": "torch._C._distributed_c10d.ErrorType",
+        "SymmetricMemory": "torch._C._distributed_c10d._SymmetricMemory",
         "work_from_future": "torch._C._distributed_c10d._create_work_from_future",
         "process_group_named": "torch._C._distributed_c10d._resolve_process_group",
         "process_groups": "torch.distributed.distributed_c10d._world",

@@ -152,6 +152,19 @@ class Collective:
         size = f"{to:,} {header.dtype} to rank {rank}, {come:,} from it"
         return f"{header.name}, {size} ({header.where})"
 
+    def is_agreed(self) -> bool:
+        """Whether all members have launched it, and mean the same: it can end."""
+        channel, number, ranks = self.name
+        keys = {f"{channel}/{number}/{i}": rank for i, rank in enumerate(ranks)}
+        board = self.channel.cluster.board
+        try:
+            if not board.has(list(keys)):
+                return False
+            self._compare(board.read(keys, "", 1.0))
+        except RuntimeError:  # they do not, or the store is gone
+            return False
+        return True
+
     @property
     def is_settled(self) -> bool:
         return self.meeting.end is not None

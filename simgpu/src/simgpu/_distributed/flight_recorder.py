@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -102,6 +103,7 @@ class Entry:
         self.operation, self.is_message = group.operations, is_message
         self.sizes = [[sizes for sizes, _ in side] for side in sides]
         self.dtypes = [[_named(dtype) for _, dtype in side] for side in sides]
+        self.collectives = collectives
         self.meetings = [collective.meeting for collective in collectives]
         self.clock, self.created, self.limit = clock, clock.host, limit
         self.thread = threading.get_ident()
@@ -119,26 +121,30 @@ class Entry:
 
     def state(self, late: bool = False) -> str:
         """As the host knows it: at its present time, or after a wait for others."""
-        if not self.meetings or any(m.end is None for m in self.meetings):
+        if not self.meetings:
             return "scheduled"
-        now = math.inf if late else self.clock.host
+        if any(m.end is None for m in self.meetings):  # nobody has needed its result
+            ends = late and all(one.is_agreed() for one in self.collectives)
+            return "completed" if ends else "scheduled"
+        now = math.inf if late else self.clock.latest
         if max(m.end for m in self.meetings) <= now:
             return "completed"
         return "started" if min(m.start for m in self.meetings) <= now else "scheduled"
 
-    def described(self, recorder: "Recorder", frames: bool) -> dict:
+    def described(self, recorder: "Recorder", state_now: str, frames: bool) -> dict:
         """Under PyTorch's keys."""
         found, group = {}, self.group
-        state_now = self.state(recorder.late)
+        known = all(m.end is not None for m in self.meetings)
         if frames:
             found["frames"] = [
                 {"name": code.co_name, "filename": code.co_filename, "line": line}
                 for code, line in self.frames
             ]
         done = state_now == "completed"
-        began = recorder.timed and state_now != "scheduled"
+        began = recorder.timed and state_now != "scheduled" and known
         start = recorder.ns(min(m.start for m in self.meetings)) if began else None
-        end = recorder.ns(max(m.end for m in self.meetings)) if done else None
+        ends = [m.end if known else self.clock.latest for m in self.meetings]
+        end = recorder.ns(max(ends)) if done else None
         if state_now == "started" and not recorder.timed:
             state_now = "scheduled"  # nobody has asked when it began
         found |= {
@@ -248,11 +254,21 @@ class Recorder:
         }  # fmt: skip
         if collectives:
             found["entries"] = [
-                entry.described(self, frames)
-                for entry in list(self.entries)
-                if not only_active or entry.state(self.late) != "completed"
+                entry.described(self, state_now, frames)
+                for entry, state_now in self._states()
+                if not only_active or state_now != "completed"
             ]
         return found
+
+    def _states(self) -> Iterator[tuple[Entry, str]]:
+        """Each entry, and how far it is: no farther than one before on its stream."""
+        stuck = set()
+        for entry in list(self.entries):
+            keys = {meeting.key for meeting in entry.meetings}
+            found = "scheduled" if keys & stuck else entry.state(self.late)
+            if found != "completed":
+                stuck |= keys
+            yield entry, found
 
     def write(self, frames: bool = True) -> None:
         """Leave the trace in the file of this rank, for `torchfrtrace`."""

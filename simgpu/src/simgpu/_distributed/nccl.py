@@ -163,6 +163,14 @@ class _Engine:
 
     set_timeout = _set_default_timeout
 
+    def _verify_work_timeout(self, work, timeout: timedelta) -> bool:
+        """Whether a `Work` waits for the others as long as this."""
+        return timeout.total_seconds() == self._communicator.limit
+
+    def _set_enable_nan_check(self, enable: bool) -> None:
+        if enable:
+            raise NotSimulated(f"{type(self).__name__}._set_enable_nan_check")
+
     def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
         """A collective waits for others only; it needs no more time than it has."""
 
@@ -211,7 +219,8 @@ _LEFT_OUT = frozenset({
     "allocate_tensor", "register_mem_pool", "deregister_mem_pool", "mem_allocator",
     "new_window", "suspend", "resume", "memory_stats", "shrink", "merge", "reconfigure",
     "get_reconfigure_handle", "comm_ptr", "_comm_ptr", "register_abort_hook",
-    "unregister_abort_hook", "_start_time_estimate", "_end_time_estimate",
+    "unregister_abort_hook", "allreduce_sparse", "split", "_num_active_channels",
+    "setUsePgForSymmMemRendezvous", "_start_time_estimate", "_end_time_estimate",
 })  # fmt: skip
 
 

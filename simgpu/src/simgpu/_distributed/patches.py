@@ -22,6 +22,7 @@ from simgpu._compat import (
     DDPJoinHook,
     FakeProcessGroup,
     RPCPickler,
+    SymmetricMemory,
     Work,
     distributed_C,
     raw_root_copy_hook,
@@ -40,6 +41,7 @@ from simgpu._distributed import (
     profiling,
     reductions,
     rpc,
+    symmetric_memory,
     work,
 )
 
@@ -87,6 +89,8 @@ def table() -> list[Patch]:
                  _dump_nccl_trace_json=flight_recorder.dump_json,
                  _reset_fr_recording_nccl=flight_recorder.reset,
                  **nccl.recorders()),
+        *patches(SymmetricMemory, "it maps the memory of other GPUs",
+                 **symmetric_memory.doors()),
         *patches(FakeProcessGroup, "the simulator stands for NCCL",
                  supports_coalescing=property(groups.supports_coalescing)),
         *[
