@@ -273,17 +273,38 @@ def test_the_environment_chooses_the_engine(chosen, kind):
     assert done.stdout.strip() == f"ProcessGroupNCCL{kind}", done.stderr
 
 
-def test_the_flight_recorder_tells_of_gloo_and_not_of_nccl(group):
+@pytest.mark.skipif(TORCH < (2, 15), reason="tells of gloo alone")
+def test_the_flight_recorder_tells_of_gloo_or_of_nccl(group):
     built = torch._C._distributed_c10d
-    with pytest.raises(NotSimulated, match="_dump_nccl_trace"):
-        built._dump_nccl_trace()
-    if TORCH >= (2, 15):
-        assert "version" in json.loads(built._dump_fr_trace_json())
-        for backend in ("nccl", "nccl2", "nccl-lazy"):
-            with pytest.raises(NotSimulated, match=f"_dump_fr_trace_json of {backend}"):
-                built._dump_fr_trace_json(backend=backend)
-            with pytest.raises(NotSimulated, match=f"_dump_fr_trace of {backend}"):
-                built._dump_fr_trace(True, False, False, backend)
+    dist.all_reduce(ones(1))
+    assert "entries" not in json.loads(built._dump_fr_trace_json())
+    for backend in ("nccl", "nccl2", "nccl-lazy"):
+        assert (
+            len(json.loads(built._dump_fr_trace_json(backend=backend))["entries"]) == 1
+        )
+        assert b"all_reduce" in built._dump_fr_trace(True, False, False, backend)
+
+
+def test_symmetric_memory_is_refused_at_every_door(group):
+    import torch.distributed._symmetric_memory as symmetric
+
+    x, world = ones(4), dist.group.WORLD.group_name
+    calls = {
+        "empty": lambda: symmetric.empty(4, device="cuda:0"),
+        "rendezvous": lambda: symmetric.rendezvous(x, world),
+        "get_mem_pool": lambda: symmetric.get_mem_pool(CUDA),
+        "set_backend": lambda: symmetric.set_backend("NCCL"),
+        "one_shot_all_reduce": lambda: torch.ops.symm_mem.one_shot_all_reduce(
+            x, "sum", world
+        ),
+        "fused_all_gather_matmul": lambda: torch.ops.symm_mem.fused_all_gather_matmul(
+            ones(4, 4), [ones(4, 4)], 0, world
+        ),
+    }
+    for name, call in calls.items():
+        with pytest.raises(NotSimulated, match="symmetric memory"):
+            call()
+            raise AssertionError(name)
 
 
 def test_a_group_beside_those_of_torch_distributed(group):

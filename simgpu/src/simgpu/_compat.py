@@ -177,7 +177,6 @@ _NAMES: dict[str, dict[str, str]] = {
         "FakeProcessGroup": "torch._C._distributed_c10d.FakeProcessGroup",
         "Work": "torch._C._distributed_c10d.Work",
         "ErrorType": "torch._C._distributed_c10d.ErrorType",
-        "SymmetricMemory": "torch._C._distributed_c10d._SymmetricMemory",
         "work_from_future": "torch._C._distributed_c10d._create_work_from_future",
         "process_group_named": "torch._C._distributed_c10d._resolve_process_group",
         "process_groups": "torch.distributed.distributed_c10d._world",
@@ -202,7 +201,6 @@ _NAMES: dict[str, dict[str, str]] = {
         "raw_end_coalescing": "torch.distributed.ProcessGroup._end_coalescing",
         "CppFuture": "torch._C.Future",
     },
-    "the flight recorder": {"thread_name": "torch._C._get_thread_name"},
     "numbers of collectives": {  # until 2.13; later nobody calls it
         "raw_begin_sequence": (
             "torch.distributed.ProcessGroup._set_sequence_number_for_group"

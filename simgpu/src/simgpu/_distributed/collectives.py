@@ -24,6 +24,7 @@ from simgpu._dispatch.operation_call import Call
 from simgpu._dispatch.placement import blocks_of, gpu_of, memory_of, place
 from simgpu._distributed import (
     checks,
+    flight_entries,
     flight_recorder,
     messages,
     operations,
@@ -77,7 +78,7 @@ def run_collective(call: Call):
         for exchange in found
     ]
     if communicator.record is not None:
-        sides = flight_recorder.sides_of(name, args)
+        sides = flight_entries.sides_of(name, args)
         flight_recorder.note(call.runtime, communicator, name, sides, launched)
     if communicator.batch is not None:
         communicator.batch += launched

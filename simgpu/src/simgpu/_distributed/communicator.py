@@ -9,7 +9,7 @@ import torch.distributed as dist
 from simgpu._device import overhead
 from simgpu._distributed.cluster import Cluster
 from simgpu._distributed.collective import Channel
-from simgpu._distributed.flight_recorder import Group
+from simgpu._distributed.flight_entries import Group
 from simgpu._distributed.group_calls import GroupCall
 from simgpu._distributed.subjects import Buckets
 from simgpu._timing.events import FIRST_OF_NCCL

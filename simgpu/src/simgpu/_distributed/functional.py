@@ -13,6 +13,7 @@ from simgpu._dispatch.placement import memory_of
 from simgpu._distributed import (
     checks,
     collectives,
+    flight_entries,
     flight_recorder,
     operations,
     work,
@@ -81,7 +82,7 @@ class _Functional:
         if self.communicator.record is not None:
             flight_recorder.note(
                 self.call.runtime, self.communicator, _C10D[exchange.name],
-                (flight_recorder.told(given), flight_recorder.told(output)), [launched],
+                (flight_entries.told(given), flight_entries.told(output)), [launched],
             )  # fmt: skip
         memory_of(output).awaited = work.Launched([launched], [output], False)
         return output

@@ -13,7 +13,7 @@ import time
 import torch
 
 from simgpu import _runtime as state
-from simgpu._distributed import flight_recorder
+from simgpu._distributed import flight_entries, flight_recorder
 
 _LATE = (
     "[Rank {}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum={}, "
@@ -89,7 +89,7 @@ def _say_late(collective, limit: float) -> None:
                            last["last_enqueued_collective"], started,
                            last["last_completed_collective"])
         )  # fmt: skip
-        lines.append(_STACK.format(flight_recorder.stack_of(entry)))
+        lines.append(_STACK.format(flight_entries.stack_of(entry)))
     _print("E", collective.channel.cluster.rank,
            *lines, _CORRUPT.format(rank), _DOWN.format(rank))  # fmt: skip
 
