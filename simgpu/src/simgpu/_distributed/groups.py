@@ -79,6 +79,8 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
     )  # fmt: skip
     if not isinstance(group, dist.ProcessGroup):
         return group, its_store
+    # PyTorch 2.15 would record what the stand-in is told, beside us
+    getattr(process_groups, "pg_flight_recorder_hooks", {}).pop(group, None)
     _call_it_nccl(group)
     process_groups.pg_map[group] = (spec, its_store)  # for get_backend()
     config = ",".join(f"{kind}:{its}" for kind, its in _backends(spec).items())
