@@ -7,6 +7,7 @@ import subprocess
 import sys
 from datetime import timedelta
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -272,17 +273,38 @@ def test_the_environment_chooses_the_engine(chosen, kind):
     assert done.stdout.strip() == f"ProcessGroupNCCL{kind}", done.stderr
 
 
-def test_the_flight_recorder_tells_of_gloo_and_not_of_nccl(group):
+@pytest.mark.skipif(TORCH < (2, 15), reason="tells of gloo alone")
+def test_the_flight_recorder_tells_of_gloo_or_of_nccl(group):
     built = torch._C._distributed_c10d
-    with pytest.raises(NotSimulated, match="_dump_nccl_trace"):
-        built._dump_nccl_trace()
-    if TORCH >= (2, 15):
-        assert "version" in json.loads(built._dump_fr_trace_json())
-        for backend in ("nccl", "nccl2", "nccl-lazy"):
-            with pytest.raises(NotSimulated, match=f"_dump_fr_trace_json of {backend}"):
-                built._dump_fr_trace_json(backend=backend)
-            with pytest.raises(NotSimulated, match=f"_dump_fr_trace of {backend}"):
-                built._dump_fr_trace(True, False, False, backend)
+    dist.all_reduce(ones(1))
+    assert "entries" not in json.loads(built._dump_fr_trace_json())
+    for backend in ("nccl", "nccl2", "nccl-lazy"):
+        assert (
+            len(json.loads(built._dump_fr_trace_json(backend=backend))["entries"]) == 1
+        )
+        assert b"all_reduce" in built._dump_fr_trace(True, False, False, backend)
+
+
+def test_symmetric_memory_is_refused_at_every_door(group):
+    import torch.distributed._symmetric_memory as symmetric
+
+    x, world = ones(4), dist.group.WORLD.group_name
+    calls = {
+        "empty": lambda: symmetric.empty(4, device="cuda:0"),
+        "rendezvous": lambda: symmetric.rendezvous(x, world),
+        "get_mem_pool": lambda: symmetric.get_mem_pool(CUDA),
+        "set_backend": lambda: symmetric.set_backend("NCCL"),
+        "one_shot_all_reduce": lambda: torch.ops.symm_mem.one_shot_all_reduce(
+            x, "sum", world
+        ),
+        "fused_all_gather_matmul": lambda: torch.ops.symm_mem.fused_all_gather_matmul(
+            ones(4, 4), [ones(4, 4)], 0, world
+        ),
+    }
+    for name, call in calls.items():
+        with pytest.raises(NotSimulated, match="symmetric memory"):
+            call()
+            raise AssertionError(name)
 
 
 def test_a_group_beside_those_of_torch_distributed(group):
@@ -321,6 +343,33 @@ def test_parts_of_a_bound_group():
         assert model(torch.ones(1, 2)).get_device() == 1
     finally:
         leave()
+
+
+def test_connecting_at_once_leaves_the_device_to_a_mesh(monkeypatch):
+    """`device_id`: C++ uses CUDA, of which PyTorch's Python is not told."""
+    try:
+        join(device_id=torch.device("cuda", 1))
+        assert not torch.cuda.is_initialized()
+        dist.barrier()
+        assert not torch.cuda.is_initialized()
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        dist.init_device_mesh("cuda", (1,))
+        assert torch.cuda.current_device() == 1
+    finally:
+        leave()
+
+
+def test_ranks_and_devices_may_be_numbers_of_numpy(group):
+    one = numpy.int64(0)
+    with pytest.raises(ValueError, match="or an integer, but got"):
+        torch.cuda.set_device(one)  # PyTorch asks for Python's own here
+    x = ones(2, dtype=torch.float32)
+    for made in (dist.new_group([one]), dist.new_subgroups(numpy.int64(1))[0]):
+        dist.all_reduce(x, group=made)
+        dist.broadcast(x, one, group=made)
+    places = [torch.ones(2, device=one), torch.tensor([1.0], device=one),
+              torch.ones(2).to(one), torch.ones(2).cuda(one)]  # fmt: skip
+    assert {str(place.device) for place in places} == {"cuda:0"}
 
 
 def test_debug_detail_does_not_wrap_the_group(monkeypatch):

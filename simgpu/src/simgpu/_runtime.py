@@ -133,6 +133,7 @@ class Runtime:
         self.meetings = 0  # of ranks at a store, so far
         self.network = None  # between nodes, as `Topology` takes it
         self.communicators: dict[str, object] = {}  # by the name of the process group
+        self.flight_recorder: Any = None  # False where nothing is to be recorded
         self.lives: dict[str, int] = {}  # how many groups have had a name
         # kept: the last to let go of a group, where that is the reducer of DDP, waits
         # for gloo's threads with Python's lock in its hand, which they may want
@@ -169,11 +170,19 @@ class Runtime:
         Raises:
             RuntimeError: in a forked child, and where no GPU is visible.
         """
+        self.initialize_in_cpp()
+        self.initialized = True
+
+    def initialize_in_cpp(self) -> None:
+        """C++ uses CUDA by itself: `torch.cuda.is_initialized()` does not hear of it.
+
+        Raises:
+            RuntimeError: in a forked child, and where no GPU is visible.
+        """
         if self.forked:
             raise RuntimeError(_BAD_FORK)
         if not self.fix_visible():
             raise RuntimeError("No CUDA GPUs are available")
-        self.initialized = True
 
     def share_cards(self) -> None:
         """From now on the other processes of the machine use the same cards."""

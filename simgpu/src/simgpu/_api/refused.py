@@ -9,9 +9,9 @@ import torch.cuda.nccl
 from simgpu._errors import NotSimulated
 
 
-def refuse(call: str):
+def refuse(call: str, *why: str):
     def refused(*args, **kwargs):
-        raise NotSimulated(call)
+        raise NotSimulated(call, *why)
 
     refused.__name__ = call.rsplit(".", 1)[-1]
     return refused

@@ -81,10 +81,18 @@ class Cluster:
         atexit.unregister(self.end)
         for collective in self.under_way:
             with contextlib.suppress(RuntimeError):
-                collective.leave_values()
+                if not self._is_opened(collective):
+                    collective.leave_values()
         self.board.say_ended(self.how)
         if self._keeps_store:
             self.board.wait_for_others()
+
+    def _is_opened(self, collective) -> bool:
+        """Whether the others have called it, too: then they have this rank's memory."""
+        channel, number, ranks = collective.name
+        me = collective.channel.member
+        others = [f"{channel}/{number}/{i}" for i in range(len(ranks)) if i != me]
+        return self.board.has(others)
 
     def title(self, ranks: str) -> str:
         """How errors and pictures name a new group: "ranks 0, 2 (group 2)"."""
@@ -102,7 +110,7 @@ class Cluster:
         if new:
             for pid, file in self.board.arenas(new, doing, limit).values():
                 if file >= 0:
-                    with contextlib.suppress(OSError):  # it has ended
+                    with contextlib.suppress(ProcessLookupError):  # it has ended
                         self.arena.look_at(pid, file)
             self._readable.update(new)
 
@@ -118,6 +126,13 @@ class Cluster:
             raise dist.DistBackendError(f"not connected: {min(self.connecting)}")
         while self.under_way:
             self.under_way[0].settle()
+
+    def settle_what_is_there(self) -> None:
+        """Settle the collectives that all members have launched: nobody is late."""
+        for collective in list(self.under_way):
+            with contextlib.suppress(dist.DistBackendError):
+                if self._is_opened(collective):
+                    collective.settle(1.0)
 
     def post(self, name: Name, member: int, header: Header) -> None:
         channel, number = name[:2]

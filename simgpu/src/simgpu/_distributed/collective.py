@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from simgpu._distributed import exchange as ex
+from simgpu._distributed import watchdog
 from simgpu._distributed.cluster import MOST_UNDER_WAY, Cluster, Header
 from simgpu._timing.meeting import Meeting
 
@@ -76,6 +77,8 @@ class Collective:
         clock: whose schedule that is.
         where: the line of the program.
     """
+
+    entry = None  # of the flight recorder
 
     def __init__(self, channel: Channel, exchange: ex.Exchange, meeting: Meeting,
                  clock, where: str):  # fmt: skip
@@ -149,6 +152,19 @@ class Collective:
         size = f"{to:,} {header.dtype} to rank {rank}, {come:,} from it"
         return f"{header.name}, {size} ({header.where})"
 
+    def is_agreed(self) -> bool:
+        """Whether all members have launched it, and mean the same: it can end."""
+        channel, number, ranks = self.name
+        keys = {f"{channel}/{number}/{i}": rank for i, rank in enumerate(ranks)}
+        board = self.channel.cluster.board
+        try:
+            if not board.has(list(keys)):
+                return False
+            self._compare(board.read(keys, "", 1.0))
+        except RuntimeError:  # they do not, or the store is gone
+            return False
+        return True
+
     @property
     def is_settled(self) -> bool:
         return self.meeting.end is not None
@@ -166,7 +182,12 @@ class Collective:
         __tracebackhide__ = True
         with self._lock:  # another thread may need it, too
             if not self.is_settled:
-                self._settle(self.channel.limit if limit is None else limit)
+                limit = self.channel.limit if limit is None else limit
+                try:
+                    self._settle(limit)
+                except dist.DistBackendError as error:
+                    watchdog.has_seen(self, error, limit)
+                    raise
 
     def give_up(self) -> None:
         """It never ends, and nobody waits for it: what it writes is not defined."""
@@ -230,7 +251,7 @@ class Collective:
                 first, last = header.parts[me]
                 try:
                     values = arena.read(header.parcel)[first * size : last * size]
-                except OSError:
+                except ProcessLookupError:
                     rank = self.channel.ranks[member]
                     raise dist.DistBackendError(_GONE.format(self, rank)) from None
                 given[member] = values.view(self.dtype)

@@ -9,6 +9,7 @@ import sys
 
 import torch
 
+from simgpu import _runtime as state
 from simgpu._compat import (
     Work,
     current_autograd_node,
@@ -23,6 +24,8 @@ from simgpu._dispatch.operation_call import Call
 from simgpu._dispatch.placement import blocks_of, gpu_of, memory_of, place
 from simgpu._distributed import (
     checks,
+    flight_entries,
+    flight_recorder,
     messages,
     operations,
     profiling,
@@ -74,6 +77,9 @@ def run_collective(call: Call):
         launch(call.runtime, communicator, gpu, exchange, is_async=is_async)
         for exchange in found
     ]
+    if communicator.record is not None:
+        sides = flight_entries.sides_of(name, args)
+        flight_recorder.note(call.runtime, communicator, name, sides, launched)
     if communicator.batch is not None:
         communicator.batch += launched
     outputs = args[0]
@@ -110,7 +116,7 @@ def _run_elsewhere(call: Call, tensors):
 def _run_barrier(call: Call, communicator: Communicator):
     """NCCL's is a collective of almost nothing, for which the host waits."""
     runtime = call.runtime
-    runtime.initialize()
+    runtime.initialize_in_cpp()
     devices = _argument(call, "device_ids", ())
     gpu = communicator.gpu_of_barrier(devices, runtime.gpus)
     if not devices:
@@ -120,6 +126,9 @@ def _run_barrier(call: Call, communicator: Communicator):
     profiling.note("barrier", [])
     exchange = exchanges.barrier(len(communicator.ranks))
     launched = launch(runtime, communicator, gpu, exchange, is_async=is_async)
+    if communicator.record is not None:
+        sides = flight_recorder.BARRIER
+        flight_recorder.note(runtime, communicator, "barrier", sides, [launched])
     done = work.new([launched], [], host_waits=True)
     if not is_async:
         work.wait(done)
@@ -145,6 +154,10 @@ def _run_message(call: Call, communicator: Communicator, gpu):
     else:
         stream = communicator.stream(communicator.ranks[peer])
         launched = launch(call.runtime, communicator, gpu, exchange, channel, stream)
+    if communicator.record is not None:
+        flight_recorder.note_message(
+            call.runtime, communicator, arrow, tensor, launched
+        )
     return Work.boxed(work.new([launched], [tensor]))
 
 
@@ -174,6 +187,8 @@ def end_coalescing(group, device) -> Work:
     if communicator is None or communicator.batch is None:
         return raw_end_coalescing(group, device)
     batch, communicator.batch = communicator.batch, None
+    if communicator.record is not None:
+        flight_recorder.note_batch(state.current(), communicator, batch)
     return work.new(batch, [])
 
 

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from simgpu._device import overhead
 from simgpu._distributed.cluster import Cluster
 from simgpu._distributed.collective import Channel
+from simgpu._distributed.flight_entries import Group
+from simgpu._distributed.group_calls import GroupCall
 from simgpu._distributed.subjects import Buckets
 from simgpu._timing.events import FIRST_OF_NCCL
 
@@ -46,6 +48,9 @@ class Communicator:
         self.cluster, self.name, self.ranks, self.member = cluster, name, ranks, member
         self.bound, self.options = bound, options
         self.engine = "nccl"  # or another name that PyTorch has for it
+        self.call: GroupCall | None = None  # of `new_group`, if ranks count such calls
+        self.is_split = False  # from the group of all ranks, which is connected
+        self.record: Group | None = None  # of the flight recorder, if that is on
         self.backend = None  # as `torch.distributed` shows it
         self.limit = options._timeout.total_seconds()
         together = len(ranks) == cluster.size
@@ -119,6 +124,8 @@ class Communicator:
         board, me = self.cluster.board, self.member
         doing = f"rank {self.cluster.rank}: {what} on {self.title} for the first time"
         self.cluster.look_at_arenas(self.ranks, doing, self.limit)
+        if self.call is not None and self.attempts == 0:
+            self.call.compare(self.is_split, doing, self.limit)
         here = f"{self.name}/here {self.attempts}"
         self.attempts += 1  # one that fails may be followed by a better one
         self.cluster.connecting.add(self.name)

@@ -30,7 +30,7 @@ from simgpu._compat import (
     raw_get_backend,
     raw_sequence_number,
 )
-from simgpu._distributed import groups
+from simgpu._distributed import flight_recorder, groups
 from simgpu._distributed.communicator import Communicator
 from simgpu._errors import NotSimulated
 
@@ -141,7 +141,7 @@ class _Engine:
     def eager_connect_single_device(self, device) -> None:
         """Connect now and not at the first collective."""
         runtime = state.current()
-        runtime.initialize()
+        runtime.initialize_in_cpp()
         gpu = runtime.gpus[torch.device(device).index]
         self._communicator.connect(gpu, runtime.clock, "eager_connect_single_device")
 
@@ -162,6 +162,14 @@ class _Engine:
         self._communicator.set_limit(timeout.total_seconds())
 
     set_timeout = _set_default_timeout
+
+    def _verify_work_timeout(self, work, timeout: timedelta) -> bool:
+        """Whether a `Work` waits for the others as long as this."""
+        return timeout.total_seconds() == self._communicator.limit
+
+    def _set_enable_nan_check(self, enable: bool) -> None:
+        if enable:
+            raise NotSimulated(f"{type(self).__name__}._set_enable_nan_check")
 
     def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
         """A collective waits for others only; it needs no more time than it has."""
@@ -211,7 +219,8 @@ _LEFT_OUT = frozenset({
     "allocate_tensor", "register_mem_pool", "deregister_mem_pool", "mem_allocator",
     "new_window", "suspend", "resume", "memory_stats", "shrink", "merge", "reconfigure",
     "get_reconfigure_handle", "comm_ptr", "_comm_ptr", "register_abort_hook",
-    "unregister_abort_hook", "_start_time_estimate", "_end_time_estimate",
+    "unregister_abort_hook", "allreduce_sparse", "split", "_num_active_channels",
+    "setUsePgForSymmMemRendezvous", "_start_time_estimate", "_end_time_estimate",
 })  # fmt: skip
 
 
@@ -319,20 +328,29 @@ def unwrapped(raw):
     return create_process_group_wrapper
 
 
-def recorder_of_gloo_only(name: str) -> Callable:
-    """What the flight recorder tells of NCCL's collectives (since 2.14): nothing here.
+def recorders() -> dict[str, Callable]:
+    """The flight recorder's functions that name a backend (since 2.15).
 
-    Args:
-        name: of the function, whose argument `backend` says whose collectives.
+    Without a name, and before, they tell of gloo, which records for itself.
     """
-    raw = getattr(distributed_C, name)
+    ours = {"_dump_fr_trace": flight_recorder.dump,
+            "_dump_fr_trace_json": flight_recorder.dump_json,
+            "_dump_fr_trace_file": flight_recorder.write_file,
+            "_reset_fr_trace": flight_recorder.reset}  # fmt: skip
+    known = {name: getattr(distributed_C, name, None) for name in ours}
+    return {n: _by_backend(raw, ours[n]) for n, raw in known.items() if raw}
+
+
+def _by_backend(raw: Callable, ours: Callable) -> Callable:
+    """NCCL's recorder answers for its backends, C++ for all others."""
 
     @functools.wraps(raw)
     def told(*args, **kwargs):
         backend = kwargs.get("backend", next((a for a in args if type(a) is str), ""))
-        if backend.startswith("nccl"):
-            raise NotSimulated(f"torch._C._distributed_c10d.{name} of {backend}")
-        return raw(*args, **kwargs)
+        if not backend.startswith("nccl"):
+            return raw(*args, **kwargs)
+        kwargs.pop("backend", None)
+        return ours(*(a for a in args if type(a) is not str), **kwargs)
 
     return told
 

@@ -15,7 +15,7 @@ from torch.distributed import constants, device_mesh, distributed_c10d
 from torch.distributed.rpc import api, internal
 from torch.nn.parallel import DistributedDataParallel
 
-from simgpu._api import refused, sharing
+from simgpu._api import sharing
 from simgpu._api.patch import Patch, patches
 from simgpu._compat import (
     CppFuture,
@@ -32,6 +32,7 @@ from simgpu._distributed import (
     children,
     collectives,
     ddp,
+    flight_recorder,
     functional,  # noqa: F401 - registers what runs operations
     futures,
     groups,
@@ -39,6 +40,7 @@ from simgpu._distributed import (
     profiling,
     reductions,
     rpc,
+    symmetric_memory,
     work,
 )
 
@@ -82,12 +84,12 @@ def table() -> list[Patch]:
                  __init__=profiling.new_event),
         *patches(distributed_C, "only builds with NCCL have it",
                  _hash_tensors=nccl.hash_tensors,
-                 **{name: refused.refuse(f"torch._C._distributed_c10d.{name}")
-                    for name in ("_dump_nccl_trace", "_dump_nccl_trace_json")},
-                 **{name: nccl.recorder_of_gloo_only(name)
-                    for name in ("_dump_fr_trace", "_dump_fr_trace_json",
-                                 "_dump_fr_trace_file", "_reset_fr_trace")
-                    if hasattr(distributed_C, name)}),
+                 _dump_nccl_trace=flight_recorder.dump,
+                 _dump_nccl_trace_json=flight_recorder.dump_json,
+                 _reset_fr_recording_nccl=flight_recorder.reset,
+                 **nccl.recorders()),
+        *patches(symmetric_memory.SymmetricMemory, "it maps the memory of other GPUs",
+                 **symmetric_memory.doors()),
         *patches(FakeProcessGroup, "the simulator stands for NCCL",
                  supports_coalescing=property(groups.supports_coalescing)),
         *[
