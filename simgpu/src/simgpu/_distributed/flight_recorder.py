@@ -2,7 +2,8 @@
 
 Models: the entries of PyTorch's `FlightRecorder` under its own keys, so that its tools
 read them (`torchfrtrace`); a dump per rank when a wait for others fails, and on demand,
-by a call or through a pipe. Times are simulated, behind the moment at which recording
+by a call or through a pipe. Unlike PyTorch, no file is written where nothing is said
+of dumps. Times are simulated, behind the moment at which recording
 began. As in PyTorch, nobody looks at when a collective begins, nor how long it takes,
 unless TORCH_NCCL_ENABLE_TIMING=1. Leaves out: frames of C++, and the state of NCCL's
 own communicators.
@@ -334,7 +335,8 @@ def leave_dump(runtime) -> None:
     recorder = runtime.flight_recorder
     if recorder:
         recorder.late = True
-        if _flag(_DUMPS, True):
+        # a program that has said nothing of dumps leaves no file in the user's home
+        if _flag(_DUMPS, bool(_setting(_FILE))):
             recorder.write(_flag(("TORCH_INCLUDE_STACK_TRACE",), True))
             if recorder.listens and runtime.cluster is not None:
                 with contextlib.suppress(RuntimeError):
