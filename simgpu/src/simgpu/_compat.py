@@ -138,7 +138,6 @@ _NAMES: dict[str, dict[str, str]] = {
         ),
     },
     "arguments of Module.to": {"torch_C_nn": "torch._C._nn"},
-    "pinned memory": {"pin_memory_utils": "torch.cuda._pin_memory_utils"},
     "nn.DataParallel": {
         "parallel_functions": "torch.nn.parallel._functions",
         "flatten_dense_tensors": "torch._utils._flatten_dense_tensors",
@@ -164,10 +163,13 @@ _NAMES: dict[str, dict[str, str]] = {
         ),
     },
     "races between streams": {
+        "StorageWeakRef": "torch.multiprocessing.reductions.StorageWeakRef",
+        "storage_of_weak_ref": "torch.storage.UntypedStorage._new_with_weak_ptr",
         "Access": "torch.cuda._sanitizer.Access",
         "AccessType": "torch.cuda._sanitizer.AccessType",
         "CUDASanitizerErrors": "torch.cuda._sanitizer.CUDASanitizerErrors",
         "EventHandler": "torch.cuda._sanitizer.EventHandler",
+        "UnsynchronizedAccessError": "torch.cuda._sanitizer.UnsynchronizedAccessError",
     },
     "TORCH_CUDA_CHECK_STRAY_CONTEXT": {
         "check_stray_context": "torch.cuda._check_stray_context",

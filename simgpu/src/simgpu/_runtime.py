@@ -88,6 +88,8 @@ class Runtime:
         ]
         self.machine = tuple(self.gpus)  # also those that are not visible
         self.sanitizer = StreamSanitizer(request.races)
+        # storages of the host that copies use which it has not waited for
+        self.unfinished = self.sanitizer.host_copies.unfinished
         self.clock = Clock(self.gpus, self.sanitizer)
         self.host_memory = HostMemory(self.clock)  # that is pinned
         # address -> bytes of memory that the program has pinned by itself

@@ -50,7 +50,7 @@ class Operation:
     __slots__ = (
         "func", "name", "arguments", "writes", "makes", "has_device", "random",
         "silent", "is_factory", "gathers", "size_is_read_back", "take_memory",
-        "flop_formula", "traffic", "run",
+        "flop_formula", "traffic", "run", "in_parts",
     )  # fmt: skip
 
     def __init__(self, func):
@@ -65,7 +65,8 @@ class Operation:
         )
         self.has_device = "device" in self.arguments
         self.random = torch.Tag.nondeterministic_seeded in func.tags
-        self.silent = func.is_view or self.name in _SILENT
+        view = func.is_view or torch.Tag.inplace_view in func.tags
+        self.silent = view or self.name in _SILENT
         # it reads nothing of its tensors but their shapes and the like
         self.is_factory = self.name.startswith("new_") or self.name.endswith("_like")
         self.gathers = self.name in _GATHERS
@@ -78,6 +79,9 @@ class Operation:
         self.flop_formula = flop_registry.get(func.overloadpacket)
         self.traffic = TRAFFIC.get(self.name, 1.0)
         self.run = self._find_handler(func)
+        # the simulator sees the operations that it is made of
+        names = ("composite", "python kernel", "copy")
+        self.in_parts = self.run in [_handlers.get(name) for name in names]
 
     def _find_handler(self, func) -> Callable:
         namespace = _handlers.get(f"{func.namespace}::")
