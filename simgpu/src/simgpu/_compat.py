@@ -163,13 +163,11 @@ _NAMES: dict[str, dict[str, str]] = {
         ),
     },
     "races between streams": {
-        "StorageWeakRef": "torch.multiprocessing.reductions.StorageWeakRef",
         "storage_of_weak_ref": "torch.storage.UntypedStorage._new_with_weak_ptr",
         "Access": "torch.cuda._sanitizer.Access",
         "AccessType": "torch.cuda._sanitizer.AccessType",
         "CUDASanitizerErrors": "torch.cuda._sanitizer.CUDASanitizerErrors",
         "EventHandler": "torch.cuda._sanitizer.EventHandler",
-        "UnsynchronizedAccessError": "torch.cuda._sanitizer.UnsynchronizedAccessError",
     },
     "TORCH_CUDA_CHECK_STRAY_CONTEXT": {
         "check_stray_context": "torch.cuda._check_stray_context",

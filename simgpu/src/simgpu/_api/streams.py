@@ -90,9 +90,12 @@ class Stream:
 
     def query(self) -> bool:
         """Whether all its work is done; asking takes the host a moment."""
-        clock = state.current().clock
-        clock.event_call()
-        return clock.stream_done(self.device_index, self.stream_id)
+        runtime = state.current()
+        runtime.clock.event_call()
+        done = runtime.clock.stream_done(self.device_index, self.stream_id)
+        if done:
+            runtime.sanitizer.host_waited([(self.device_index, self.stream_id)])
+        return done
 
     def synchronize(self) -> None:
         """Make the host wait until its work is done."""

@@ -8,14 +8,10 @@ until the host has waited, and a copy sees what the host has written too early.
 import functools
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from simgpu import _runtime as state
-from simgpu._compat import (
-    DisableTorchDispatch,
-    StorageBase,
-    StorageWeakRef,
-    storage_of_weak_ref,
-)
+from simgpu._compat import DisableTorchDispatch, StorageBase, storage_of_weak_ref
 from simgpu._dispatch.placement import (
     block_of,
     gpu_of,

@@ -147,6 +147,7 @@ class HostCopies:
         Raises:
             RaceError: at a race, unless it is only named or can be shown.
         """
+        __tracebackhide__ = True
         with self.sanitizer.lock:
             self._forget_freed()
             errors, later = [], []
@@ -164,7 +165,7 @@ class HostCopies:
                             later.append(again)
                             continue
                     now = _access(self.sanitizer.number + 1, HOST, operator, used)
-                    errors.append(HostRace(used.address, None, now, copy.access))
+                    errors.append(HostRace(used.address, now, copy.access))
             self._report(errors)
             return later
 
@@ -174,6 +175,7 @@ class HostCopies:
         Raises:
             RaceError: at a race with a copy of another stream, as above.
         """
+        __tracebackhide__ = True
         sanitizer = self.sanitizer
         with sanitizer.lock:
             self._forget_freed()
@@ -189,10 +191,11 @@ class HostCopies:
                         copy.finish()
                 elif sanitizer.mode != "show" or used.writes:
                     now = _access(sanitizer.number + 1, name, operator, used)
-                    errors.append(HostRace(used.address, None, now, previous))
+                    errors.append(HostRace(used.address, now, previous))
             self._report(errors)
 
     def _report(self, errors: list) -> None:
+        __tracebackhide__ = True
         if errors and self.sanitizer.mode == "warn":
             self.sanitizer.warn(errors)
         elif errors:

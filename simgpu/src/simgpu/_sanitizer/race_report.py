@@ -7,11 +7,7 @@ from pathlib import Path
 import torch
 
 from simgpu import _frames as frames
-from simgpu._compat import (
-    AccessType,
-    CUDASanitizerErrors,
-    UnsynchronizedAccessError,
-)
+from simgpu._compat import AccessType, CUDASanitizerErrors
 
 _TORCH = str(Path(torch.__file__).parent)
 _STREAMS = 1000  # the name of a stream: of its GPU, and so many times its number
@@ -42,8 +38,16 @@ class RaceError(CUDASanitizerErrors):
 RaceError.__module__ = "simgpu"  # under this name it is known
 
 
-class HostRace(UnsynchronizedAccessError):
-    """A race over memory of the host, which a copy uses that nobody has waited for."""
+class HostRace:
+    """A race over memory of the host, which a copy uses that nobody has waited for.
+
+    Its attributes are those of PyTorch's `UnsynchronizedAccessError`.
+    """
+
+    def __init__(self, data_ptr: int, current_access, previous_access):
+        self.data_ptr = data_ptr
+        self.current_access = current_access
+        self.previous_access = previous_access
 
     def __str__(self):
         current, previous = self.current_access, self.previous_access

@@ -361,13 +361,9 @@ class Clock:
         self.sanitizer.stream_waits(key, position.number)
 
     def stream_done(self, index: int, stream: int) -> bool:
-        """Whether a stream has nothing left to do; who asks knows it then."""
-        key = (index, stream)
-        self.settle([key])
-        done = self.done.get(key, 0.0) <= self.host
-        if done:
-            self.sanitizer.host_waited([key])
-        return done
+        """Whether a stream has nothing left to do."""
+        self.settle([(index, stream)])
+        return self.done.get((index, stream), 0.0) <= self.host
 
     def keys(self) -> list[Key]:
         """Every stream that was ever given work: (GPU, number)."""
