@@ -2,7 +2,6 @@
 
 import torch
 
-from simgpu import _runtime as state
 from simgpu._dispatch import placement
 from simgpu._dispatch.errors import type_name
 from simgpu._dispatch.host_memory import read_by_host
