@@ -88,6 +88,7 @@ _NAMES: dict[str, dict[str, str]] = {
         "current_autograd_node": "torch._C._current_autograd_node",
         "current_graph_task_id": "torch._C._current_graph_task_id",
         "raw_run_backward": "torch.autograd._engine_run_backward",
+        "sequence_number": "torch._C._autograd._get_sequence_nr",
         "execution_engine": "torch.autograd.Variable._execution_engine",
     },
     "backward in place": {

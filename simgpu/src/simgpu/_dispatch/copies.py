@@ -3,7 +3,6 @@
 What a copy costs is in `_timing/cost.py`; when it runs, in `_timing/clock.py`.
 """
 
-
 from simgpu import _runtime as state
 from simgpu._dispatch import cpp_tensors, host_memory, sanitizing
 from simgpu._dispatch.named_devices import HOST, find_gpu, kept_on
