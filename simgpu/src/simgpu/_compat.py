@@ -170,9 +170,7 @@ _NAMES: dict[str, dict[str, str]] = {
         "CUDASanitizerErrors": "torch.cuda._sanitizer.CUDASanitizerErrors",
         "EventHandler": "torch.cuda._sanitizer.EventHandler",
     },
-    "TORCH_CUDA_CHECK_STRAY_CONTEXT": {
-        "check_stray_context": "torch.cuda._check_stray_context",
-    },
+    "stray contexts": {"check_stray_context": "torch.cuda._check_stray_context"},
     "torch.distributed": {
         "distributed_C": "torch._C._distributed_c10d",
         "FakeProcessGroup": "torch._C._distributed_c10d.FakeProcessGroup",

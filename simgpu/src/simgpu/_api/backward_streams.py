@@ -134,9 +134,9 @@ class _Run:
         self.begun = self.ended = False
         self.hooks = []
         self.last: set[Streams] = set()  # for which the caller waits in the end
-        before = {
-            node: {caller} if node in graph.roots else set() for node in graph.streams
-        }
+        before = {node: set() for node in graph.streams}
+        for node in graph.roots:
+            before[node].add(caller)
         after = defaultdict(set)
         for (node, _), givers in graph.givers.items():
             streams = {graph.streams[giver] for giver in givers}

@@ -202,11 +202,19 @@ class StreamSanitizer:
         self._merge(writes)
         if self.mode == "warn":
             self.warn(errors)
+            for error in errors:  # one missing wait is named once, not at each use
+                self._take_as_waited(error.current_access, error.previous_access)
             return []
         racy = [error for error in errors if error.data_ptr in touched]
         if errors and (self.mode == "raise" or len(racy) < len(errors)):
             raise RaceError(errors)
         return sorted(set().union(*(touched[error.data_ptr] for error in racy)))
+
+    def _take_as_waited(self, current, previous) -> None:
+        """From now on as if the one stream had waited for the other's access."""
+        known = self.handler.syncs.current_sync_states[current.stream]
+        seen = known.get(previous.stream, -1)
+        known[previous.stream] = max(seen, previous.seq_num)
 
     def warn(self, errors: list) -> None:
         """Name the lines that race, if they have not been named yet."""
