@@ -13,11 +13,17 @@ def pinned(*values) -> torch.Tensor:
     return torch.tensor(values).pin_memory()
 
 
+def waited(copy):
+    main_stream().synchronize()
+    return copy
+
+
 BEFORE = [0, 1, 2, 3, 4, 5]
 # each reads x, which is BEFORE, while a side stream multiplies it by 10; what it finds
 READS = {
     "kernel": (lambda x: x + 1, [1, 2, 3, 4, 5, 6]),
-    "copy to the host": (lambda x: x.to("cpu", non_blocking=True), BEFORE),
+    "copy to the host": (lambda x: x.cpu(), BEFORE),
+    "copy without waiting": (lambda x: waited(x.to("cpu", non_blocking=True)), BEFORE),
     "item": (lambda x: torch.tensor(x[3].item()), 3),
     "condition": (lambda x: torch.tensor(bool(x[:1].add(x[1:2]) > 1)), False),
     "copy to a GPU": (lambda x: x.to(1), BEFORE),

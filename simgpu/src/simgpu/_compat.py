@@ -88,6 +88,7 @@ _NAMES: dict[str, dict[str, str]] = {
         "current_autograd_node": "torch._C._current_autograd_node",
         "current_graph_task_id": "torch._C._current_graph_task_id",
         "raw_run_backward": "torch.autograd._engine_run_backward",
+        "sequence_number": "torch._C._autograd._get_sequence_nr",
         "execution_engine": "torch.autograd.Variable._execution_engine",
     },
     "backward in place": {
@@ -138,7 +139,6 @@ _NAMES: dict[str, dict[str, str]] = {
         ),
     },
     "arguments of Module.to": {"torch_C_nn": "torch._C._nn"},
-    "pinned memory": {"pin_memory_utils": "torch.cuda._pin_memory_utils"},
     "nn.DataParallel": {
         "parallel_functions": "torch.nn.parallel._functions",
         "flatten_dense_tensors": "torch._utils._flatten_dense_tensors",
@@ -164,14 +164,13 @@ _NAMES: dict[str, dict[str, str]] = {
         ),
     },
     "races between streams": {
+        "storage_of_weak_ref": "torch.storage.UntypedStorage._new_with_weak_ptr",
         "Access": "torch.cuda._sanitizer.Access",
         "AccessType": "torch.cuda._sanitizer.AccessType",
         "CUDASanitizerErrors": "torch.cuda._sanitizer.CUDASanitizerErrors",
         "EventHandler": "torch.cuda._sanitizer.EventHandler",
     },
-    "TORCH_CUDA_CHECK_STRAY_CONTEXT": {
-        "check_stray_context": "torch.cuda._check_stray_context",
-    },
+    "stray contexts": {"check_stray_context": "torch.cuda._check_stray_context"},
     "torch.distributed": {
         "distributed_C": "torch._C._distributed_c10d",
         "FakeProcessGroup": "torch._C._distributed_c10d.FakeProcessGroup",

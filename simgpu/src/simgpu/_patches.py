@@ -66,7 +66,6 @@ from simgpu._compat import (
     device_constructors,
     is_absent,
     parallel_functions,
-    pin_memory_utils,
     refusals,
     torch_C,
     torch_C_nn,
@@ -112,6 +111,7 @@ def _tensors() -> list[Patch]:
         *patches(
             torch.Tensor, "a GPU tensor must be copied before it leaves PyTorch",
             numpy=tensor_memory.numpy, tolist=tensor_memory.tolist,
+            __reduce_ex__=tensor_memory.reduce_ex,
             __dlpack__=tensor_memory.dlpack,
             __dlpack_device__=tensor_memory.dlpack_device,
             __cuda_array_interface__=Property(tensor_memory.cuda_array_interface),
@@ -127,11 +127,6 @@ def _tensors() -> list[Patch]:
             data_ptr=tensor_memory.data_ptr,
             share_memory_=tensor_memory.share_memory_,
             is_shared=tensor_memory.is_shared,
-        ),
-        *patches(
-            pin_memory_utils, "memory is simulated",
-            pin_memory=tensor_memory.pin_memory_at,
-            unpin_memory=tensor_memory.unpin_memory_at,
         ),
         *patches(torch.Tensor, "builds its result in C++", new=making.new),
         *patches(

@@ -46,6 +46,7 @@ class ThreadState(threading.local):
     device = 0  # index of the current GPU
     device_chosen_in = None  # the backward node in whose code it was chosen
     streams: dict[int, int]  # GPU -> number of the current stream, if not 0
+    stream_changes: list[tuple]  # (number of autograd's next node, current streams)
     function_calls = 0  # torch functions called so far: tells two calls apart
     asked_for_copy = False  # the copy that comes now was asked for by the program
     asked_for_cpu = False  # the factory call that runs now says device="cpu"
@@ -61,6 +62,7 @@ class ThreadState(threading.local):
 
     def __init__(self):  # in each thread that looks
         self.streams = {}
+        self.stream_changes = []
         self.cublas_handles = Handles()
 
 
@@ -89,6 +91,8 @@ class Runtime:
         ]
         self.machine = tuple(self.gpus)  # also those that are not visible
         self.sanitizer = StreamSanitizer(request.races)
+        # storages of the host that copies use which it has not waited for
+        self.unfinished = self.sanitizer.host_copies.unfinished
         self.clock = Clock(self.gpus, self.sanitizer)
         self.host_memory = HostMemory(self.clock)  # that is pinned
         # address -> bytes of memory that the program has pinned by itself

@@ -61,8 +61,9 @@ def start(
         memory: of each card, in bytes or as text ("512MB"); None is all it has.
         honour_visible: whether CUDA_VISIBLE_DEVICES hides some of them, as it does
             in a new process on a real machine.
-        races: what happens where two streams use the same memory in no order: "raise"
-            an error; "show": the read returns what the memory held before; "warn":
+        races: what happens where two streams, or the host and a copy that it has not
+            waited for, use the same memory in no order: "raise" an error; "show": the
+            read returns what the memory held before; "warn":
             each two lines of the program that race are named once on stderr, and the
             values are those of the program's order; "off": nothing.
         overhead: whether libraries take memory, too: CUDA's context and NCCL's buffers

@@ -1,6 +1,6 @@
 """What autograd is asked while GPUs are simulated: `backward()`, Python Functions.
 
-Backward runs in the calling thread, on the current stream of each GPU.
+Backward runs in the calling thread; on which streams, `backward_streams.py` decides.
 """
 
 import contextlib
@@ -10,8 +10,8 @@ from torch.autograd.function import BackwardCFunction
 
 from simgpu import _runtime as state
 from simgpu._api import fake_tensors
+from simgpu._api.backward_streams import streams_of_forward
 from simgpu._api.gradient_hooks import invalid_gradient
-from simgpu._api.streams import join_streams
 from simgpu._compat import (
     disable_modes,
     function_modes,
@@ -34,7 +34,6 @@ def run_backward(outputs, gradients, *args, **kwargs):
     """The engine checks the device of each gradient it is given."""
     __tracebackhide__ = True
     fake_tensors.refuse_backward(outputs)
-    join_streams()
     gradients = tuple(map(_root, range(len(outputs)), outputs, gradients))
     if not in_place.is_measured() and not is_absent(disable_modes):
         with disable_modes(), DispatchMode(state.current()):
@@ -42,7 +41,8 @@ def run_backward(outputs, gradients, *args, **kwargs):
     thread = state.current().thread
     chosen = thread.device, thread.device_chosen_in
     try:
-        with _function_mode():
+        inputs = args[2] if len(args) > 2 else ()
+        with _function_mode(), streams_of_forward(outputs, inputs):
             return raw_run_backward(outputs, gradients, *args, **kwargs)
     finally:
         thread.device, thread.device_chosen_in = chosen

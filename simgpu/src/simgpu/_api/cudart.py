@@ -71,8 +71,12 @@ class Cudart:
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
-        found = state.current().registered.pop(address, None)
-        return _NOT_REGISTERED if found is None else 0
+        runtime = state.current()
+        size = runtime.registered.pop(address, None)
+        if size is None:
+            return _NOT_REGISTERED
+        runtime.sanitizer.host_copies.unpinned(address, size)
+        return 0
 
     def cudaStreamCreate(self, where: int) -> int:
         """Make a stream on the current GPU, and write its handle to an address."""

@@ -118,7 +118,8 @@ def measure() -> None:
             y = x.clone()
             # the engine adds two gradients of y; a formula puts one of x into zeros
             loss = (y.neg() + y.neg()).sum() + x[torch.tensor([0])].sum()
-            raw_run_backward((loss,), (torch.ones(()),), False, False, (), True, True)
+            ones = torch.ones(())
+            raw_run_backward((loss,), (ones,), False, False, (x,), True, False)
     finally:
         _measuring = False
 

@@ -19,6 +19,7 @@ from simgpu._compat import (
 from simgpu._dispatch.factories import name_devices
 from simgpu._dispatch.function_mode import FunctionMode
 from simgpu._dispatch.host_is_full import CANNOT_ALLOCATE, raise_host_is_full
+from simgpu._dispatch.host_memory import run_beside_copies
 from simgpu._dispatch.operation import known_operations, operation_of
 from simgpu._dispatch.operation_call import Call
 from simgpu._dispatch.without_values import CallWithoutValues
@@ -70,6 +71,8 @@ class DispatchMode(TorchDispatchMode):
         if below and _active_mode(_PROXY) is not None:
             return trace(call, types)
         try:
+            if self.runtime.unfinished and None in call.gpus:
+                return run_beside_copies(call)
             return operation.run(call)
         except Exception as error:
             _note_failure(call, kwargs or _NO_KWARGS, error)

@@ -55,7 +55,7 @@ class Operation:
     __slots__ = (
         "func", "name", "arguments", "writes", "makes", "has_device", "random",
         "silent", "is_factory", "gathers", "size_is_read_back", "take_memory",
-        "flop_formula", "traffic", "run",
+        "flop_formula", "traffic", "run", "in_parts",
     )  # fmt: skip
 
     def __init__(self, func):
@@ -70,7 +70,8 @@ class Operation:
         )
         self.has_device = "device" in self.arguments
         self.random = torch.Tag.nondeterministic_seeded in func.tags
-        self.silent = func.is_view or self.name in _SILENT
+        view = func.is_view or torch.Tag.inplace_view in func.tags
+        self.silent = view or self.name in _SILENT
         # it reads nothing of its tensors but their shapes and the like
         self.is_factory = self.name.startswith("new_") or self.name.endswith("_like")
         self.gathers = self.name in _GATHERS
@@ -82,7 +83,11 @@ class Operation:
         self.size_is_read_back = dynamic and self.name != "index"
         self.flop_formula = flop_registry.get(func.overloadpacket)
         self.traffic = TRAFFIC.get(self.name, 1.0)
-        self.run = guarded(func, self.name, self._find_handler(func))
+        handler = self._find_handler(func)
+        self.run = guarded(func, self.name, handler)
+        # the simulator sees the operations that it is made of
+        names = ("composite", "python kernel", "copy")
+        self.in_parts = handler in [_handlers.get(name) for name in names]
 
     def _find_handler(self, func) -> Callable:
         namespace = _handlers.get(f"{func.namespace}::")

@@ -30,8 +30,10 @@ def foreach(call: Call):
     if len(gpus) == 1:
         return call.run_on(gpus.pop())
     if call.operation.name == "_foreach_copy_":  # the one that may cross devices
-        for target, source in zip(call.args[0], call.args[1], strict=True):
-            target.copy_(source)
+        non_blocking = bool(call.argument(2, "non_blocking"))
+        with DispatchMode(call.runtime):
+            for target, source in zip(call.args[0], call.args[1], strict=True):
+                target.copy_(source, non_blocking)
         return None
     lists = [value for value in call.args if _is_list_of_tensors(value)]
     length, results = len(lists[0]), []
