@@ -395,6 +395,40 @@ def test_new_obeys_its_device():
     assert torch.ones(1).new([1.0]).device.type == "cpu"
 
 
+def test_slices_of_a_storage_stay_on_the_gpu_and_share_its_block():
+    x = torch.arange(16.0, device="cuda:1")
+    storage, allocated = x.untyped_storage(), torch.cuda.memory_allocated(1)
+    part = storage[8:24]
+    assert part.device == torch.device("cuda", 1) and part.is_cuda and part.is_shared()
+    assert (part.nbytes(), part.data_ptr() - storage.data_ptr()) == (16, 8)
+    assert part[4:].data_ptr() - storage.data_ptr() == 12
+    view = torch.empty(0, device="cuda:1").set_(part)
+    view.fill_(7)
+    assert x.tolist()[:7] == [0, 1, 7, 7, 7, 7, 6]
+    assert view.data_ptr() - x.data_ptr() == 8
+    assert torch.cuda.memory_allocated(1) == allocated
+    assert [s.device.type for s in (part.clone(), part.cpu(), part.new())] == [
+        "cuda", "cpu", "cuda"]  # fmt: skip
+    with pytest.raises(RuntimeError, match="storage that is not resizable"):
+        part.resize_(64)
+    part.copy_(torch.ones(4).untyped_storage())
+    assert x.tolist()[2:6] == [1, 1, 1, 1] and list(part[:4]) == [0, 0, 128, 63]
+    del x, view, storage
+    assert torch.cuda.memory_allocated(1) == allocated  # the slice keeps the whole
+    del part
+    assert torch.cuda.memory_allocated(1) == allocated - 512
+
+
+@pytest.mark.parametrize(("own", "other"), [("cpu", "cuda:1"), ("cuda:0", "cpu"),
+                                            ("cuda:0", "cuda:1")])  # fmt: skip
+def test_a_tensor_takes_no_storage_of_another_device(own, other):
+    source = torch.ones(2, device=other)
+    for given in (source, source.untyped_storage(), source.storage()):
+        with pytest.raises(RuntimeError, match=f'on device "{own}" .* "{other}"'):
+            torch.empty(0, device=own).set_(given)
+    assert torch.empty(0, device=other).set_(source.untyped_storage()).sum() == 2
+
+
 def test_storages_are_made_on_gpus():
     storage = torch.UntypedStorage(600, device="cuda:1")
     assert storage.device == torch.device("cuda", 1) and storage.nbytes() == 600

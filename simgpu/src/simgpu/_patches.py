@@ -129,6 +129,8 @@ def _tensors() -> list[Patch]:
             unpin_memory=tensor_memory.unpin_memory_at,
         ),
         *patches(torch.Tensor, "builds its result in C++", new=making.new),
+        *patches(torch.Tensor, "C++ sees two CPU tensors and compares no devices",
+                 set_=storages.set_),
         *patches(
             torch.Tensor, "C++ would ask for CUDA",
             _make_wrapper_subclass=staticmethod(making.make_wrapper_subclass),
@@ -149,6 +151,8 @@ def _tensors() -> list[Patch]:
             UntypedStorage, "the device and the memory are simulated",
             device=Property(storages.device), data_ptr=storages.data_ptr,
             resize_=storages.resize_, __new__=staticmethod(storages.new),
+            __getitem__=storages.getitem, new=storages.new_like,
+            is_shared=storages.is_shared,
         ),
         *patches(
             UntypedStorage, "other processes may map the memory",
