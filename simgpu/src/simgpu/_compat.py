@@ -114,6 +114,13 @@ _NAMES: dict[str, dict[str, str]] = {
         "attention_by_products": "torch._scaled_dot_product_attention_math",
         "sdp_priority_order": "torch._C._get_sdp_priority_order",
     },
+    "flex_attention": {
+        "higher_order_operators": "torch._higher_order_ops",
+        "flex_attention_operator": "torch._higher_order_ops.flex_attention",
+        "flex_attention_by_products": (
+            "torch._higher_order_ops.flex_attention.math_attention"
+        ),
+    },
     "torch.autocast": {
         "ExcludeDispatchKeyGuard": "torch._C._ExcludeDispatchKeyGuard",
         "registrations": "torch._C._dispatch_get_registrations_for_dispatch_key",
@@ -310,7 +317,11 @@ def _find(path: str) -> object:
         try:
             value = getattr(value, name)
         except AttributeError:
-            value = importlib.import_module(".".join(names[:count]))
+            try:
+                value = importlib.import_module(".".join(names[:count]))
+            except ImportError:  # it may have the name of what it is imported for
+                hidden = importlib.import_module(".".join(names[: count - 1]))
+                value = getattr(hidden, name)
     return value
 
 

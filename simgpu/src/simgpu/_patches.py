@@ -34,6 +34,7 @@ from simgpu._api import (
     dropout,
     extensions,
     fake_tensors,
+    flex_attention,
     function_modes,
     functions,
     making,
@@ -59,6 +60,7 @@ from simgpu._api.patch import Patch, patches
 from simgpu._compat import (
     PythonStorageBase,
     device_constructors,
+    higher_order_operators,
     is_absent,
     parallel_functions,
     pin_memory_utils,
@@ -217,6 +219,10 @@ def _torch() -> list[Patch]:
         *patches(
             torch.nn.functional, "it calls this where the function mode is off",
             scaled_dot_product_attention=attention.in_functional,
+        ),
+        *patches(
+            higher_order_operators, "its backward pass would trace FakeTensors",
+            "call", flex_attention=flex_attention.operator,
         ),
         *extensions.rows(),
         *torchscript.rows(),

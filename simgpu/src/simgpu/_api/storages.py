@@ -55,7 +55,7 @@ def data_ptr(self):
 
 
 def getitem(self, index):
-    """`storage[i]`, which the host reads; `storage[a:b]`, the same memory from `a` on."""
+    """`storage[i]`, which the host reads; `storage[a:b]`, the same memory."""
     found = _raw_getitem(self, index)
     if isinstance(index, slice):
         memory = memory_of_storage(self)

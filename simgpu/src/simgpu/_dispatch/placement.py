@@ -62,7 +62,11 @@ class PartOfBlock:
     __slots__ = ("whole", "address", "stream", "stream_uses", "before", "written_since")
 
     def __init__(self, whole, first: int):
-        self.whole, self.address, self.stream = whole, whole.address + first, whole.stream
+        self.whole, self.address, self.stream = (
+            whole,
+            whole.address + first,
+            whole.stream,
+        )
         self.stream_uses = self.before = self.written_since = None
 
     @property
