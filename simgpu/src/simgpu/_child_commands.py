@@ -74,6 +74,10 @@ class _AfterTorch:
         self.words, self.hidden = words, hidden
 
     def find_spec(self, name, path=None, target=None):
+        if name == "pynvml" and PathFinder.find_spec(name, path) is not None:
+            import torch  # noqa: F401 - a stand-in comes with the GPUs
+
+            return spec_from_loader(name, _Here(sys.modules[name]))
         if name != "torch":
             return None
         if self.hidden is not None:
@@ -89,6 +93,19 @@ class _AfterTorch:
 
             spec.loader.exec_module = load_and_start
         return spec
+
+
+class _Here:
+    """Loads a module that is there already."""
+
+    def __init__(self, module: ModuleType):
+        self.module = module
+
+    def create_module(self, spec):
+        return self.module
+
+    def exec_module(self, module):
+        """Nothing is left to do."""
 
 
 class _Hidden:

@@ -271,7 +271,7 @@ def _cuda(runtime) -> list[Patch]:
         "Stream": streams.CudaStream, "Event": cuda_events.CudaEvent,
         "ExternalStream": streams.ExternalStream,
     }  # fmt: skip
-    pynvml, rt, flags = nvml.module(), cudart.Cudart(), backends.Flags()
+    rt, flags = cudart.Cudart(), backends.Flags()
     return [
         *patches(
             torch.cuda, "which GPUs there are",
@@ -300,11 +300,7 @@ def _cuda(runtime) -> list[Patch]:
         *patches(torch_C, "there is no CUDA below", **native.C_FUNCTIONS,
                  **native.absent_classes()),
         *patches(torch.cuda, "there is no CUDA below", cudart=lambda: rt, _cudart=rt),
-        *patches(torch.cuda, "there is no NVML", pynvml=pynvml, _HAS_PYNVML=True,
-                 _get_nvml_device_index=nvml.nvml_index),
-        *patches(torch.cuda.memory, "there is no NVML",
-                 _get_nvml_device_index=nvml.nvml_index),
-        *patches(sys.modules, "there is no NVML", "item", pynvml=pynvml),
+        *_nvml(),
         *patches(torch_C, "C++ keeps these where CUDA is", **flags.c_functions()),
         *patches(torch, "C++ keeps these where CUDA is", "call",
                  **flags.plan_cache_functions()),
@@ -362,6 +358,19 @@ def _cuda(runtime) -> list[Patch]:
                  **data_parallel.C_FUNCTIONS),
         *patches(parallel_functions, "one stream for each GPU",
                  _streams=[None] * MOST_GPUS),
+    ]  # fmt: skip
+
+
+def _nvml() -> list[Patch]:
+    """NVML, if its package is installed."""
+    if not nvml.is_installed():
+        return []
+    why, pynvml = "there is no NVML", nvml.module()
+    return [
+        *patches(torch.cuda, why, pynvml=pynvml, _HAS_PYNVML=True,
+                 _get_nvml_device_index=nvml.nvml_index),
+        *patches(torch.cuda.memory, why, _get_nvml_device_index=nvml.nvml_index),
+        *patches(sys.modules, why, "item", pynvml=pynvml),
     ]  # fmt: skip
 
 
