@@ -9,6 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import simgpu
 from simgpu import _startup as startup
 from simgpu._dispatch import kernel_work
+from support import programs
 
 FLASH = "_scaled_dot_product_flash_attention"
 EFFICIENT = "_scaled_dot_product_efficient_attention"
@@ -350,3 +351,33 @@ def test_a_compiled_flex_attention_is_refused_without_no_compile():
         flex.flex_attention(*on_host),
         by_hand(*(x.double() for x in on_host))[0].float(),
     )
+
+
+# -- Triton ----------------------------------------------------------------------------
+
+TRITON = """
+import torch, triton
+import triton.language as tl
+
+@triton.jit
+def add(x, y, out, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.load(x + i, mask=i < n) + tl.load(y + i, mask=i < n)
+    tl.store(out + i, total, mask=i < n)
+
+x = torch.arange(100.0, device="cuda")
+out = torch.empty_like(x)
+add[(2,)](x, torch.ones_like(x), out, 100, BLOCK=64)
+print(out.device, out.sum().item())
+"""
+
+
+def test_kernels_of_triton_run_in_its_interpreter_and_nowhere_else(tmp_path):
+    pytest.importorskip("triton")
+    path = tmp_path / "kernel.py"
+    path.write_text(TRITON)
+    words = ("--gpus", 1, path)
+    done = programs.simulated(tmp_path, *words, new_python=True, TRITON_INTERPRET="1")
+    assert done.stdout == "cuda:0 5050.0\n", done.stderr
+    done = programs.simulated(tmp_path, *words, new_python=True)
+    assert done.status == 1 and "TRITON_INTERPRET=1 in the environment" in done.stderr

@@ -159,6 +159,28 @@ def test_a_shell_script_and_what_it_starts_have_the_gpus(tmp_path):
     assert (done.status, done.stdout) == (3, "5\nrest\n"), done.stderr
 
 
+def test_nvidia_smi_lists_the_simulated_gpus(tmp_path):
+    script = """
+        import subprocess
+        query = "--query-gpu=index,name,memory.total,memory.used"
+        for options in (["-L"], [query, "--format=csv"], ["dmon"],
+                        ["-i", "1", "--query-gpu=memory.total",
+                         "--format=csv,noheader,nounits"]):
+            subprocess.run(["nvidia-smi", *options], stderr=subprocess.STDOUT)
+    """
+    flags = ("--memory", "64MB")
+    shown = run(tmp_path, script, gpus=2, flags=flags, new_python=True).stdout
+    lines = shown.splitlines()
+    name = "NVIDIA A100-SXM4-80GB (simulated)"
+    number = "00000000-0000-0000-0000-00000000000"
+    assert lines[:2] == [
+        f"GPU {i}: {name} (UUID: GPU-{number}{i})" for i in range(2)]  # fmt: skip
+    assert lines[2:5] == [
+        "index, name, memory.total [MiB], memory.used [MiB]",
+        f"0, {name}, 64 MiB, [N/A]", f"1, {name}, 64 MiB, [N/A]"]  # fmt: skip
+    assert lines[5].endswith("and no dmon") and lines[6:] == ["64"]
+
+
 def test_marks_for_a_profiler_do_no_harm():
     simgpu.start(1)
     with torch.cuda.nvtx.range("step"):

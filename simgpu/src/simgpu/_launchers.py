@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 from simgpu import _failures as failures
+from simgpu import _nvidia_smi as nvidia_smi
 from simgpu._child_commands import VARIABLE
 from simgpu._launch import shown
 
@@ -64,9 +65,13 @@ def hand_down(found, failed: str | None = None) -> dict[str, str]:
 
 def run(found, simulated: bool) -> int:
     """Run a command whose Pythons have the GPUs; returns its exit status."""
-    with tempfile.TemporaryDirectory(prefix="simgpu") as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="simgpu") as folder,
+        nvidia_smi.on_path(found.request) as path,
+    ):
         environ, command = dict(os.environ), found.command
         if simulated:
+            environ["PATH"] = path
             environ |= hand_down(found, folder) | {_COMMAND: folder}
         if simulated and _CAN_FORK and not found.no_fork and _is_elastic(command):
             command = [sys.executable, "-u", str(_BECOME), *command]

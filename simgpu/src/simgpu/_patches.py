@@ -20,6 +20,7 @@ import torch.utils.dlpack
 from torch.autograd.function import BackwardCFunction
 from torch.storage import UntypedStorage
 
+from simgpu import _compat as compat
 from simgpu._api import (
     asking,
     attention,
@@ -60,7 +61,6 @@ from simgpu._api.patch import Patch, patches
 from simgpu._compat import (
     PythonStorageBase,
     device_constructors,
-    higher_order_operators,
     is_absent,
     parallel_functions,
     pin_memory_utils,
@@ -221,8 +221,8 @@ def _torch() -> list[Patch]:
             scaled_dot_product_attention=attention.in_functional,
         ),
         *patches(
-            higher_order_operators, "its backward pass would trace FakeTensors",
-            "call", flex_attention=flex_attention.operator,
+            compat, "its backward pass would trace FakeTensors",
+            "call", flex_attention_operator=flex_attention.operator,
         ),
         *extensions.rows(),
         *torchscript.rows(),

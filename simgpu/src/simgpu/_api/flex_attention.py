@@ -9,11 +9,9 @@ are those of the uncompiled function, which grow with the square of the length.
 Source: torch/_higher_order_ops/flex_attention.py of torch 2.13.
 """
 
-import torch
-
 from simgpu import _runtime as state
 from simgpu._api import autocast
-from simgpu._compat import flex_attention_by_products, flex_attention_operator
+from simgpu._compat import DispatchKey, flex_attention_operator
 from simgpu._dispatch.function_mode import FunctionMode
 from simgpu._dispatch.placement import gpus_of
 from simgpu._errors import NotSimulated
@@ -51,14 +49,10 @@ def operator(query, key, value, score_mod, block_mask, scale, kernel_options,
         raise NotSimulated("flex_attention with BACKEND='FLASH'")
     query, key, value = autocast.for_lower_precision((query, key, value))
     with FunctionMode(state.current()), autocast.without():
-        out, log_sums, largest = flex_attention_by_products(
-            query, key, value, *arguments[3:]
-        )
-        return _laid_out_as(query, out), log_sums, largest.detach()
+        out, log_sums, largest = _formula()(query, key, value, *arguments[3:])
+    return out, log_sums, largest.detach()
 
 
-def _laid_out_as(query: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """`out` with its dimensions in memory in the order of the query's, D' the last."""
-    order = [*sorted(range(3), key=query.stride, reverse=True), 3]
-    back = [order.index(dim) for dim in range(4)]
-    return out.permute(order).contiguous().permute(back)
+def _formula():
+    """What computes it on any device, by operations that autograd knows."""
+    return _raw_operator.py_kernels[DispatchKey.CompositeExplicitAutograd]

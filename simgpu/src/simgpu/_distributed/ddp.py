@@ -10,12 +10,17 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from simgpu import _runtime as state
-from simgpu._compat import DDPJoinHook, TorchDispatchMode
+from simgpu._compat import (
+    DDPJoinHook,
+    TorchDispatchMode,
+    assign_buckets,
+    raw_broadcast_coalesced,
+    raw_verify_parameters,
+)
 from simgpu._dispatch.placement import gpu_of, gpus_of
 
-_raw_broadcast = dist._broadcast_coalesced
 _raw_reducer = dist.Reducer
-_raw_verify = dist._verify_params_across_processes
+_FIRST_BUCKET = 2**20  # bytes of the first bucket, as PyTorch has it
 
 
 @contextlib.contextmanager
@@ -45,7 +50,7 @@ def verify(*args, **kwargs):
     """`_verify_params_across_processes`, whose C++ waits for its own collectives."""
     __tracebackhide__ = True
     with _cpp_waits():
-        return _raw_verify(*args, **kwargs)
+        return raw_verify_parameters(*args, **kwargs)
 
 
 def broadcast_coalesced(process_group, tensors, *args, **kwargs):
@@ -54,7 +59,7 @@ def broadcast_coalesced(process_group, tensors, *args, **kwargs):
     with _cpp_waits():
         for of_one_gpu in _by_gpu(tensors).values():
             its = [tensors[index] for index in of_one_gpu]
-            _raw_broadcast(process_group, its, *args, **kwargs)
+            raw_broadcast_coalesced(process_group, its, *args, **kwargs)
 
 
 # -- modules on several GPUs -----------------------------------------------------------
@@ -80,10 +85,10 @@ def reducer(parameters, buckets, limits, group, sparse, cap, *more, **options):
         return _raw_reducer(
             parameters, buckets, limits, group, sparse, cap, *more, **options
         )
-    sizes = [dist._DEFAULT_FIRST_BUCKET_BYTES, cap]
+    sizes = [_FIRST_BUCKET, cap]
     found = []  # (positions in `parameters`, limit in bytes, GPU)
     for gpu, places in parts.items():
-        assigned = dist._compute_bucket_assignment_by_size(
+        assigned = assign_buckets(
             [parameters[i] for i in places], sizes, [sparse[i] for i in places]
         )
         for bucket, limit in zip(*assigned, strict=True):
