@@ -21,8 +21,8 @@ _ON_PURPOSE = {
     "RaceError",
 }  # fmt: skip
 _NO_TRITON = (
-    "simgpu: Triton compiles kernels for a GPU that is not there. TRITON_INTERPRET=1 in "
-    "the environment runs them in its interpreter."
+    "simgpu: Triton compiles kernels for a GPU that is not there. TRITON_INTERPRET=1 "
+    "in the environment runs them in its interpreter."
 )
 _OURS = str(Path(__file__).parent) + os.sep
 
