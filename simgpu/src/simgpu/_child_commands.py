@@ -77,7 +77,7 @@ class _AfterTorch:
         if name == "pynvml" and PathFinder.find_spec(name, path) is not None:
             import torch  # noqa: F401 - a stand-in comes with the GPUs
 
-            return spec_from_loader(name, _Here(sys.modules[name]))
+            return sys.modules[name].__spec__
         if name != "torch":
             return None
         if self.hidden is not None:
@@ -93,19 +93,6 @@ class _AfterTorch:
 
             spec.loader.exec_module = load_and_start
         return spec
-
-
-class _Here:
-    """Loads a module that is there already."""
-
-    def __init__(self, module: ModuleType):
-        self.module = module
-
-    def create_module(self, spec):
-        return self.module
-
-    def exec_module(self, module):
-        """Nothing is left to do."""
 
 
 class _Hidden:

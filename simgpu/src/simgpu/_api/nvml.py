@@ -170,10 +170,23 @@ def nvml_index(device=None) -> int:
     return known_gpu(device).ordinal
 
 
+class _Loader:
+    """Loads the module, which is there already, for who imports it before PyTorch."""
+
+    def __init__(self, made: ModuleType):
+        self._made = made
+
+    def create_module(self, spec) -> ModuleType:
+        return self._made
+
+    def exec_module(self, made: ModuleType) -> None:
+        """Nothing is left to do."""
+
+
 def module() -> ModuleType:
     """The module `pynvml`, for the runtime that is about to start."""
     made = ModuleType("pynvml", __doc__)
-    made.__spec__ = importlib.machinery.ModuleSpec("pynvml", None)
+    made.__spec__ = importlib.machinery.ModuleSpec("pynvml", _Loader(made))
     made.__version__ = "13.0.0"
     nvml = Nvml()
     functions = {
