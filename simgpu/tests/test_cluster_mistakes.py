@@ -374,7 +374,6 @@ def give_a_tensor_of(where: str) -> None:
 @pytest.mark.parametrize(
     ("where", "said"),
     [
-        ("cuda:0", "rank 1 has used this process group on cuda:1 and comes with a"),
         ("cpu", "No backend type associated with device type cpu"),
         ("two GPUs", "Tensors found on multiple devices"),
     ],
@@ -382,6 +381,14 @@ def give_a_tensor_of(where: str) -> None:
 def test_one_rank_with_a_tensor_elsewhere_ends_the_others(simulated_ranks, where, said):
     found = failures(simulated_ranks, give_a_tensor_of, where, ranks=2)
     assert said in found[1] and GONE in found[0]
+
+
+def test_one_rank_on_another_gpu_than_before_waits_in_vain(simulated_ranks):
+    found = failures(simulated_ranks, give_a_tensor_of, "cuda:0", ranks=2)
+    for rank in (0, 1):
+        assert "on cuda:0, after cuda:1, where NCCL waits until all have come" in (
+            found[rank])  # fmt: skip
+        assert "is torch.cuda.set_device(rank) missing?" in found[rank]
 
 
 def share_a_gpu() -> None:

@@ -355,8 +355,6 @@ def test_queries_check_their_index(call, kind, words):
 
 REFUSED = {
     "torch.cuda.graphs.CUDAGraph()": "torch.cuda.graphs.CUDAGraph",
-    "torch.cuda.temperature()": "torch.cuda.temperature",
-    "torch.cuda.power_draw()": "torch.cuda.power_draw",
     "torch.cuda.cudart().cudaMalloc(4)": "torch.cuda.cudart().cudaMalloc",
     "torch.cuda.caching_allocator_enable(False)": "caching_allocator_enable(False)",
     "torch._C._cuda_tunableop_enable(True)": "_cuda_tunableop_enable",
@@ -400,7 +398,7 @@ def test_every_public_call_is_answered_or_refused(module):
         "stream", "StreamContext", "current_blas_handle", "current_solver_handle",
         "get_stream_from_external", "get_sync_debug_mode", "set_sync_debug_mode",
         "get_gencode_flags", "list_gpu_processes", "device_memory_used",
-        "memory_usage", "utilization", "clock_rate",
+        "memory_usage", "utilization", "clock_rate", "power_draw", "temperature",
         *memory.KEPT,  # PyTorch's own, over what `C_FUNCTIONS` answers
     }  # fmt: skip
     open_ends = {

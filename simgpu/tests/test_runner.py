@@ -9,6 +9,7 @@ import torch
 
 import simgpu
 from simgpu import __main__ as runner
+from simgpu import _options as options_module
 from support import programs
 
 
@@ -139,6 +140,59 @@ def test_bad_requests_say_why(options, gpus, reason, tmp_path, monkeypatch, caps
     assert ended.value.code not in (None, 0)
     # Python prints what is raised, if that is text
     assert reason in f"{ended.value} {capsys.readouterr().err}"
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "words"),
+    [
+        ("train.py", "#!/bin/bash", None),
+        ("train", "#!/usr/bin/env python3", None),
+        ("train", "import torch", None),
+        ("train.sh", "python train.py", ["sh"]),
+        ("train", "#!/usr/bin/env bash", ["/usr/bin/env", "bash"]),
+        ("train", "#!/bin/bash -e", ["/bin/bash", "-e"]),
+        ("train", "\x7fELF", []),
+    ],
+)
+def test_a_program_that_is_not_python_is_told_by_its_first_line(
+    tmp_path, name, first, words
+):
+    path = tmp_path / name
+    path.write_text(f"{first}\n")
+    expected = None if words is None else [*words, str(path)]
+    assert options_module.other_program(str(path)) == expected
+
+
+def test_a_shell_script_and_what_it_starts_have_the_gpus(tmp_path):
+    path = tmp_path / "train.sh"
+    path.write_text(
+        f"#!/bin/sh\n{sys.executable} -c 'import torch\n"
+        "print(torch.cuda.device_count())'\necho $1\nexit 3\n"
+    )
+    done = programs.simulated(tmp_path, "--gpus", 5, path, "rest", new_python=True)
+    assert (done.status, done.stdout) == (3, "5\nrest\n"), done.stderr
+
+
+def test_nvidia_smi_lists_the_simulated_gpus(tmp_path):
+    script = """
+        import subprocess
+        query = "--query-gpu=index,name,memory.total,memory.used"
+        for options in (["-L"], [query, "--format=csv"], ["dmon"],
+                        ["-i", "1", "--query-gpu=memory.total",
+                         "--format=csv,noheader,nounits"]):
+            subprocess.run(["nvidia-smi", *options], stderr=subprocess.STDOUT)
+    """
+    flags = ("--memory", "64MB")
+    shown = run(tmp_path, script, gpus=2, flags=flags, new_python=True).stdout
+    lines = shown.splitlines()
+    name = "NVIDIA A100-SXM4-80GB (simulated)"
+    number = "00000000-0000-0000-0000-00000000000"
+    assert lines[:2] == [
+        f"GPU {i}: {name} (UUID: GPU-{number}{i})" for i in range(2)]  # fmt: skip
+    assert lines[2:5] == [
+        "index, name, memory.total [MiB], memory.used [MiB]",
+        f"0, {name}, 64 MiB, [N/A]", f"1, {name}, 64 MiB, [N/A]"]  # fmt: skip
+    assert lines[5].endswith("and no dmon") and lines[6:] == ["64"]
 
 
 def test_marks_for_a_profiler_do_no_harm():

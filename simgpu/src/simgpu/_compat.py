@@ -114,6 +114,7 @@ _NAMES: dict[str, dict[str, str]] = {
         "raw_attention": "torch._C._nn.scaled_dot_product_attention",
         "attention_by_products": "torch._scaled_dot_product_attention_math",
         "sdp_priority_order": "torch._C._get_sdp_priority_order",
+        "flex_attention_operator": "torch._higher_order_ops.flex_attention",
     },
     "torch.autocast": {
         "ExcludeDispatchKeyGuard": "torch._C._ExcludeDispatchKeyGuard",
@@ -134,9 +135,7 @@ _NAMES: dict[str, dict[str, str]] = {
         "raw_group_tensors": "torch._C._group_tensors_by_device_and_dtype",
     },
     "C++ extensions": {
-        "ExtensionVersioner": (
-            "torch.utils._cpp_extension_versioner.ExtensionVersioner"
-        ),
+        "ExtensionVersioner": "torch.utils._cpp_extension_versioner.ExtensionVersioner",
     },
     "arguments of Module.to": {"torch_C_nn": "torch._C._nn"},
     "nn.DataParallel": {
@@ -150,9 +149,7 @@ _NAMES: dict[str, dict[str, str]] = {
     },
     "sharing GPU memory between processes": {
         "raw_share_cuda": "torch.storage.UntypedStorage._share_cuda_",
-        "new_shared_filename": (
-            "torch.storage.UntypedStorage._new_shared_filename_cpu"
-        ),
+        "new_shared_filename": "torch.storage.UntypedStorage._new_shared_filename_cpu",
     },
     "the profiler": {
         "ExperimentalConfig": "torch._C._profiler._ExperimentalConfig",
@@ -212,6 +209,9 @@ _NAMES: dict[str, dict[str, str]] = {
         "backend_plugins": "torch.distributed.distributed_c10d.Backend._plugins",
     },
     "DistributedDataParallel": {
+        "assign_buckets": "torch.distributed._compute_bucket_assignment_by_size",
+        "raw_broadcast_coalesced": "torch.distributed._broadcast_coalesced",
+        "raw_verify_parameters": "torch.distributed._verify_params_across_processes",
         "DDPJoinHook": "torch.nn.parallel.distributed._DDPJoinHook",
         "raw_root_copy_hook": (
             "torch.nn.parallel.DistributedDataParallel._root_copy_hook"

@@ -20,6 +20,7 @@ import torch.utils.dlpack
 from torch.autograd.function import BackwardCFunction
 from torch.storage import UntypedStorage
 
+from simgpu import _compat as compat
 from simgpu._api import (
     asking,
     attention,
@@ -35,6 +36,7 @@ from simgpu._api import (
     dropout,
     extensions,
     fake_tensors,
+    flex_attention,
     function_modes,
     functions,
     gradient_hooks,
@@ -129,6 +131,8 @@ def _tensors() -> list[Patch]:
             is_shared=tensor_memory.is_shared,
         ),
         *patches(torch.Tensor, "builds its result in C++", new=making.new),
+        *patches(torch.Tensor, "C++ sees two CPU tensors and compares no devices",
+                 set_=storages.set_),
         *patches(
             torch.Tensor, "C++ would ask for CUDA",
             _make_wrapper_subclass=staticmethod(making.make_wrapper_subclass),
@@ -149,6 +153,8 @@ def _tensors() -> list[Patch]:
             UntypedStorage, "the device and the memory are simulated",
             device=Property(storages.device), data_ptr=storages.data_ptr,
             resize_=storages.resize_, __new__=staticmethod(storages.new),
+            __getitem__=storages.getitem, new=storages.new_like,
+            is_shared=storages.is_shared,
         ),
         *patches(
             UntypedStorage, "other processes may map the memory",
@@ -216,6 +222,10 @@ def _torch() -> list[Patch]:
             scaled_dot_product_attention=attention.in_functional,
         ),
         *device_checks.rows(),
+        *patches(
+            compat, "its backward pass would trace FakeTensors",
+            "call", flex_attention_operator=flex_attention.operator,
+        ),
         *extensions.rows(),
         *torchscript.rows(),
         *script_devices.rows(),
@@ -273,7 +283,7 @@ def _cuda(runtime) -> list[Patch]:
         "Stream": streams.CudaStream, "Event": cuda_events.CudaEvent,
         "ExternalStream": streams.ExternalStream,
     }  # fmt: skip
-    pynvml, rt, flags = nvml.module(), cudart.Cudart(), backends.Flags()
+    rt, flags = cudart.Cudart(), backends.Flags()
     return [
         *patches(
             torch.cuda, "which GPUs there are",
@@ -302,11 +312,7 @@ def _cuda(runtime) -> list[Patch]:
         *patches(torch_C, "there is no CUDA below", **native.C_FUNCTIONS,
                  **native.absent_classes()),
         *patches(torch.cuda, "there is no CUDA below", cudart=lambda: rt, _cudart=rt),
-        *patches(torch.cuda, "there is no NVML", pynvml=pynvml, _HAS_PYNVML=True,
-                 _get_nvml_device_index=nvml.nvml_index),
-        *patches(torch.cuda.memory, "there is no NVML",
-                 _get_nvml_device_index=nvml.nvml_index),
-        *patches(sys.modules, "there is no NVML", "item", pynvml=pynvml),
+        *_nvml(),
         *patches(torch_C, "C++ keeps these where CUDA is", **flags.c_functions()),
         *patches(torch, "C++ keeps these where CUDA is", "call",
                  **flags.plan_cache_functions()),
@@ -364,6 +370,19 @@ def _cuda(runtime) -> list[Patch]:
                  **data_parallel.C_FUNCTIONS),
         *patches(parallel_functions, "one stream for each GPU",
                  _streams=[None] * MOST_GPUS),
+    ]  # fmt: skip
+
+
+def _nvml() -> list[Patch]:
+    """NVML, if its package is installed."""
+    if not nvml.is_installed():
+        return []
+    why, pynvml = "there is no NVML", nvml.module()
+    return [
+        *patches(torch.cuda, why, pynvml=pynvml, _HAS_PYNVML=True,
+                 _get_nvml_device_index=nvml.nvml_index),
+        *patches(torch.cuda.memory, why, _get_nvml_device_index=nvml.nvml_index),
+        *patches(sys.modules, why, "item", pynvml=pynvml),
     ]  # fmt: skip
 
 

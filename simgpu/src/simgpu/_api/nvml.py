@@ -1,14 +1,17 @@
 """The package `pynvml` (nvidia-ml-py), and `torch.cuda.utilization()` and its kin.
 
-A module of this name stands in `sys.modules` while GPUs are simulated, also where the
-package is not installed. Models: the GPUs of the machine, whatever CUDA_VISIBLE_DEVICES
-hides; the memory that each process of the machine has in use, with its context and the
-cache of its allocator; and the share of the last second of simulated time in which
-kernels of this process ran. Leaves out: temperature and power, which are refused by
-name; clocks that change: a card always has its highest.
+A module of this name stands in `sys.modules` while GPUs are simulated, where the
+package is installed; elsewhere there is none, as on a machine with GPUs. Models: the
+GPUs of the machine, whatever CUDA_VISIBLE_DEVICES hides; the memory that each process
+of the machine has in use, with its context and the cache of its allocator; and the
+share of the last second of simulated time in which kernels of this process ran.
+Leaves out: clocks that change: a card always has its highest. What has no answer, such
+as power, temperature or errors of memory, is an `NVMLError_NotSupported`, as of a card
+that cannot tell.
 """
 
 import importlib.machinery
+import importlib.util
 import os
 import sys
 from types import ModuleType, SimpleNamespace
@@ -16,7 +19,6 @@ from types import ModuleType, SimpleNamespace
 from simgpu import _runtime as state
 from simgpu._api.devices import CUDA_VERSION
 from simgpu._api.properties import DeviceProperties
-from simgpu._api.refused import refuse
 from simgpu._compat import get_device_index
 
 _NO_INSTANCE = 0xFFFFFFFF  # the card is not divided (MIG)
@@ -39,6 +41,7 @@ _CONSTANTS = {
     "NVML_SUCCESS": 0, "NVML_TEMPERATURE_GPU": 0, "NVML_CLOCK_GRAPHICS": 0,
     "NVML_CLOCK_SM": 1, "NVML_CLOCK_MEM": 2, "NVML_CLOCK_VIDEO": 3,
 }  # fmt: skip
+_NOT_SUPPORTED = 3  # NVML_ERROR_NOT_SUPPORTED
 _MEMORY_CLOCK = 2  # NVML_CLOCK_MEM; the others are the multiprocessors'
 
 
@@ -180,10 +183,23 @@ def nvml_index(device=None) -> int:
     )
 
 
+class _Loader:
+    """Loads the module, which is there already, for who imports it before PyTorch."""
+
+    def __init__(self, made: ModuleType):
+        self._made = made
+
+    def create_module(self, spec) -> ModuleType:
+        return self._made
+
+    def exec_module(self, made: ModuleType) -> None:
+        """Nothing is left to do."""
+
+
 def module() -> ModuleType:
     """The module `pynvml`, for the runtime that is about to start."""
     made = ModuleType("pynvml", __doc__)
-    made.__spec__ = importlib.machinery.ModuleSpec("pynvml", None)
+    made.__spec__ = importlib.machinery.ModuleSpec("pynvml", _Loader(made))
     made.__version__ = "13.0.0"
     nvml = Nvml()
     functions = {
@@ -217,13 +233,27 @@ def module() -> ModuleType:
         kind = _error_class(value, name)
         setattr(made, kind.__name__, kind)
 
-    def refused(name: str):
-        if name.startswith("nvml"):
-            return refuse(f"pynvml.{name}")
+    made.__getattr__ = _not_supported
+    return made
+
+
+def _not_supported(name: str):
+    """What stands for the functions of NVML that have no answer."""
+    if not name.startswith("nvml"):
         raise AttributeError(f"module 'pynvml' has no attribute {name!r}")
 
-    made.__getattr__ = refused
-    return made
+    def function(*args, **kwargs):
+        raise NVMLError(_NOT_SUPPORTED)
+
+    function.__name__ = name
+    return function
+
+
+def is_installed() -> bool:
+    """Whether a program that imports `pynvml` finds it here."""
+    if "pynvml" in sys.modules:
+        return sys.modules["pynvml"] is not None
+    return importlib.util.find_spec("pynvml") is not None
 
 
 def _cuda_version() -> int:

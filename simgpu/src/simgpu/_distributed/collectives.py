@@ -216,7 +216,7 @@ def launch(runtime, communicator: Communicator, gpu, exchange: exchanges.Exchang
     if channel is None or stream is None or communicator.batch is not None:
         guess = exchange.name == "barrier" and communicator.guessed
         communicator.connect(gpu, runtime.clock, f"{exchange.name} ({where})", guess)
-    channel = channel or communicator.channel
+    channel = channel or communicator.channel(gpu)
     current = runtime.stream_of(gpu)
     stream = current if not is_async else (stream or communicator.stream())
     key, clock = (gpu.index, stream), runtime.clock

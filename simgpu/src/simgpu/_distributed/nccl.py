@@ -292,7 +292,7 @@ def sequence_number(group: dist.ProcessGroup) -> int:
     communicator = groups.communicator_of(group)
     if communicator is None:
         return raw_sequence_number(group)
-    return communicator.channel.launched
+    return communicator.launched
 
 
 def begin_sequence(group: dist.ProcessGroup) -> None:

@@ -107,6 +107,8 @@ def table() -> list[Patch]:
             wait=work.wait, synchronize=work.synchronize, get_future=work.get_future,
             is_completed=work.is_completed, result=work.result,
         ),
+        *patches(torch.distributed, "C++ takes several GPUs for one device",
+                 Reducer=ddp.reducer),
         *patches(
             DistributedDataParallel, "its reducer makes tensors in C++",
             **{name: ddp.on_replica(name)
@@ -123,8 +125,8 @@ def table() -> list[Patch]:
         ),
         *patches(
             torch.distributed, "C++ waits for its collectives",
-            **{name: ddp.waiting(getattr(torch.distributed, name))
-               for name in ("_broadcast_coalesced", "_verify_params_across_processes")},
+            _broadcast_coalesced=ddp.broadcast_coalesced,
+            _verify_params_across_processes=ddp.verify,
         ),
         *patches(torch.futures.Future, "values on GPUs are in the order of streams",
                  __init__=futures.new, set_result=futures.set_result,
