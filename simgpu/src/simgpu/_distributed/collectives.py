@@ -24,6 +24,7 @@ from simgpu._dispatch.placement import blocks_of, gpu_of, memory_of, place
 from simgpu._distributed import (
     checks,
     messages,
+    nccl,
     operations,
     profiling,
     subjects,
@@ -38,6 +39,7 @@ from simgpu._distributed.groups import communicator_of
 from simgpu._frames import called_from
 from simgpu._timing import collective_cost
 
+_LISTS = {"allgather_": 0, "reduce_scatter_": 1}  # which argument has the list
 _DISTRIBUTED = os.path.dirname(torch.distributed.__file__) + os.sep
 _ENGINE = raw_run_backward.__code__
 
@@ -67,6 +69,7 @@ def run_collective(call: Call):
     factor, thread.premultiplier = thread.premultiplier, None
     with exchanges.plain():
         found = operations.exchanges(call, group.size(), group.rank(), factor)
+    flat = _flat_copy(name, args, gpu) if nccl.flattens(communicator) else None
     if profiling.is_on():
         profiling.note(name, messages.given_by(name, args))
     is_async = _argument(call, "async_op", True)
@@ -76,12 +79,32 @@ def run_collective(call: Call):
     ]
     if communicator.batch is not None:
         communicator.batch += launched
+    if is_async and flat is not None:
+        launched[0].given.append(flat)
     outputs = args[0]
     written = [x for x in tree_leaves(outputs) if isinstance(x, torch.Tensor)]
-    stacked = name == "allgather_" and len({tensor.shape for tensor in written}) == 1
-    done = work.new(launched, written, stacked=stacked)
+    done = work.new(
+        launched, written, name, flat=flat if name == "allgather_" else None,
+        is_new_engine=not nccl.flattens(communicator),
+    )  # fmt: skip
     _wait_where_nobody_will(call.runtime, done, is_async)
     return _results(call, outputs, done)
+
+
+def _flat_copy(name: str, args, gpu) -> torch.Tensor | None:
+    """The tensor through which NCCL gathers or scatters lists, without values.
+
+    PyTorch makes it on the current stream, for tensors of one shape (`newLikeFlat`).
+    """
+    if name not in _LISTS:
+        return None
+    tensors = args[_LISTS[name]][0]
+    if len({tensor.shape for tensor in tensors}) != 1:
+        return None
+    like = tensors[0]
+    with exchanges.plain():
+        flat = torch.empty((len(tensors), *like.shape), dtype=like.dtype)
+    return place(flat, gpu)
 
 
 def _argument(call: Call, name: str, default):
@@ -120,7 +143,7 @@ def _run_barrier(call: Call, communicator: Communicator):
     profiling.note("barrier", [])
     exchange = exchanges.barrier(len(communicator.ranks))
     launched = launch(runtime, communicator, gpu, exchange, is_async=is_async)
-    done = work.new([launched], [], host_waits=True)
+    done = work.new([launched], [], "barrier", host_waits=True)
     if not is_async:
         work.wait(done)
     return Work.boxed(done)
@@ -145,7 +168,8 @@ def _run_message(call: Call, communicator: Communicator, gpu):
     else:
         stream = communicator.stream(communicator.ranks[peer])
         launched = launch(call.runtime, communicator, gpu, exchange, channel, stream)
-    return Work.boxed(work.new([launched], [tensor]))
+    name = "send" if sends else "recv_"
+    return Work.boxed(work.new([launched], [tensor], name))
 
 
 def _launch_in_batch(runtime, communicator, gpu, exchange, channel) -> Collective:
@@ -224,11 +248,15 @@ def launch(runtime, communicator: Communicator, gpu, exchange: exchanges.Exchang
         communicator.cluster.topology,
     )
     title = _title(communicator, exchange, channel)
+    begun = clock.record(*key) if communicator.is_timed else None
     meeting = clock.meet(gpu, stream, current, title, exchange.nbytes, seconds, beside)
     launched = Collective(channel, exchange, meeting, clock, where)
-    launched.position = clock.record(*key)
+    launched.begun, launched.position = begun, clock.record(*key)
     if stream != current:
-        launched.given = list(exchange.gives)
+        launched.given = [*exchange.gives, *written]
+        stashed = communicator.stashed
+        stashed[:] = [one for one in stashed if not one.release_if_ended()]
+        stashed.append(launched)
     for tensor in written:
         memory = memory_of(tensor)
         if memory is not None:

@@ -5,11 +5,16 @@ import functools
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    fp16_compress_hook,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from simgpu import _runtime as state
-from simgpu._compat import DDPJoinHook
+from simgpu._compat import DDPJoinHook, raw_register_builtin_hook, register_hook
 from simgpu._dispatch.placement import gpu_of
+from simgpu._distributed.groups import communicator_of
 from simgpu._errors import NotSimulated
 
 
@@ -81,6 +86,21 @@ def cast_in_order(raw):
         return raw(ddp, *args, **kwargs)
 
     return method
+
+
+def register_builtin_hook(ddp, comm_hook_type) -> None:
+    """`_register_builtin_comm_hook`: PyTorch's Python stands for C++'s FP16_COMPRESS.
+
+    They do the same. C++'s copies in a callback of the future, on a stream that waits,
+    which is not seen from here.
+    """
+    __tracebackhide__ = True
+    is_fp16 = comm_hook_type == dist.BuiltinCommHookType.FP16_COMPRESS
+    if not is_fp16 or communicator_of(ddp.process_group) is None:
+        raw_register_builtin_hook(ddp, comm_hook_type)
+        return
+    ddp.logger._set_comm_hook_name(str(comm_hook_type))
+    register_hook(ddp.reducer, ddp.process_group, fp16_compress_hook)
 
 
 def in_join(name: str):

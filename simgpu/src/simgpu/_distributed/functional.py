@@ -9,7 +9,7 @@ from simgpu._compat import process_group_named
 from simgpu._dispatch.mode import modes_in_this_thread
 from simgpu._dispatch.operation import handles
 from simgpu._dispatch.operation_call import Call
-from simgpu._dispatch.placement import memory_of
+from simgpu._dispatch.placement import memory_of, place
 from simgpu._distributed import checks, collectives, operations, work
 from simgpu._distributed import exchange as exchanges
 from simgpu._distributed.groups import communicator_of
@@ -30,7 +30,10 @@ def run_functional(call: Call):
     named = {argument.name: value for argument, value in call.named_arguments()}
     communicator = _communicator(named)
     if gpu is None or communicator is None:  # also what only wraps a tensor
-        return call.func(*call.args, **call.kwargs)
+        made = call.func(*call.args, **call.kwargs)
+        for tensor in made if isinstance(made, (list, tuple)) else [made]:
+            place(tensor, gpu)
+        return made
     run = _RUN.get(name.replace("_coalesced", ""))
     if run is None:
         raise NotSimulated(call.func._schema.name)
@@ -72,7 +75,7 @@ class _Functional:
         launched = collectives.launch(
             self.call.runtime, self.communicator, self.gpu, exchange
         )
-        memory_of(output).awaited = work.Launched([launched], [output], False)
+        memory_of(output).awaited = work.Launched([launched], [output])
         return output
 
     def on_gpu(self, make) -> torch.Tensor:

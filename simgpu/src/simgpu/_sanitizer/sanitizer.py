@@ -156,7 +156,8 @@ class StreamSanitizer:
 
     @one_at_a_time
     def access(self, operator: str, key: Key, reads: list, writes: list, new=False):
-        """A kernel reads and writes tensors. Returns the reads that are racy.
+        """A kernel reads and writes tensors. Returns what is racy while races are shown
+        or warned of: the positions of reads, and behind these, of writes.
 
         Args:
             operator: the schema of the operation.
