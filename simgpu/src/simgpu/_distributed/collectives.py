@@ -18,6 +18,7 @@ from simgpu._compat import (
     raw_start_coalescing,
     tree_leaves,
 )
+from simgpu._dispatch import sanitizing
 from simgpu._dispatch.operation import handles
 from simgpu._dispatch.operation_call import Call
 from simgpu._dispatch.placement import blocks_of, gpu_of, memory_of, place
@@ -240,7 +241,7 @@ def launch(runtime, communicator: Communicator, gpu, exchange: exchanges.Exchang
             position = clock.record(gpu.index, current)
             clock.stream_waits(gpu.index, stream, position)
             clock.forget(position)
-    _tell_sanitizer(runtime, key, exchange, written)
+    exchange = _tell_sanitizer(runtime, key, exchange, written)
     seconds = collective_cost.collective_seconds(
         exchange.name,
         exchange.nbytes,
@@ -264,15 +265,27 @@ def launch(runtime, communicator: Communicator, gpu, exchange: exchanges.Exchang
     return launched
 
 
-def _tell_sanitizer(runtime, key, exchange: exchanges.Exchange, written: list) -> None:
-    """A stream reads what this rank gives and writes what it takes."""
+def _tell_sanitizer(runtime, key, exchange: exchanges.Exchange,
+                    written: list) -> exchanges.Exchange:  # fmt: skip
+    """A stream reads what this rank gives and writes what it takes.
+
+    Returns what it gives then: a racy read, while races are shown, finds older values.
+    """
     __tracebackhide__ = True
-    if not runtime.sanitizer.watching:
-        return
+    sanitizer = runtime.sanitizer
+    if not sanitizer.watching:
+        return exchange
     reads = [("input", *place) for t in exchange.gives for place in blocks_of(t)]
     writes = [("output", *place) for t in written for place in blocks_of(t)]
     name = "recv" if exchange.name == "send" and not exchange.gives else exchange.name
-    runtime.sanitizer.access(f"c10d::{name}", key, reads, writes)
+    racy = sanitizing.access(sanitizer, f"c10d::{name}", key, reads, writes)
+    with exchanges.plain():
+        old = {
+            id(reads[i][1]): sanitizing.as_before(*reads[i][1:]).clone() for i in racy
+        }
+    sanitizing.keep_old_values(sanitizer, key, writes)
+    gives = [old.get(id(tensor), tensor) for tensor in exchange.gives]
+    return exchange._replace(gives=gives)
 
 
 def _title(communicator, exchange: exchanges.Exchange, channel: Channel) -> str:
