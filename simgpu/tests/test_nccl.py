@@ -368,7 +368,7 @@ def test_the_future_of_a_list_gather_has_what_was_gathered(group):
     assert whole.shape == (1, 2) and whole.device.type == "cuda"
     future = work.get_future().then(lambda done: done.value()[0] * 2)
     assert future.wait().tolist() == [[2, 2]]
-    assert [t.tolist() for t in work.result()] == [[1, 1]]
+    assert [t.tolist() for t in work.result()] == [[[1, 1]]]
 
 
 def test_collectives_between_start_and_end_are_waited_for(group):

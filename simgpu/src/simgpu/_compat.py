@@ -194,21 +194,12 @@ _NAMES: dict[str, dict[str, str]] = {
         "raw_enable_timing": (
             "torch.distributed.ProcessGroup._enable_collectives_timing"
         ),
-        "raw_register_on_completion_hook": (
-            "torch.distributed.ProcessGroup._register_on_completion_hook"
-        ),
-        "raw_wait_for_pending_works": (
-            "torch.distributed.ProcessGroup._wait_for_pending_works"
-        ),
         "raw_sequence_number": (
             "torch.distributed.ProcessGroup._get_sequence_number_for_group"
         ),
         "raw_start_coalescing": "torch.distributed.ProcessGroup._start_coalescing",
         "raw_end_coalescing": "torch.distributed.ProcessGroup._end_coalescing",
         "CppFuture": "torch._C.Future",
-        "completed_future": "torch._C.fork",
-        "collect_cpp_futures": "torch._C._collect_all",
-        "storage_of_weak": "torch.UntypedStorage._new_with_weak_ptr",
     },
     "numbers of collectives": {  # until 2.13; later nobody calls it
         "raw_begin_sequence": (
@@ -223,10 +214,6 @@ _NAMES: dict[str, dict[str, str]] = {
     },
     "DistributedDataParallel": {
         "DDPJoinHook": "torch.nn.parallel.distributed._DDPJoinHook",
-        "register_hook": "torch.distributed._register_comm_hook",
-        "raw_register_builtin_hook": (
-            "torch.nn.parallel.DistributedDataParallel._register_builtin_comm_hook"
-        ),
         "raw_root_copy_hook": (
             "torch.nn.parallel.DistributedDataParallel._root_copy_hook"
         ),

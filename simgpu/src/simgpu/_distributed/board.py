@@ -67,7 +67,7 @@ class Board:
         self.store.delete_key(key)
 
     def read(self, keys: dict[str, int], doing: str | Callable[[], str],
-             limit: float, is_over: Callable[[], bool] | None = None) -> list:  # fmt: skip
+             limit: float, is_over: Callable | None = None) -> list:  # fmt: skip
         """What ranks have posted; waits until it is all there.
 
         Args:

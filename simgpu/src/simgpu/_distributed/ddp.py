@@ -12,10 +12,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 from torch.nn.parallel import DistributedDataParallel
 
 from simgpu import _runtime as state
-from simgpu._compat import DDPJoinHook, raw_register_builtin_hook, register_hook
+from simgpu._compat import DDPJoinHook
 from simgpu._dispatch.placement import gpu_of
 from simgpu._distributed.groups import communicator_of
 from simgpu._errors import NotSimulated
+
+_BUILTIN = "_register_builtin_comm_hook"
+_raw_register_builtin_hook = getattr(DistributedDataParallel, _BUILTIN)
 
 
 @contextlib.contextmanager
@@ -97,10 +100,10 @@ def register_builtin_hook(ddp, comm_hook_type) -> None:
     __tracebackhide__ = True
     is_fp16 = comm_hook_type == dist.BuiltinCommHookType.FP16_COMPRESS
     if not is_fp16 or communicator_of(ddp.process_group) is None:
-        raw_register_builtin_hook(ddp, comm_hook_type)
+        _raw_register_builtin_hook(ddp, comm_hook_type)
         return
+    ddp.register_comm_hook(ddp.process_group, fp16_compress_hook)
     ddp.logger._set_comm_hook_name(str(comm_hook_type))
-    register_hook(ddp.reducer, ddp.process_group, fp16_compress_hook)
 
 
 def in_join(name: str):

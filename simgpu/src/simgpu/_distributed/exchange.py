@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from simgpu._compat import (
     DisableTorchDispatch,
     DisableTorchFunction,
-    storage_of_weak,
+    StorageBase,
 )
 
 _REFUSED = {
@@ -92,7 +92,7 @@ class Destination:
 
     def tensor(self) -> torch.Tensor | None:
         """The tensor that was given; None if its memory is gone."""
-        whole = storage_of_weak(self.storage.cdata)
+        whole = StorageBase._new_with_weak_ptr(self.storage.cdata)
         if whole is None:
             return None
         return torch.empty(0, dtype=self.dtype).set_(whole, *self.place)

@@ -17,7 +17,8 @@ from simgpu._compat import CppFuture, tree_leaves
 from simgpu._dispatch.mode import modes_in_this_thread
 from simgpu._dispatch.named_devices import find_gpu
 from simgpu._dispatch.placement import gpu_of
-from simgpu._distributed.work import HOOKS, record_streams
+from simgpu._distributed.callbacks import HOOKS
+from simgpu._distributed.work import record_streams
 
 _raw_init = CppFuture.__init__
 _raw_set_result = Future.set_result

@@ -28,9 +28,7 @@ from simgpu._compat import (
     raw_begin_sequence,
     raw_enable_timing,
     raw_get_backend,
-    raw_register_on_completion_hook,
     raw_sequence_number,
-    raw_wait_for_pending_works,
 )
 from simgpu._distributed import groups
 from simgpu._distributed.communicator import Communicator
@@ -43,6 +41,10 @@ _UNTIMED = (
     "available for NCCL version >= 2.4."
 )
 _raw_abort = dist.ProcessGroup.abort
+_raw_hooks = {
+    name: getattr(dist.ProcessGroup, name)
+    for name in ("_register_on_completion_hook", "_wait_for_pending_works")
+}
 _raw_name = dist.ProcessGroup.name
 _raw_set_timeout = getattr(dist.ProcessGroup, "set_timeout", None)  # since 2.14
 
@@ -306,7 +308,7 @@ def register_on_completion_hook(group: dist.ProcessGroup, hook) -> None:
     """
     communicator = groups.communicator_of(group)
     if communicator is None:
-        raw_register_on_completion_hook(group, hook)
+        _raw_hooks["_register_on_completion_hook"](group, hook)
         return
     if not communicator.is_timed:
         raise ValueError(_UNTIMED)
@@ -319,7 +321,7 @@ def register_on_completion_hook(group: dist.ProcessGroup, hook) -> None:
 def wait_for_pending_works(group: dist.ProcessGroup) -> None:
     """`_wait_for_pending_works`: all that was launched has ended, and its hooks."""
     if groups.communicator_of(group) is None:
-        raw_wait_for_pending_works(group)
+        _raw_hooks["_wait_for_pending_works"](group)
         return
     clock = state.current().clock
     for collective in groups.communicator_of(group).stashed:

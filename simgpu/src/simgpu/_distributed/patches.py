@@ -29,6 +29,7 @@ from simgpu._compat import (
     rpc_C,
 )
 from simgpu._distributed import (
+    callbacks,
     children,
     collectives,
     ddp,
@@ -99,11 +100,11 @@ def table() -> list[Patch]:
                                  reduceOp=reductions.noting_factor(options))
         ],
         *patches(CppFuture, "hooks run in our modes, on a stream of their own",
-                 then=work.then, add_done_callback=work.add_done_callback),
+                 then=callbacks.then, add_done_callback=callbacks.add_done_callback),
         *patches(torch.futures, "C++ forgets what a future waits for",
-                 collect_all=work.collect_all, wait_all=work.wait_all),
+                 collect_all=callbacks.collect_all, wait_all=callbacks.wait_all),
         *patches(CppFuture, "streams wait, and not the program",
-                 wait=work.future_wait, value=work.future_value),
+                 wait=callbacks.wait, value=callbacks.value),
         *patches(Work, "streams wait, and not the program", **work.methods()),
         *patches(
             DistributedDataParallel, "its reducer makes tensors in C++",

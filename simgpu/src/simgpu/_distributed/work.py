@@ -8,10 +8,8 @@ run on a stream of their own that waits for the collective. Leaves out: hooks of
 that are called when a collective has ended.
 """
 
-import contextlib
 import functools
 import os
-from collections.abc import Iterator
 
 import torch
 from torch.distributed import DistBackendError
@@ -20,19 +18,15 @@ from simgpu import _runtime as state
 from simgpu._compat import (
     CppFuture,
     Work,
-    collect_cpp_futures,
-    completed_future,
     current_graph_task_id,
     execution_engine,
+    torch_C,
     work_from_future,
 )
-from simgpu._dispatch.mode import modes_in_this_thread
 from simgpu._dispatch.placement import blocks_of, gpu_of
 from simgpu._distributed import exchange as exchanges
-from simgpu._timing.events import StreamPosition
 
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
-HOOKS = 999  # the number of the stream on which hooks of futures run
 # operation of c10d -> its number in C++'s `OpType`
 _TYPES = {
     "broadcast_": 0, "allreduce_": 1, "reduce_": 3, "allgather_": 4,
@@ -48,10 +42,7 @@ _NO_SOURCE = (
     "sourceRank() may only be called on work objects that correspond to a recv or "
     "recv-from-any call."
 )
-_raw_then = CppFuture.then
-_raw_when_done = CppFuture.add_done_callback
 _raw_value = CppFuture.value
-_raw_future_wait = CppFuture.wait
 _raw = {
     name: getattr(Work, name)
     for name in (
@@ -183,18 +174,18 @@ def _future_of(ours: Launched) -> CppFuture:
     tag = torch.empty(0)
     tag._simgpu = ours
     values = ours.outputs if ours.flat is None else [ours.flat]
-    return completed_future(lambda: [*values, tag])
+    return torch_C.fork(lambda: [*values, tag])  # it is run at once
 
 
 def launched(work) -> Launched | None:
     """What a `Work` stands for; None if it is another backend's."""
     try:
-        return _tag_of(_raw["get_future"](work))
+        return tag_of(_raw["get_future"](work))
     except RuntimeError:
         return None
 
 
-def _tag_of(future) -> Launched | None:
+def tag_of(future) -> Launched | None:
     """What the future of a `Work` stands for; None for any other future."""
     try:
         values = _raw_value(future) if future.done() else None
@@ -202,18 +193,6 @@ def _tag_of(future) -> Launched | None:
         return None
     last = values[-1] if isinstance(values, list) and values else None
     return getattr(last, "_simgpu", None) if isinstance(last, torch.Tensor) else None
-
-
-def _waiter(future):
-    """What lets the current stream wait for a future; None if it is plain.
-
-    C++ hands on the future of a `Work` as it is: `Reducer._run_allreduce_hook`.
-    """
-    wait_for_it = getattr(future, "_simgpu", None)
-    if wait_for_it is None:
-        ours = _tag_of(future)
-        wait_for_it = None if ours is None else ours.order_values
-    return wait_for_it
 
 
 def record_streams(tensors: list[torch.Tensor]) -> None:
@@ -313,126 +292,11 @@ def methods() -> dict:
     return {"wait": wait, **replaced}
 
 
-# -- futures ---------------------------------------------------------------------------
-
-
-def future_wait(future):
-    """`Future.wait`: the current stream waits for what the future stands for."""
-    wait_for_it = _waiter(future)
-    if wait_for_it is not None:
-        wait_for_it()
-    ours = _tag_of(future)
-    return _raw_future_wait(future) if ours is None else ours.result()
-
-
-def future_value(future):
-    """`Future.value`"""
-    ours = _tag_of(future)
-    return _raw_value(future) if ours is None else ours.result()
-
-
-def then(future, callback):
-    """What a hook does when a bucket has arrived, on a stream of its own."""
-    if not callable(callback):
-        return _raw_then(future, callback)  # says so
-    done: list[StreamPosition] = []
-    following = _raw_then(future, _in_modes(future, callback, done))
-    if _waiter(future) is None:
-        return following
-    try:
-        value = following.value()
-    except Exception:  # it is the future's: whoever waits for it will get it
-        return following
-    found = torch.futures.Future()
-    found.set_result(value)
-    found._simgpu = functools.partial(_wait_for_positions, done, value)
-    before_backward_ends(found._simgpu)
-    return found
-
-
-def add_done_callback(future, callback) -> None:
-    """`Future.add_done_callback`: on a stream of its own, too."""
-    if callable(callback):
-        callback = _in_modes(future, callback, [])
-    _raw_when_done(future, callback)
-
-
-def _in_modes(future, callback, done: list[StreamPosition]):
-    """A callback as it runs when a future is done; where it ends is noted."""
-    runtime = state.current()
-
-    def run(arrived):
-        wait_for_it = _waiter(future)
-        with modes_in_this_thread(runtime):  # gloo's threads have none
-            if wait_for_it is None:
-                return callback(arrived)
-            with _hook_stream(runtime, done):
-                wait_for_it()
-                return callback(arrived)
-
-    return run
-
-
-@contextlib.contextmanager
-def _hook_stream(runtime, done: list[StreamPosition]) -> Iterator[None]:
-    """Inside, the current stream is one for hooks; where it ends is noted."""
-    index = runtime.thread.device
-    before = runtime.thread.streams.get(index, 0)
-    runtime.sanitizer.watch_accesses()
-    runtime.thread.streams[index] = HOOKS
-    try:
-        yield
-    finally:
-        runtime.thread.streams[index] = before
-        done.append(runtime.clock.record(index, HOOKS))
-        if _in_backward():
-            # a hook of DDP's: what it had for itself may be used again at once, as by
-            # PyTorch's own PowerSGD, and what it returns DDP waits for
-            runtime.sanitizer.stream_waits((index, before), done[-1].number)
-
-
-def _wait_for_positions(positions: list[StreamPosition], value) -> None:
-    runtime = state.current()
-    index = runtime.thread.device
-    for position in positions:
-        runtime.clock.stream_waits(
-            index, runtime.thread.streams.get(index, 0), position
-        )
-    leaves = value if isinstance(value, (list, tuple)) else [value]
-    record_streams([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
-
-
-def collect_all(futures: list):
-    """`torch.futures.collect_all`: who waits for it, waits for each of them."""
-    waits = [wait_for_it for wait_for_it in map(_waiter, futures) if wait_for_it]
-    together = collect_cpp_futures(futures)
-    if not waits:
-        return together
-    collected = torch.futures.Future()
-
-    def run(arrived) -> None:
-        try:
-            arrived.wait()
-        except Exception as error:
-            collected.set_exception(error)
-        else:
-            collected.set_result(futures)
-
-    collected._simgpu = lambda: [wait_for_it() for wait_for_it in waits]
-    _raw_when_done(together, run)
-    return collected
-
-
-def wait_all(futures: list) -> list:
-    """`torch.futures.wait_all`"""
-    return [future.wait() for future in collect_all(futures).wait()]
-
-
-def _in_backward() -> bool:
+def in_backward() -> bool:
     return current_graph_task_id() != -1
 
 
 def before_backward_ends(wait_for_it) -> None:
     """DDP's reducer waits in C++, at the end of backward: wait before it does."""
-    if _in_backward():
+    if in_backward():
         execution_engine.queue_callback(wait_for_it)
