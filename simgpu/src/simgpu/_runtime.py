@@ -118,7 +118,7 @@ class Runtime:
 
         # torch.autocast: kernels that are registered, weights that were cast
         self.autocast_kernels = None
-        self.autocast_lock = threading.Lock()
+        self.autocast_lock = threading.RLock()
         self.autocast_cache: dict[int, tuple] = {}
 
         self.sharing = None  # what was sent to processes, once something was

@@ -62,6 +62,8 @@ def run_collective(call: Call):
     if communicator is None or gpu_of(tensors[0]) is None:
         return _run_elsewhere(call, tensors)
     gpu = gpu_of(tensors[0])
+    if communicator.fingerprints is not None:
+        communicator.fingerprints.compare(name, args)
     for tensor in tensors:
         place(tensor, gpu)
     if name in ("send", "recv_"):
@@ -133,6 +135,8 @@ def _run_elsewhere(call: Call, tensors):
 
 def _run_barrier(call: Call, communicator: Communicator):
     """NCCL's is a collective of almost nothing, for which the host waits."""
+    if communicator.fingerprints is not None:
+        communicator.fingerprints.compare("barrier", ())
     runtime = call.runtime
     runtime.initialize()
     devices = _argument(call, "device_ids", ())

@@ -58,6 +58,7 @@ class Communicator:
         self.attempts = 0  # to be connected
         self.splits = 0  # groups that have been split from it
         self.buckets = Buckets()  # of DDP
+        self.fingerprints = None  # TORCH_DISTRIBUTED_DEBUG=DETAIL
         self.stashed: list = []  # collectives that nobody may have waited for
         self.is_timed = any(os.environ.get(name, "0") == "1" for name in _TIMING)
         self.batch: list | None = None  # messages of `batch_isend_irecv`, being told

@@ -19,6 +19,11 @@ _OPS = {"sum": "SUM", "avg": "AVG", "product": "PRODUCT", "min": "MIN", "max": "
         "band": "BAND", "bor": "BOR", "bxor": "BXOR"}  # fmt: skip
 
 
+# those of which PyTorch compares the fingerprints: as which operation of c10d
+_COMPARED = {"allreduce_": "allreduce_", "broadcast": "broadcast_",
+             "broadcast_": "broadcast_"}  # fmt: skip
+
+
 @handles("_c10d_functional::")
 def run_functional(call: Call):
     """An operation of `_c10d_functional`."""
@@ -41,6 +46,8 @@ def run_functional(call: Call):
     inputs = named["inputs"] if several else [named["input"]]
     kind = "allreduce_" if name.startswith("all_reduce") else name
     checks.check_dtype(kind, inputs, gpu)
+    if communicator.fingerprints is not None and kind in _COMPARED:
+        communicator.fingerprints.compare(_COMPARED[kind], (inputs,))
     outputs = [
         run(_Functional(call, communicator, gpu, named), tensor) for tensor in inputs
     ]

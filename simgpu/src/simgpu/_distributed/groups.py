@@ -21,6 +21,7 @@ from simgpu._compat import (
     raw_new_process_group,
     raw_object_device,
 )
+from simgpu._distributed import fingerprints
 from simgpu._distributed.cluster import Cluster
 from simgpu._distributed.communicator import Communicator
 from simgpu._errors import NotSimulated
@@ -85,6 +86,8 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
     options.global_ranks_in_group = list(ranks)
     communicator = _communicate(runtime, group, name, members, rank, bound, options)
     communicator.engine = engine
+    if fingerprints.wanted():
+        communicator.fingerprints = fingerprints.Fingerprints(communicator)
     if "gloo" in _backends(spec).values():
         runtime.gloo_groups.append(group)
     if bound is not None:

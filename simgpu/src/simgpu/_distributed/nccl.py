@@ -359,7 +359,7 @@ def abort(group: dist.ProcessGroup) -> None:
 
 
 def unwrapped(raw):
-    """TORCH_DISTRIBUTED_DEBUG=DETAIL: the simulator compares collectives anyway."""
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL: `fingerprints` compares for what stands in."""
 
     def create_process_group_wrapper(wrapped_pg, *args, **kwargs):
         if isinstance(wrapped_pg, FakeProcessGroup):
