@@ -34,7 +34,7 @@ _TYPES = {
     "alltoall_base_": 10, "alltoall_": 11, "send": 12, "recv_": 13,
     "_reduce_scatter_base_": 16, "barrier": 1,
 }  # fmt: skip
-_COALESCED = 17
+_COALESCED, _UNKNOWN = 17, 100
 _NO_TIMING = "getDuration only works if timing was enabled"
 _WHERE_TIMING = ", see ProcessGroup::_enable_collectives_timing"
 _NOT_YET = "getDuration only works after the work has completed"
@@ -257,6 +257,12 @@ def _source_rank(ours: Launched, work):
     raise RuntimeError(_NO_SOURCE)
 
 
+def _get_op_type(ours: Launched, work) -> int:
+    if ours.is_new_engine:
+        return _UNKNOWN
+    return _TYPES.get(ours.operation, _COALESCED)
+
+
 def _get_future(ours: Launched, work):
     """A future of its tensors; who waits for it, waits for the collectives."""
     before_backward_ends(ours.wait)  # a hook's, for which DDP waits in C++
@@ -285,7 +291,7 @@ def methods() -> dict:
         "_source_rank": _source_rank,
         "get_future": _get_future,
         "get_future_result": _get_future_result,
-        "_get_op_type": lambda ours, work: _TYPES.get(ours.operation, _COALESCED),
+        "_get_op_type": _get_op_type,
         "_get_duration": lambda ours, work: ours.milliseconds(),
     }
     replaced = {name: _answered_by(how, name) for name, how in answers.items()}
