@@ -148,7 +148,10 @@ def _run_barrier(call: Call, communicator: Communicator):
     profiling.note("barrier", [])
     exchange = exchanges.barrier(len(communicator.ranks))
     launched = launch(runtime, communicator, gpu, exchange, is_async=is_async)
-    done = work.new([launched], [], "barrier", host_waits=True)
+    done = work.new(
+        [launched], [], "barrier", host_waits=True,
+        is_new_engine=not nccl.flattens(communicator),
+    )  # fmt: skip
     if not is_async:
         work.wait(done)
     return Work.boxed(done)
@@ -174,7 +177,8 @@ def _run_message(call: Call, communicator: Communicator, gpu):
         stream = communicator.stream(communicator.ranks[peer])
         launched = launch(call.runtime, communicator, gpu, exchange, channel, stream)
     name = "send" if sends else "recv_"
-    return Work.boxed(work.new([launched], [tensor], name))
+    is_new = not nccl.flattens(communicator)
+    return Work.boxed(work.new([launched], [tensor], name, is_new_engine=is_new))
 
 
 def _launch_in_batch(runtime, communicator, gpu, exchange, channel) -> Collective:
@@ -203,7 +207,7 @@ def end_coalescing(group, device) -> Work:
     if communicator is None or communicator.batch is None:
         return raw_end_coalescing(group, device)
     batch, communicator.batch = communicator.batch, None
-    return work.new(batch, [])
+    return work.new(batch, [], is_new_engine=not nccl.flattens(communicator))
 
 
 # -- launching -------------------------------------------------------------------------
