@@ -404,10 +404,11 @@ def test_a_barrier_before_all_else_does_not_decide_for_ever(group):
 def test_the_future_of_a_list_gather_has_what_was_gathered(group):
     work = dist.all_gather([torch.empty(2, device=CUDA)], ones(2), async_op=True)
     (whole,) = work.get_future().wait()
-    assert whole.shape == (1, 2) and whole.device.type == "cuda"
+    is_flattened = TORCH < (2, 15)  # the newer engine fills the list itself
+    assert whole.shape == ((1, 2) if is_flattened else (2,)) and whole.is_cuda
     future = work.get_future().then(lambda done: done.value()[0] * 2)
-    assert future.wait().tolist() == [[2, 2]]
-    assert [t.tolist() for t in work.result()] == [[1, 1]]
+    assert future.wait().flatten().tolist() == [2, 2]
+    assert torch.equal(work.result()[0], whole)
 
 
 def test_collectives_between_start_and_end_are_waited_for(group):

@@ -243,7 +243,7 @@ BACKWARDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("program", BACKWARDS, ids=str)
+@pytest.mark.parametrize("program", BACKWARDS, ids=lambda p: getattr(p, "__name__", ""))
 def test_backward_is_in_order_with_forward_and_its_caller(program):
     same_values_in_both_modes(program)
 

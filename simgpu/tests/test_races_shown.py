@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import simgpu
 from support.side_streams import main_stream, side_stream
@@ -153,3 +154,26 @@ def test_modes_are_checked():
     with pytest.raises(ValueError, match="raise, show"):
         simgpu.start(2, races="hide")
     assert simgpu.count() == 0
+
+
+@pytest.fixture
+def group():
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_collective_that_nobody_waits_for_is_not_there_yet(group):
+    x, out = torch.ones(2, device="cuda"), torch.full((2,), 9.0, device="cuda")
+    work = dist.all_gather([out], x, async_op=True)
+    assert (out * 1).tolist() == out.cpu().tolist() == [9, 9]
+    work.wait()
+    assert (out * 1).tolist() == [1, 1]
+
+
+def test_a_collective_gives_what_the_memory_held_before_a_racy_write(group):
+    x, out = torch.ones(2, device="cuda"), torch.empty(2, device="cuda")
+    with torch.cuda.stream(side_stream()):
+        x.mul_(10)
+    dist.all_gather([out], x)
+    assert out.tolist() == [1, 1]

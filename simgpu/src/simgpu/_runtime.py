@@ -123,7 +123,7 @@ class Runtime:
 
         # torch.autocast: kernels that are registered, weights that were cast
         self.autocast_kernels = None
-        self.autocast_lock = threading.Lock()
+        self.autocast_lock = threading.RLock()
         self.autocast_cache: dict[int, tuple] = {}
 
         # GPU of which a kernel has asserted -> whether the program was told

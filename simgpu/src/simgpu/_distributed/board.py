@@ -101,7 +101,7 @@ class Board:
                 self.store.delete_key(piece)
 
     def read(self, keys: dict[str, int], doing: str | Callable[[], str],
-             limit: float) -> list:  # fmt: skip
+             limit: float, is_over: Callable | None = None) -> list:  # fmt: skip
         """What ranks have posted; waits until it is all there.
 
         Args:
@@ -109,6 +109,7 @@ class Board:
             doing: what this rank does, for the error: "rank 0: all_reduce ...";
                 a function is asked once it is needed.
             limit: seconds that the wait may take.
+            is_over: whether the wait has become needless; then nothing is returned.
 
         Raises:
             torch.distributed.DistBackendError: if the wait cannot end, or has taken
@@ -123,6 +124,8 @@ class Board:
             # a blocking wait of the store could not be interrupted, and would print
             # a warning each time that it gives up
             while not self.store.check(names):
+                if is_over is not None and is_over():
+                    return []
                 now = time.monotonic()
                 if now > look_again:
                     missing = self._missing(keys)

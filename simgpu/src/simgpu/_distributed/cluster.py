@@ -140,7 +140,8 @@ class Cluster:
         if number >= _KEPT:
             self.board.forget(f"{channel}/{number - _KEPT}/{member}")
 
-    def headers(self, name: Name, ranks: list[int], doing, limit) -> list[Header]:
+    def headers(self, name: Name, ranks: list[int], doing, limit,
+                is_over=None) -> list[Header]:  # fmt: skip
         """What the members have posted, in their order.
 
         Args:
@@ -148,11 +149,12 @@ class Cluster:
             ranks: the members' ranks in the job.
             doing: what this rank does, for an error, or a function that says so.
             limit: seconds.
+            is_over: asked while it waits: whether nobody needs them any more.
         """
         __tracebackhide__ = True
         channel, number = name[:2]
         keys = {f"{channel}/{number}/{i}": rank for i, rank in enumerate(ranks)}
-        return self.board.read(keys, doing, limit)
+        return self.board.read(keys, doing, limit, is_over)
 
     def note_end(self, name: Name, end: float) -> None:
         self.ends[name] = end

@@ -30,6 +30,9 @@ _SECOND = (
 )
 
 
+_TIMING = ("TORCH_NCCL_ENABLE_TIMING", "TORCH_NCCL_DESYNC_DEBUG")
+
+
 class Communicator:
     """A process group over NCCL, as this rank takes part in it.
 
@@ -65,6 +68,9 @@ class Communicator:
         self.attempts = 0  # to be connected
         self.splits = 0  # groups that have been split from it
         self.buckets = Buckets()  # of DDP
+        self.fingerprints = None  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+        self.stashed: list = []  # collectives that nobody may have waited for
+        self.is_timed = any(os.environ.get(name, "0") == "1" for name in _TIMING)
         self.batch: list | None = None  # messages of `batch_isend_irecv`, being told
 
     def stream(self, of: object = None) -> int:

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    fp16_compress_hook,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from simgpu import _runtime as state
@@ -18,9 +21,13 @@ from simgpu._compat import (
     raw_verify_parameters,
 )
 from simgpu._dispatch.placement import gpu_of, gpus_of
+from simgpu._distributed.groups import communicator_of
 
 _raw_reducer = dist.Reducer
 _FIRST_BUCKET = 2**20  # bytes of the first bucket, as PyTorch has it
+
+_BUILTIN = "_register_builtin_comm_hook"
+_raw_register_builtin_hook = getattr(DistributedDataParallel, _BUILTIN)
 
 
 @contextlib.contextmanager
@@ -164,6 +171,21 @@ def cast_in_order(raw):
         return raw(ddp, *args, **kwargs)
 
     return method
+
+
+def register_builtin_hook(ddp, comm_hook_type) -> None:
+    """`_register_builtin_comm_hook`: PyTorch's Python stands for C++'s FP16_COMPRESS.
+
+    They do the same. C++'s copies in a callback of the future, on a stream that waits,
+    which is not seen from here.
+    """
+    __tracebackhide__ = True
+    is_fp16 = comm_hook_type == dist.BuiltinCommHookType.FP16_COMPRESS
+    if not is_fp16 or communicator_of(ddp.process_group) is None:
+        _raw_register_builtin_hook(ddp, comm_hook_type)
+        return
+    ddp.register_comm_hook(ddp.process_group, fp16_compress_hook)
+    ddp.logger._set_comm_hook_name(str(comm_hook_type))
 
 
 def in_join(name: str):

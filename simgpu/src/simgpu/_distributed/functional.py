@@ -9,7 +9,7 @@ from simgpu._compat import process_group_named
 from simgpu._dispatch.mode import modes_in_this_thread
 from simgpu._dispatch.operation import handles
 from simgpu._dispatch.operation_call import Call
-from simgpu._dispatch.placement import memory_of
+from simgpu._dispatch.placement import memory_of, place
 from simgpu._distributed import (
     checks,
     collectives,
@@ -26,6 +26,11 @@ _OPS = {"sum": "SUM", "avg": "AVG", "product": "PRODUCT", "min": "MIN", "max": "
         "band": "BAND", "bor": "BOR", "bxor": "BXOR"}  # fmt: skip
 
 
+# those of which PyTorch compares the fingerprints: as which operation of c10d
+_COMPARED = {"allreduce_": "allreduce_", "broadcast": "broadcast_",
+             "broadcast_": "broadcast_"}  # fmt: skip
+
+
 @handles("_c10d_functional::")
 def run_functional(call: Call):
     """An operation of `_c10d_functional`."""
@@ -37,7 +42,10 @@ def run_functional(call: Call):
     named = {argument.name: value for argument, value in call.named_arguments()}
     communicator = _communicator(named)
     if gpu is None or communicator is None:  # also what only wraps a tensor
-        return call.func(*call.args, **call.kwargs)
+        made = call.func(*call.args, **call.kwargs)
+        for tensor in made if isinstance(made, (list, tuple)) else [made]:
+            place(tensor, gpu)
+        return made
     run = _RUN.get(name.replace("_coalesced", ""))
     if run is None:
         raise NotSimulated(call.func._schema.name)
@@ -45,6 +53,8 @@ def run_functional(call: Call):
     inputs = named["inputs"] if several else [named["input"]]
     kind = "allreduce_" if name.startswith("all_reduce") else name
     checks.check_dtype(kind, inputs, gpu)
+    if communicator.fingerprints is not None and kind in _COMPARED:
+        communicator.fingerprints.compare(_COMPARED[kind], (inputs,))
     outputs = [
         run(_Functional(call, communicator, gpu, named), tensor) for tensor in inputs
     ]
@@ -84,7 +94,7 @@ class _Functional:
                 self.call.runtime, self.communicator, _C10D[exchange.name],
                 (flight_entries.told(given), flight_entries.told(output)), [launched],
             )  # fmt: skip
-        memory_of(output).awaited = work.Launched([launched], [output], False)
+        memory_of(output).awaited = work.Launched([launched], [output])
         return output
 
     def on_gpu(self, make) -> torch.Tensor:

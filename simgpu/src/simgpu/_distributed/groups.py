@@ -23,7 +23,7 @@ from simgpu._compat import (
     raw_new_process_group,
     raw_object_device,
 )
-from simgpu._distributed import flight_recorder, watchdog
+from simgpu._distributed import fingerprints, flight_recorder, watchdog
 from simgpu._distributed.cluster import Cluster
 from simgpu._distributed.communicator import Communicator
 from simgpu._distributed.group_calls import GroupCall
@@ -94,6 +94,8 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
     communicator = _communicate(runtime, group, name, members, rank, bound, options)
     communicator.engine, communicator.call = engine, call
     communicator.is_split = call is not None and _is_bound(dist.group.WORLD)
+    if fingerprints.wanted():
+        communicator.fingerprints = fingerprints.Fingerprints(communicator)
     if "gloo" in _backends(spec).values():
         runtime.gloo_groups.append(group)
     if bound is not None:

@@ -35,7 +35,16 @@ from simgpu._distributed.communicator import Communicator
 from simgpu._errors import NotSimulated
 
 _NOT_SET = -(2**31)  # what NCCL calls NCCL_CONFIG_UNDEF_INT
+_UNTIMED = (
+    "ProcessGroupNCCL OnCompletion hook requires recording start and end events which "
+    "require setting TORCH_NCCL_ENABLE_TIMING environment variable. This is only "
+    "available for NCCL version >= 2.4."
+)
 _raw_abort = dist.ProcessGroup.abort
+_raw_hooks = {
+    name: getattr(dist.ProcessGroup, name)
+    for name in ("_register_on_completion_hook", "_wait_for_pending_works")
+}
 _raw_name = dist.ProcessGroup.name
 _raw_set_timeout = getattr(dist.ProcessGroup, "set_timeout", None)  # since 2.14
 
@@ -164,8 +173,8 @@ class _Engine:
     set_timeout = _set_default_timeout
 
     def _verify_work_timeout(self, work, timeout: timedelta) -> bool:
-        """Whether a `Work` waits for the others as long as this."""
-        return timeout.total_seconds() == self._communicator.limit
+        """Whether a `Work` has this time limit: here all of a group have one."""
+        return timeout == self.options._timeout
 
     def _set_enable_nan_check(self, enable: bool) -> None:
         if enable:
@@ -281,10 +290,47 @@ def since_2_14() -> dict[str, object]:
     return {} if _raw_set_timeout is None else {"set_timeout": set_timeout}
 
 
+def flattens(communicator: Communicator) -> bool:
+    """Whether lists of tensors go through one that is made for it."""
+    return not issubclass(_class_of(communicator.engine), ProcessGroupNCCL2)
+
+
 def enable_timing(group: dist.ProcessGroup) -> None:
-    """`_enable_collectives_timing`: the timeline has the times anyway."""
-    if groups.communicator_of(group) is None:
+    """`_enable_collectives_timing`: each `Work` from now on has its duration."""
+    communicator = groups.communicator_of(group)
+    if communicator is None:
         raw_enable_timing(group)
+    else:
+        communicator.is_timed = True
+
+
+def register_on_completion_hook(group: dist.ProcessGroup, hook) -> None:
+    """`_register_on_completion_hook`
+
+    Raises:
+        ValueError: if timing was not enabled, in PyTorch's words.
+        NotSimulated: otherwise; a thread of NCCL's would call the hook.
+    """
+    communicator = groups.communicator_of(group)
+    if communicator is None:
+        _raw_hooks["_register_on_completion_hook"](group, hook)
+        return
+    if not communicator.is_timed:
+        raise ValueError(_UNTIMED)
+    raise NotSimulated(
+        "ProcessGroup._register_on_completion_hook",
+        "Ask Work._get_duration(), or the timeline.",
+    )
+
+
+def wait_for_pending_works(group: dist.ProcessGroup) -> None:
+    """`_wait_for_pending_works`: all that was launched has ended, and its hooks."""
+    if groups.communicator_of(group) is None:
+        _raw_hooks["_wait_for_pending_works"](group)
+        return
+    clock = state.current().clock
+    for collective in groups.communicator_of(group).stashed:
+        clock.wait_for_position(collective.position)
 
 
 def sequence_number(group: dist.ProcessGroup) -> int:
@@ -318,7 +364,7 @@ def abort(group: dist.ProcessGroup) -> None:
 
 
 def unwrapped(raw):
-    """TORCH_DISTRIBUTED_DEBUG=DETAIL: the simulator compares collectives anyway."""
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL: `fingerprints` compares for what stands in."""
 
     def create_process_group_wrapper(wrapped_pg, *args, **kwargs):
         if isinstance(wrapped_pg, FakeProcessGroup):

@@ -29,6 +29,7 @@ from simgpu._compat import (
     rpc_C,
 )
 from simgpu._distributed import (
+    callbacks,
     children,
     collectives,
     ddp,
@@ -74,6 +75,8 @@ def table() -> list[Patch]:
             name=nccl.name, _get_backend=nccl.get_backend,
             _get_backend_name=nccl.backend_name, split_group=groups.split_of,
             _enable_collectives_timing=nccl.enable_timing,
+            _register_on_completion_hook=nccl.register_on_completion_hook,
+            _wait_for_pending_works=nccl.wait_for_pending_works,
             **nccl.since_2_14(),
             _get_sequence_number_for_group=nccl.sequence_number,
             _set_sequence_number_for_group=nccl.begin_sequence,
@@ -99,14 +102,12 @@ def table() -> list[Patch]:
                                  reduceOp=reductions.noting_factor(options))
         ],
         *patches(CppFuture, "hooks run in our modes, on a stream of their own",
-                 then=work.then),
+                 then=callbacks.then, add_done_callback=callbacks.add_done_callback),
+        *patches(torch.futures, "C++ forgets what a future waits for",
+                 collect_all=callbacks.collect_all, wait_all=callbacks.wait_all),
         *patches(CppFuture, "streams wait, and not the program",
-                 wait=work.future_wait, value=work.future_value),
-        *patches(
-            Work, "streams wait, and not the program",
-            wait=work.wait, synchronize=work.synchronize, get_future=work.get_future,
-            is_completed=work.is_completed, result=work.result,
-        ),
+                 wait=callbacks.wait, value=callbacks.value),
+        *patches(Work, "streams wait, and not the program", **work.methods()),
         *patches(torch.distributed, "C++ takes several GPUs for one device",
                  Reducer=ddp.reducer),
         *patches(
@@ -114,6 +115,10 @@ def table() -> list[Patch]:
             **{name: ddp.on_replica(name)
                for name in ("__init__", "__setstate__", "_pre_forward",
                             "_post_forward")},
+        ),
+        *patches(
+            DistributedDataParallel, "C++'s hook copies without a stream that waits",
+            _register_builtin_comm_hook=ddp.register_builtin_hook,
         ),
         *patches(
             DistributedDataParallel, "its stream does not wait for the optimizer",

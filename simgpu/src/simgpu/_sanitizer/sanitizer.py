@@ -39,7 +39,8 @@ class StreamSanitizer:
     Args:
         mode: "raise" an error at a race; "show": a racy read gives what the memory
             held before, and other races raise; "warn": each two lines that race are
-            named once on stderr; "off": no access counts.
+            named once on stderr, and values are those of the program's order; "off": no
+            access counts, and a collective that nobody waits for may be seen undone.
     """
 
     def __init__(self, mode: str = "raise"):
@@ -168,7 +169,10 @@ class StreamSanitizer:
 
     @one_at_a_time
     def access(self, operator: str, key: Key, reads: list, writes: list, new=False):
-        """A kernel reads and writes tensors. Returns the reads that are racy.
+        """A kernel reads and writes tensors. Returns which of them race.
+
+        While races are shown, these are positions in `reads`; while they are warned of,
+        in `[*reads, *writes]`.
 
         Args:
             operator: the schema of the operation.
@@ -179,14 +183,16 @@ class StreamSanitizer:
             CUDASanitizerErrors: at a race; not at a racy read while races are shown.
         """
         aliases: dict[int, list[str]] = {}
-        touched: dict[int, set[int]] = {}  # interval -> positions in reads
+        touched: dict[int, set[int]] = {}  # interval -> positions
+        counted = [reads, writes] if self.mode == "warn" else [reads]
         sets: list[set[int]] = []
         for accesses in (reads, writes):
             intervals = set()
-            for position, (argument, tensor, block) in enumerate(accesses):
+            first = 0 if accesses is reads else len(reads)
+            for position, (argument, tensor, block) in enumerate(accesses, first):
                 for interval in self._intervals_of(tensor, block):
                     aliases.setdefault(interval, []).append(argument)
-                    if accesses is reads:
+                    if any(accesses is its for its in counted):
                         touched.setdefault(interval, set()).add(position)
                     intervals.add(interval)
                     self._forget_reads(interval, key)
@@ -204,7 +210,6 @@ class StreamSanitizer:
             self.warn(errors)
             for error in errors:  # one missing wait is named once, not at each use
                 self._take_as_waited(error.current_access, error.previous_access)
-            return []
         racy = [error for error in errors if error.data_ptr in touched]
         if errors and (self.mode == "raise" or len(racy) < len(errors)):
             raise RaceError(errors)
