@@ -16,6 +16,7 @@ from simgpu._dispatch.placement import (
     block_of,
     gpu_of,
     no_torch_function,
+    over,
     storage_of,
     tensors_in,
 )
@@ -244,7 +245,7 @@ def _at(storage, place: tuple) -> torch.Tensor:
     """The memory of a tensor, as one of its own: changing it counts as no change."""
     dtype, *where = place
     with no_torch_function(), DisableTorchDispatch(), torch.inference_mode(False):
-        return torch.empty(0, dtype=dtype).set_(storage, *where)
+        return over(storage, dtype, *where)
 
 
 def _write(memory: torch.Tensor, values: torch.Tensor) -> None:

@@ -28,6 +28,17 @@ no_torch_function = DisableTorchFunction
 _PLAIN = torch.Tensor.__torch_dispatch__  # of tensors that PyTorch's own kernels run on
 
 
+def over(storage, dtype: torch.dtype, *where) -> torch.Tensor:
+    """A host tensor over a storage, wherever that lives; nobody compares devices.
+
+    Args:
+        storage: whose memory it is.
+        dtype: of the elements.
+        where: offset, shape and strides; all of it if they are left out.
+    """
+    return _Base.set_(torch.empty(0, dtype=dtype), storage, *where)
+
+
 class DeviceMemory:
     """The mark of a storage on a GPU: its block is freed with the storage."""
 

@@ -11,6 +11,7 @@ from simgpu._dispatch.placement import (
     blocks_of,
     gpu_of,
     memory_of,
+    over,
     storage_of,
     tensors_in,
 )
@@ -145,7 +146,7 @@ def _accesses(call) -> tuple[list, list]:
 def _copy_of_bytes(tensor) -> torch.Tensor:
     """What the memory of a tensor holds, all of it, as a host tensor."""
     with DisableTorchFunction():
-        return torch.empty(0, dtype=torch.uint8).set_(storage_of(tensor)).clone()
+        return over(storage_of(tensor), torch.uint8).clone()
 
 
 def as_before(tensor, block) -> torch.Tensor:
@@ -155,7 +156,7 @@ def as_before(tensor, block) -> torch.Tensor:
         if before is None:  # fresh memory: zeros, as CUDA's mostly is
             before = torch.zeros(storage_of(tensor).nbytes(), dtype=torch.uint8)
         where = (tensor.storage_offset(), tensor.shape, tensor.stride())
-        seen = torch.empty(0, dtype=tensor.dtype).set_(storage_of(before), *where)
+        seen = over(storage_of(before), tensor.dtype, *where)
         seen = conj(seen) if tensor.is_conj() else seen
         return neg_view(seen) if tensor.is_neg() else seen
 

@@ -16,6 +16,7 @@ from simgpu._compat import (
     DisableTorchFunction,
     StorageBase,
 )
+from simgpu._dispatch.placement import over
 
 _REFUSED = {
     "BAND": "Cannot use ReduceOp.BAND with NCCL",
@@ -95,7 +96,7 @@ class Destination:
         whole = StorageBase._new_with_weak_ptr(self.storage.cdata)
         if whole is None:
             return None
-        return torch.empty(0, dtype=self.dtype).set_(whole, *self.place)
+        return over(whole, self.dtype, *self.place)
 
 
 def destinations(takes: list[list[torch.Tensor]]) -> list[list[Destination]]:
