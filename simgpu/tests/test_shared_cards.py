@@ -35,6 +35,18 @@ def one():
     simgpu.stop()
 
 
+@pytest.fixture(autouse=True)
+def pynvml_is_installed(tmp_path_factory, monkeypatch):
+    """Here and in processes that are started: without the package there is no NVML."""
+    folder = tmp_path_factory.mktemp("packages")
+    (folder / "pynvml.py").write_text("raise ImportError('no library')")
+    monkeypatch.syspath_prepend(folder)
+    before = os.environ.get("PYTHONPATH", "")
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join(filter(None, (str(folder), before)))
+    )
+
+
 # -- the ledger ------------------------------------------------------------------------
 # Its processes need no PyTorch.
 

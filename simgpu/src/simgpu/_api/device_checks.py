@@ -8,6 +8,7 @@ RNN.cpp, GridSamplerUtils.h, `quantile_checks` in Sorting.cpp, TensorShape.cpp
 
 import torch
 
+from simgpu._api import recurrent
 from simgpu._api.patch import Patch, patches
 from simgpu._dispatch.errors import differs
 from simgpu._dispatch.named_devices import HOST
@@ -132,7 +133,6 @@ def _stft(raw):
 
 def rows() -> list[Patch]:
     """Their part of the table of replacements."""
-    rnns = ("lstm", "gru", "rnn_tanh", "rnn_relu")
     quantiles = ("quantile", "nanquantile")
     of_tensors = {
         name: _compared(getattr(torch.Tensor, name), _QUANTILE, "input", "q")
@@ -145,7 +145,7 @@ def rows() -> list[Patch]:
             gru_cell=_cell(torch.gru_cell, "gru", "hx"),
             meshgrid=_meshgrid(torch.meshgrid),
             stft=_stft(torch.stft), istft=_stft(torch.istft),
-            **{name: _rnn(getattr(torch, name)) for name in rnns},
+            **{name: _rnn(run) for name, run in recurrent.functions.items()},
             **{
                 name: _compared(getattr(torch, name), _QUANTILE, "input", "q")
                 for name in quantiles

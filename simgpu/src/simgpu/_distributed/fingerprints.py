@@ -114,7 +114,7 @@ class Fingerprints:
         tensors = tree_leaves([args[place] for place in places])
         dtypes = [_DTYPES.get(t.dtype, str(t.dtype)) for t in tensors]
         shapes = [tuple(tensor.shape) for tensor in tensors]
-        number = self.communicator.channel.launched
+        number = self.communicator.launched
         own = Fingerprint(number, kind, shapes, dtypes)
         for member, other in enumerate(self._all(own)):
             aspects = own.against(other)
