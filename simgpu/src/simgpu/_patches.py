@@ -372,16 +372,21 @@ def _cuda(runtime) -> list[Patch]:
 
 
 def _nvml() -> list[Patch]:
-    """NVML, if its package is installed."""
-    if not nvml.is_installed():
-        return []
+    """NVML for `torch.cuda`; for the program, too, if its package is installed."""
     why, pynvml = "there is no NVML", nvml.module()
-    return [
+    rows = [
         *patches(torch.cuda, why, pynvml=pynvml, _HAS_PYNVML=True,
                  _get_nvml_device_index=nvml.nvml_index),
         *patches(torch.cuda.memory, why, _get_nvml_device_index=nvml.nvml_index),
-        *patches(sys.modules, why, "item", pynvml=pynvml),
     ]  # fmt: skip
+    if nvml.is_installed():
+        return [*rows, *patches(sys.modules, why, "item", pynvml=pynvml)]
+    for module, name in ((torch.cuda, "_get_pynvml_handler"),
+                         (torch.cuda, "list_gpu_processes"),
+                         (torch.cuda.memory, "list_gpu_processes")):  # fmt: skip
+        within = nvml.importing(getattr(module, name), pynvml)
+        rows += patches(module, why, **{name: within})
+    return rows
 
 
 def _threads() -> list[Patch]:

@@ -1,7 +1,8 @@
 """The package `pynvml` (nvidia-ml-py), and `torch.cuda.utilization()` and its kin.
 
 A module of this name stands in `sys.modules` while GPUs are simulated, where the
-package is installed; elsewhere there is none, as on a machine with GPUs. Models: the
+package is installed; elsewhere a program cannot import it, as on a machine with GPUs,
+but what `torch.cuda` asks of it is answered. Models: the
 GPUs of the machine, whatever CUDA_VISIBLE_DEVICES hides; the memory that each process
 of the machine has in use, with its context and the cache of its allocator; and the
 share of the last second of simulated time in which kernels of this process ran.
@@ -10,6 +11,7 @@ as power, temperature or errors of memory, is an `NVMLError_NotSupported`, as of
 that cannot tell.
 """
 
+import functools
 import importlib.machinery
 import importlib.util
 import os
@@ -247,6 +249,20 @@ def _not_supported(name: str):
 
     function.__name__ = name
     return function
+
+
+def importing(raw, pynvml: ModuleType):
+    """A function of PyTorch that may import `pynvml`, though the program may not."""
+
+    @functools.wraps(raw)
+    def ask(*args, **kwargs):
+        sys.modules["pynvml"] = pynvml
+        try:
+            return raw(*args, **kwargs)
+        finally:
+            del sys.modules["pynvml"]
+
+    return ask
 
 
 def is_installed() -> bool:
