@@ -175,7 +175,9 @@ def test_a_shell_script_and_what_it_starts_have_the_gpus(tmp_path):
 
 def test_nvidia_smi_lists_the_simulated_gpus(tmp_path):
     script = """
-        import subprocess
+        import subprocess, torch
+        x = torch.zeros(5 * 2**20, dtype=torch.uint8, device="cuda:1")
+        print(*(torch.cuda.get_device_properties(i).uuid for i in range(2)))
         query = "--query-gpu=index,name,memory.total,memory.used"
         for options in (["-L"], [query, "--format=csv"], ["dmon"],
                         ["-i", "1", "--query-gpu=memory.total",
@@ -184,14 +186,14 @@ def test_nvidia_smi_lists_the_simulated_gpus(tmp_path):
     """
     flags = ("--memory", "64MB")
     shown = run(tmp_path, script, gpus=2, flags=flags, new_python=True).stdout
-    lines = shown.splitlines()
+    uuids, *lines = shown.splitlines()
     name = "NVIDIA A100-SXM4-80GB (simulated)"
-    number = "00000000-0000-0000-0000-00000000000"
     assert lines[:2] == [
-        f"GPU {i}: {name} (UUID: GPU-{number}{i})" for i in range(2)]  # fmt: skip
+        f"GPU {i}: {name} (UUID: GPU-{uuid})" for i, uuid in enumerate(uuids.split())
+    ]
     assert lines[2:5] == [
         "index, name, memory.total [MiB], memory.used [MiB]",
-        f"0, {name}, 64 MiB, [N/A]", f"1, {name}, 64 MiB, [N/A]"]  # fmt: skip
+        f"0, {name}, 64 MiB, 0 MiB", f"1, {name}, 64 MiB, 20 MiB"]  # fmt: skip
     assert lines[5].endswith("and no dmon") and lines[6:] == ["64"]
 
 

@@ -1,10 +1,10 @@
 """`nvidia-smi` for programs under `python -m simgpu`: a list of the simulated GPUs.
 
 A small program of this name stands first on the PATH of the program and its children.
-Models: `nvidia-smi`, `-L`, `--query-gpu=... --format=csv[,noheader][,nounits]`, `-i`.
-Leaves out: what other processes use of a card, which it cannot see, and what the model
-has none of; both are "[N/A]", as of a card that cannot tell. Nothing here needs
-PyTorch.
+Models: `nvidia-smi`, `-L`, `--query-gpu=... --format=csv[,noheader][,nounits]`, `-i`;
+the memory that processes of the command have in use on a card (of the first node, where
+there are several). Leaves out: what the model has none of; that is "[N/A]", as of a
+card that cannot tell. Nothing here needs PyTorch.
 """
 
 import contextlib
@@ -14,13 +14,14 @@ import shlex
 import stat
 import sys
 import tempfile
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 if __name__ == "__main__":  # a file that the shell starts
     sys.path[0] = str(Path(__file__).parents[1])
 
+from simgpu._device import ledger  # noqa: E402
+from simgpu._device.visible import uuid_of  # noqa: E402
 from simgpu._request import Request, check_request  # noqa: E402
 
 _DRIVER = "580.00"  # the first that CUDA 13.0 runs on is an R580
@@ -28,10 +29,9 @@ _CUDA = "13.0"
 _UNKNOWN = "[N/A]"
 # fields that nvidia-smi has and that have no answer -> their unit
 _WITHOUT_ANSWER = {
-    "memory.used": "MiB", "memory.free": "MiB", "memory.reserved": "MiB",
-    "utilization.gpu": "%", "utilization.memory": "%", "temperature.gpu": "",
-    "temperature.memory": "", "power.draw": "W", "power.limit": "W", "fan.speed": "%",
-    "pstate": "", "persistence_mode": "", "compute_mode": "", "ecc.mode.current": "",
+    "memory.reserved": "MiB", "utilization.gpu": "%", "utilization.memory": "%",
+    "temperature.gpu": "", "temperature.memory": "", "power.draw": "W",
+    "power.limit": "W", "fan.speed": "%", "pstate": "", "persistence_mode": "", "compute_mode": "", "ecc.mode.current": "",
     "pci.bus_id": "", "serial": "", "timestamp": "", "mig.mode.current": "",
 }  # fmt: skip
 _SHOWN = """\
@@ -88,7 +88,7 @@ def _chosen(request: Request, text: str) -> list[int] | None:
 
 
 def _uuid(index: int) -> str:
-    return f"GPU-{uuid.UUID(int=index)}"
+    return f"GPU-{uuid_of(index)}"
 
 
 def _name(request: Request) -> str:
@@ -99,12 +99,23 @@ def _mebibytes(request: Request) -> int:
     return request.total_memory // 2**20
 
 
+def _used(request: Request) -> list[int]:
+    """MiB of each card that processes have in use."""
+    cards = ledger.join((request.number, request.card.name, request.total_memory))
+    if cards is None:
+        return [0] * request.number
+    entries = [cards.entry(index) for index in range(request.number)]
+    found = [sum(entry.others().values()) // 2**20 for entry in entries]
+    cards.leave()
+    return found
+
+
 def _line(request: Request, index: int) -> str:
     return f"GPU {index}: {_name(request)} (UUID: {_uuid(index)})"
 
 
 def _row(request: Request, index: int) -> str:
-    memory = f"{_UNKNOWN} / {_mebibytes(request)}MiB"
+    memory = f"{_used(request)[index]}MiB / {_mebibytes(request)}MiB"
     return f"| {index:>3}  {_name(request):<34} | {memory:>32}        |"
 
 
@@ -123,19 +134,24 @@ def _query(request: Request, chosen, fields: list[str], form: list[str]) -> int:
         "clocks.max.memory": ("MHz", request.card.memory_clock // 1000),
         **{name: (unit, _UNKNOWN) for name, unit in _WITHOUT_ANSWER.items()},
     }  # fmt: skip
-    own = {"index": str, "uuid": _uuid, "gpu_uuid": _uuid}
+    used = _used(request)
+    own = {  # the same of each GPU
+        "index": ("", str), "uuid": ("", _uuid), "gpu_uuid": ("", _uuid),
+        "memory.used": ("MiB", lambda i: used[i]),
+        "memory.free": ("MiB", lambda i: _mebibytes(request) - used[i]),
+    }  # fmt: skip
     for field in fields:
         if field not in known and field not in own:
             print(f'Field "{field}" is not a valid field to query.')
             return 2
     if "noheader" not in form:
-        units = [known.get(field, ("",))[0] for field in fields]
+        units = [(known.get(field) or own[field])[0] for field in fields]
         units = [f" [{unit}]" if unit else "" for unit in units]
         print(", ".join(map("".join, zip(fields, units, strict=True))))
     for index in chosen:
         words = []
         for field in fields:
-            unit, value = known.get(field) or ("", own[field](index))
+            unit, value = known.get(field) or (own[field][0], own[field][1](index))
             bare = not unit or "nounits" in form or value == _UNKNOWN
             words.append(f"{value}" if bare else f"{value} {unit}")
         print(", ".join(words))
