@@ -31,7 +31,8 @@ _UNKNOWN = "[N/A]"
 _WITHOUT_ANSWER = {
     "memory.reserved": "MiB", "utilization.gpu": "%", "utilization.memory": "%",
     "temperature.gpu": "", "temperature.memory": "", "power.draw": "W",
-    "power.limit": "W", "fan.speed": "%", "pstate": "", "persistence_mode": "", "compute_mode": "", "ecc.mode.current": "",
+    "power.limit": "W", "fan.speed": "%", "pstate": "",
+    "persistence_mode": "", "compute_mode": "", "ecc.mode.current": "",
     "pci.bus_id": "", "serial": "", "timestamp": "", "mig.mode.current": "",
 }  # fmt: skip
 _SHOWN = """\
