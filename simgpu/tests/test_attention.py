@@ -9,6 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import simgpu
 from simgpu import _startup as startup
 from simgpu._dispatch import kernel_work
+from support import programs
 
 FLASH = "_scaled_dot_product_flash_attention"
 EFFICIENT = "_scaled_dot_product_efficient_attention"
@@ -251,3 +252,132 @@ def test_flops_are_asked_for_with_all_heads_where_they_share_keys():
     assert found == [(2, 8, 6, 4), (2, 8, 6, 4), (2, 8, 6, 5), 0.0, True]
     in_one_batch = torch.empty(6, 8, 4)  # (tokens, heads, width)
     assert kernel_work._with_all_heads((in_one_batch,))[0] is in_one_batch
+
+
+# -- flex_attention --------------------------------------------------------------------
+
+DOCUMENTS = torch.arange(24) // 10
+
+
+def flex_case(heads_of_keys: int = 4, dtype=torch.float32) -> list[torch.Tensor]:
+    """A query and, with fewer heads perhaps, a key and a value, on the host."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        torch.randn(2, number, 24, 8, generator=generator).to(dtype)
+        for number in (4, heads_of_keys, heads_of_keys)
+    ]
+
+
+def by_hand(query, key, value, change=None, seen=None):
+    """Its output and the logarithms of its sums, in float64."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
+    where = [torch.arange(n).view(-1, *[1] * i)
+             for n, i in zip(scores.shape, (3, 2, 1, 0), strict=True)]  # fmt: skip
+    scores = scores if change is None else change(scores, *where)
+    if seen is not None:
+        scores = scores.masked_fill(~seen(*where), -torch.inf)
+    return scores.softmax(-1) @ value, scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("shared_heads", [False, True])
+@pytest.mark.parametrize("what", ["plain", "causal", "documents", "bias"])
+def test_flex_attention_is_its_formula_forward_and_backward(
+    what, shared_heads, compiled
+):
+    simgpu.stop()
+    simgpu.start(2, compile="eager")
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    run = torch.compile(flex.flex_attention) if compiled else flex.flex_attention
+    bias = torch.randn(4)
+    documents, slopes = DOCUMENTS.cuda(1), bias.cuda(1).requires_grad_()
+    bias = bias.double().requires_grad_()
+
+    def causal(b, h, q, k):
+        return q >= k
+
+    def same(documents):
+        return lambda b, h, q, k: (documents[q] == documents[k]) & (q >= k)
+
+    def tilt(slopes):
+        return lambda score, b, h, q, k: score + slopes[h] * (q - k)
+
+    change = {"bias": (tilt(slopes), tilt(bias))}.get(what, (None, None))
+    seen = {"causal": (causal, causal), "documents": (same(documents), same(DOCUMENTS))}
+    mask, seen = seen.get(what, (None, None))
+    mask = mask and flex.create_block_mask(mask, None, None, 24, 24, device="cuda:1")
+    inputs = flex_case(2 if shared_heads else 4)
+    there = [x.cuda(1).requires_grad_() for x in inputs]
+    here = [x.double().requires_grad_() for x in inputs]
+    out, lse = run(*there, score_mod=change[0], block_mask=mask, return_lse=True,
+                   enable_gqa=shared_heads)  # fmt: skip
+    expected, log_sums = by_hand(*here, change[1], seen)
+    (out.square().sum() + lse.sum()).backward()
+    (expected.square().sum() + log_sums.sum()).backward()
+    assert out.device == lse.device == torch.device("cuda", 1)
+    found = [out, lse, *(x.grad for x in there)]
+    wanted = [expected, log_sums, *(x.grad for x in here)]
+    if what == "bias":
+        found, wanted = [*found, slopes.grad], [*wanted, bias.grad]
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one.cpu().double(), other, rtol=1e-3, atol=1e-4)
+
+
+def test_flex_attention_in_lower_precision_keeps_the_layout_of_the_query():
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    query, key, value = (
+        x.cuda().transpose(1, 2).contiguous().transpose(1, 2) for x in flex_case()
+    )
+    out = flex.flex_attention(query, key, value)
+    assert out.stride() == query.stride() == (24 * 4 * 8, 8, 4 * 8, 1)
+    with torch.autocast("cuda", torch.bfloat16):
+        half = flex.flex_attention(query.requires_grad_(), key, value)
+        half.sum().backward()
+    assert (half.dtype, query.grad.dtype) == (torch.bfloat16, torch.float32)
+    torch.testing.assert_close(half.float(), out, rtol=0.02, atol=0.02)
+
+
+def test_a_compiled_flex_attention_is_refused_without_no_compile():
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    inputs = [x.cuda() for x in flex_case()]
+    with pytest.raises(simgpu.NotSimulated, match="torch.compile of flex_attention"):
+        torch.compile(flex.flex_attention)(*inputs)
+    with pytest.raises(simgpu.NotSimulated, match="BACKEND='FLASH'"):
+        flex.flex_attention(*inputs, kernel_options={"BACKEND": "FLASH"})
+    on_host = flex_case()
+    torch.testing.assert_close(
+        flex.flex_attention(*on_host),
+        by_hand(*(x.double() for x in on_host))[0].float(),
+    )
+
+
+# -- Triton ----------------------------------------------------------------------------
+
+TRITON = """
+import torch, triton
+import triton.language as tl
+
+@triton.jit
+def add(x, y, out, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.load(x + i, mask=i < n) + tl.load(y + i, mask=i < n)
+    tl.store(out + i, total, mask=i < n)
+
+x = torch.arange(100.0, device="cuda")
+out = torch.empty_like(x)
+add[(2,)](x, torch.ones_like(x), out, 100, BLOCK=64)
+print(out.device, out.sum().item())
+"""
+
+
+def test_kernels_of_triton_run_in_its_interpreter_and_nowhere_else(tmp_path):
+    pytest.importorskip("triton")
+    path = tmp_path / "kernel.py"
+    path.write_text(TRITON)
+    words = ("--gpus", 1, path)
+    done = programs.simulated(tmp_path, *words, new_python=True, TRITON_INTERPRET="1")
+    assert done.stdout == "cuda:0 5050.0\n", done.stderr
+    done = programs.simulated(tmp_path, *words, new_python=True)
+    assert done.status == 1 and "TRITON_INTERPRET=1 in the environment" in done.stderr

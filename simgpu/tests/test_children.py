@@ -168,6 +168,17 @@ def test_a_child_has_the_simulator_of_the_command_also_beside_another_one(tmp_pa
     assert line.endswith(f"and not this Python's, {other}")
 
 
+@pytest.mark.parametrize("flags", [(), ("--no-fork",)], ids=str)
+def test_nvml_is_the_stand_in_also_if_it_is_imported_before_pytorch(tmp_path, flags):
+    (tmp_path / "pynvml.py").write_text("raise ImportError('no library')")
+    (tmp_path / "ranks.py").write_text(
+        "import pynvml\npynvml.nvmlInit()\ncount = pynvml.nvmlDeviceGetCount()\n"
+        "import torch\nprint(count, torch.cuda.utilization(0))\n"
+    )
+    done = run(tmp_path, *flags, "torchrun", "--nproc-per-node=1", "ranks.py")
+    assert done.stdout == "2 0\n", done.stderr
+
+
 def test_a_child_that_has_no_gpus_is_told_of_once(tmp_path):
     path = tmp_path / "starts.py"
     path.write_text(textwrap.dedent(CHILDREN), encoding="utf-8")

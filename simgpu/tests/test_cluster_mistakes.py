@@ -209,6 +209,86 @@ def test_sends_that_wait_for_each_other_are_shown_as_a_circle(simulated_ranks):
         assert re.search(first + behind, text)
 
 
+# -- groups that the ranks make in different ways --------------------------------------
+
+
+def make_groups(how: str, bound: bool = False) -> list[float]:
+    """Each of four ranks makes groups, and sums in the one that it is in."""
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    rank = join(**({"device_id": device} if bound else {}))
+    mine, other = ([0, 1], [2, 3]) if rank < 2 else ([2, 3], [0, 1])
+    x = ones() * rank
+    if how == "members only":
+        group = dist.new_group(mine)
+    elif how == "another order":
+        group, _ = dist.new_group(mine), dist.new_group(other)
+    elif how == "another number":  # rank 0 is not in the first one, and leaves it out
+        _ = dist.new_group([1, 2]) if rank else None
+        group = dist.new_group([0, 1, 2, 3])
+    elif how == "too few split":
+        group = dist.new_group([0, 1]) if rank < 2 else dist.group.WORLD
+    elif how == "local":
+        group = dist.new_group(mine, use_local_synchronization=True)
+    elif how == "some only":  # nobody else counts groups
+        group = dist.new_group([0, 1]) if rank < 2 else None
+    elif how == "alone":
+        group = dist.new_group([rank])
+    elif how == "subgroups":
+        group, _ = dist.new_subgroups(2)
+    elif how == "mesh":
+        mesh = dist.init_device_mesh("cuda", (2, 2), mesh_dim_names=("a", "b"))
+        group = mesh.get_group("b")
+    elif how == "split":
+        group = dist.split_group(split_ranks=[[0, 1], [2, 3]])
+    if group is not None:
+        dist.all_reduce(x, group=group)
+    return x.tolist()[:1]
+
+
+UNLIKE = {
+    "members only": (1, "ranks 0, 1", 2, "ranks 2, 3"),
+    "another order": (1, "ranks 0, 1", 2, "ranks 2, 3"),
+    "another number": (0, "ranks 0, 1, 2, 3", 1, "ranks 1, 2"),
+}
+
+
+@pytest.mark.parametrize("how", UNLIKE)
+def test_groups_in_another_order_are_shown_with_both_calls(simulated_ranks, how):
+    found = failures(simulated_ranks, make_groups, how, ranks=4)
+    first, its, second, others = UNLIKE[how]
+    line = r"of {} \(test_cluster_mistakes.py:\d+\)"
+    text = next(t for t in found.values() if "do not make the same groups" in t)
+    assert "Group number 1 is" in text
+    assert re.search(rf"  rank [{'01' if first else 0}]: " + line.format(its), text)
+    assert re.search(rf"  rank [{'23' if second == 2 else '123'}]: "
+                     + line.format(others), text)  # fmt: skip
+
+
+def test_a_group_that_is_split_needs_all_ranks(simulated_ranks):
+    """`device_id`: NCCL splits it from the group of all ranks, which all must call."""
+    found = failures(simulated_ranks, make_groups, "too few split", True, ranks=4)
+    line = r"rank 0: a process group with device_id \(\S+\) on ranks 0, 1 for the "
+    assert re.search(line + "first time: new_group, waits for ranks 2, 3", found[0])
+
+
+ALIKE = {
+    ("local", False): [1, 1, 5, 5],
+    ("members only", True): [1, 1, 5, 5],  # each half is a colour of one split
+    ("some only", False): [1, 1, 2, 3],
+    ("alone", False): [0, 1, 2, 3],
+    ("subgroups", False): [1, 1, 5, 5],
+    ("mesh", False): [1, 1, 5, 5],
+    ("mesh", True): [1, 1, 5, 5],
+    ("split", True): [1, 1, 5, 5],
+}
+
+
+@pytest.mark.parametrize(("how", "bound"), ALIKE)
+def test_groups_that_ranks_may_make_alone(simulated_ranks, how, bound):
+    found = simulated_ranks(make_groups, 4, how, bound, seconds=SECONDS)
+    assert [value for (value,) in found] == ALIKE[how, bound]
+
+
 # -- ranks that call different things --------------------------------------------------
 
 
@@ -294,7 +374,6 @@ def give_a_tensor_of(where: str) -> None:
 @pytest.mark.parametrize(
     ("where", "said"),
     [
-        ("cuda:0", "rank 1 has used this process group on cuda:1 and comes with a"),
         ("cpu", "No backend type associated with device type cpu"),
         ("two GPUs", "Tensors found on multiple devices"),
     ],
@@ -302,6 +381,14 @@ def give_a_tensor_of(where: str) -> None:
 def test_one_rank_with_a_tensor_elsewhere_ends_the_others(simulated_ranks, where, said):
     found = failures(simulated_ranks, give_a_tensor_of, where, ranks=2)
     assert said in found[1] and GONE in found[0]
+
+
+def test_one_rank_on_another_gpu_than_before_waits_in_vain(simulated_ranks):
+    found = failures(simulated_ranks, give_a_tensor_of, "cuda:0", ranks=2)
+    for rank in (0, 1):
+        assert "on cuda:0, after cuda:1, where NCCL waits until all have come" in (
+            found[rank])  # fmt: skip
+        assert "is torch.cuda.set_device(rank) missing?" in found[rank]
 
 
 def share_a_gpu() -> None:
@@ -333,10 +420,52 @@ def leave_early(elements: int, message: bool) -> float | None:
 
 
 @pytest.mark.parametrize("message", [False, True])
-@pytest.mark.parametrize("elements", [10, 10**6])
+@pytest.mark.parametrize("elements", [10, 10**6, 5 * 10**6])
 def test_what_a_rank_has_given_outlives_it(simulated_ranks, elements, message):
     """Without `destroy_process_group`, and without a wait."""
     assert simulated_ranks(leave_early, 2, elements, message)[1] == 1
+
+
+def exchange_under(limit: str, spare: int, elements: int) -> list[float]:
+    """All kinds of exchanges, with so many bytes that a limit of the system leaves."""
+    import resource  # not on Windows
+
+    used = 0
+    if limit == "RLIMIT_AS":
+        with open("/proc/self/statm", encoding="utf-8") as file:
+            used = int(file.read().split()[0]) * resource.getpagesize()
+    hard = resource.getrlimit(getattr(resource, limit))[1]
+    resource.setrlimit(getattr(resource, limit), (used + spare, hard))
+    rank = join()
+    x = torch.full((elements,), rank + 1.0, device="cuda")
+    dist.all_reduce(x)
+    y = torch.empty(2 * elements, device="cuda")
+    dist.all_gather_into_tensor(y, x * (rank + 1))
+    z = torch.empty_like(x)
+    ends = [
+        dist.P2POp(dist.isend, x * rank, 1 - rank),
+        dist.P2POp(dist.irecv, z, 1 - rank),
+    ]
+    for work in dist.batch_isend_irecv(ends):
+        work.wait()
+    return [one.double().mean().item() for one in (x, y, z)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
+def test_large_values_need_few_addresses(simulated_ranks):
+    """`ulimit -v`, as a container or a cluster's scheduler sets it."""
+    found = simulated_ranks(exchange_under, 2, "RLIMIT_AS", 2**30, 5 * 10**6)
+    assert found == [[3.0, 4.5, 3.0], [3.0, 4.5, 0.0]]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
+def test_too_little_shared_memory_is_said(simulated_ranks):
+    args = (exchange_under, "RLIMIT_FSIZE", 2**24, 10**7)
+    texts = "\n".join(failures(simulated_ranks, *args, ranks=2).values())
+    assert re.search(
+        r"[\d,]+ bytes of shared memory .* be had here: File too lar", texts
+    )
+    assert "raise the limit (ulimit -v, ulimit -f)" in texts
 
 
 def begin_again() -> list[float]:

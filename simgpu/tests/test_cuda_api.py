@@ -258,7 +258,17 @@ def test_the_fraction_that_was_set_is_the_one_that_is_told(fraction):
 # -- NVML ------------------------------------------------------------------------------
 
 
-def test_nvml_counts_the_memory_of_this_process():
+@pytest.fixture
+def nvml(tmp_path, monkeypatch):
+    """The stand-in for a package that is installed."""
+    simgpu.stop()
+    (tmp_path / "pynvml.py").write_text("raise ImportError('no library')")
+    monkeypatch.syspath_prepend(tmp_path)
+    simgpu.start(4, memory="256MB")
+    return importlib.import_module("pynvml")
+
+
+def test_nvml_counts_the_memory_of_this_process(nvml):
     import pynvml
 
     with pytest.raises(pynvml.NVMLError_Uninitialized, match="Uninitialized"):
@@ -277,13 +287,11 @@ def test_nvml_counts_the_memory_of_this_process():
     pynvml.nvmlShutdown()
 
 
-def test_nvml_sees_gpus_that_are_hidden(monkeypatch):
-    import pynvml
-
+def test_nvml_sees_gpus_that_are_hidden(nvml, monkeypatch):
     simgpu.stop()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
     simgpu.start(3, memory="64MB", honour_visible=True)
-    import pynvml  # noqa: F811 - a new one
+    import pynvml
 
     pynvml.nvmlInit()
     torch.zeros(MIB, device=0)
@@ -297,7 +305,7 @@ def test_nvml_sees_gpus_that_are_hidden(monkeypatch):
         pynvml.nvmlDeviceGetHandleByIndex(3)
 
 
-def test_utilization_is_the_share_of_time_in_which_kernels_ran():
+def test_utilization_is_the_share_of_time_in_which_kernels_ran(nvml):
     assert torch.cuda.utilization(1) == 0
     simgpu.host_busy(0.75)
     with torch.cuda.device(1):
@@ -307,16 +315,35 @@ def test_utilization_is_the_share_of_time_in_which_kernels_ran():
     assert torch.cuda.clock_rate(1) == 1410
 
 
-def test_nvml_names_what_it_does_not_know():
-    import pynvml
+@pytest.mark.parametrize(
+    "name",
+    ["PowerUsage", "TotalEnergyConsumption", "Temperature", "EccMode", "FanSpeed"],
+)
+def test_nvml_says_what_a_card_cannot_tell(nvml, name):
+    nvml.nvmlInit()
+    handle = nvml.nvmlDeviceGetHandleByIndex(0)
+    with pytest.raises(nvml.NVMLError_NotSupported, match="^Not Supported$"):
+        getattr(nvml, f"nvmlDeviceGet{name}")(handle)
+    for ask in (torch.cuda.power_draw, torch.cuda.temperature):
+        with pytest.raises(nvml.NVMLError, match="Not Supported"):
+            ask()
+    assert not hasattr(nvml, "NVML_NONSENSE")
+    assert isinstance(nvml.NVMLError(2), nvml.NVMLError_InvalidArgument)
 
-    with pytest.raises(simgpu.NotSimulated, match="pynvml.nvmlDeviceGetPowerUsage"):
-        pynvml.nvmlDeviceGetPowerUsage(0)
-    assert not hasattr(pynvml, "NVML_NONSENSE")
-    assert isinstance(pynvml.NVMLError(2), pynvml.NVMLError_InvalidArgument)
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("pynvml") is not None, reason="the package is here"
+)
+def test_without_its_package_there_is_no_nvml():
+    with pytest.raises(ModuleNotFoundError, match="pynvml"):
+        importlib.import_module("pynvml")
+    assert torch.cuda.utilization() == 0 and torch.cuda.clock_rate() > 0
+    torch.zeros(1, device="cuda")
+    assert f"{os.getpid()} uses" in torch.cuda.list_gpu_processes()
+    assert "pynvml" not in sys.modules
 
 
-def test_nvml_goes_with_the_gpus():
+def test_nvml_goes_with_the_gpus(nvml):
     assert importlib.util.find_spec("pynvml") is not None
     ours = sys.modules["pynvml"]
     simgpu.stop()
@@ -393,6 +420,40 @@ def test_new_obeys_its_device():
     with torch.cuda.device(2):
         assert x.new([0, 1]).get_device() == 0 and x.new(2, 3).get_device() == 0
     assert torch.ones(1).new([1.0]).device.type == "cpu"
+
+
+def test_slices_of_a_storage_stay_on_the_gpu_and_share_its_block():
+    x = torch.arange(16.0, device="cuda:1")
+    storage, allocated = x.untyped_storage(), torch.cuda.memory_allocated(1)
+    part = storage[8:24]
+    assert part.device == torch.device("cuda", 1) and part.is_cuda and part.is_shared()
+    assert (part.nbytes(), part.data_ptr() - storage.data_ptr()) == (16, 8)
+    assert part[4:].data_ptr() - storage.data_ptr() == 12
+    view = torch.empty(0, device="cuda:1").set_(part)
+    view.fill_(7)
+    assert x.tolist()[:7] == [0, 1, 7, 7, 7, 7, 6]
+    assert view.data_ptr() - x.data_ptr() == 8
+    assert torch.cuda.memory_allocated(1) == allocated
+    assert [s.device.type for s in (part.clone(), part.cpu(), part.new())] == [
+        "cuda", "cpu", "cuda"]  # fmt: skip
+    with pytest.raises(RuntimeError, match="storage that is not resizable"):
+        part.resize_(64)
+    part.copy_(torch.ones(4).untyped_storage())
+    assert x.tolist()[2:6] == [1, 1, 1, 1] and list(part[:4]) == [0, 0, 128, 63]
+    del x, view, storage
+    assert torch.cuda.memory_allocated(1) == allocated  # the slice keeps the whole
+    del part
+    assert torch.cuda.memory_allocated(1) == allocated - 512
+
+
+@pytest.mark.parametrize(("own", "other"), [("cpu", "cuda:1"), ("cuda:0", "cpu"),
+                                            ("cuda:0", "cuda:1")])  # fmt: skip
+def test_a_tensor_takes_no_storage_of_another_device(own, other):
+    source = torch.ones(2, device=other)
+    for given in (source, source.untyped_storage(), source.storage()):
+        with pytest.raises(RuntimeError, match=f'on device "{own}" .* "{other}"'):
+            torch.empty(0, device=own).set_(given)
+    assert torch.empty(0, device=other).set_(source.untyped_storage()).sum() == 2
 
 
 def test_storages_are_made_on_gpus():

@@ -41,6 +41,102 @@ def group(gpus):
     join("nccl")
 
 
+# -- one rank, several GPUs ------------------------------------------------------------
+
+
+class OnTwoGpus(nn.Module):
+    def __init__(self, first, second):
+        super().__init__()
+        self.devices = first, second
+        self.one = nn.Linear(6, 500).to(first)
+        self.two = nn.Linear(500, 700).to(second)
+        self.three = nn.Linear(700, 3).to(first)
+
+    def forward(self, x):
+        first, second = self.devices
+        x = torch.tanh(self.one(x.to(first)))
+        return self.three(torch.tanh(self.two(x.to(second))).to(first))
+
+
+def steps(model: nn.Module, batches: list[torch.Tensor]) -> nn.Module:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in batches:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+    return model
+
+
+def train_on_two_gpus_each(options: dict) -> list:
+    """Two of four ranks have two GPUs each; how far they are from one process."""
+    dist.init_process_group("nccl")
+    rank, group = dist.get_rank(), dist.new_group([0, 1])
+    if rank > 1:
+        return []
+    devices = [torch.device("cuda", 2 * rank + i) for i in range(2)]
+    whole = torch.randn(3, 8, 6, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(rank)
+    model = OnTwoGpus(*devices)
+    ddp = DDP(model, process_group=group, **options)
+    torch.manual_seed(0)
+    alone = steps(OnTwoGpus("cpu", "cpu"), list(whole))
+    steps(ddp, [batch[4 * rank : 4 * rank + 4] for batch in whole])
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    apart = max((its.cpu() - other).abs().max().item() for its, other in pairs)
+    gradients = all(p.grad.device == p.device for p in model.parameters())
+    events = simgpu.timeline().events
+    reduced = {e.device for e in events if e.name.startswith("all_reduce")}
+    return [apart < 1e-6, gradients, reduced == {f"cuda:{d.index}" for d in devices}]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"find_unused_parameters": True, "bucket_cap_mb": 1},
+        {"gradient_as_bucket_view": True, "static_graph": True},
+    ],
+    ids=str,
+)
+def test_ddp_trains_a_module_on_two_gpus_of_a_rank(simulated_ranks, options):
+    found = simulated_ranks(train_on_two_gpus_each, 4, options)
+    assert found[:2] == [[True, True, True]] * 2
+
+
+def take_turns() -> list:
+    """One group on the second, the first and again the second GPU of each rank."""
+    dist.init_process_group("nccl")
+    rank, group = dist.get_rank(), dist.new_group([0, 1])
+    if rank > 1:
+        return []
+    first, second = (torch.device("cuda", 2 * rank + i) for i in range(2))
+    found, times = [], []
+    for device in (second, first, second):
+        given = torch.full((1000,), rank + 1.0, device=device)
+        work = dist.all_reduce(given, group=group, async_op=True)
+        work.wait()
+        found.append((given.device == device, given.sum().item()))
+        torch.cuda.synchronize(device)
+        times.append(simgpu.timeline().events[-1].end)
+    dist.barrier(group)
+    if rank == 0:
+        dist.send(torch.arange(3.0, device=second), 1)
+        dist.send(torch.arange(3.0, device=first), 1)
+    else:
+        for device in (first, second):
+            dist.recv(got := torch.empty(3, device=device), 0)
+            found.append((got.device == device, got.tolist()))
+    torch.cuda.synchronize(first)
+    return [found, times]
+
+
+def test_one_group_is_used_on_several_gpus_in_turn(simulated_ranks):
+    (one, times), (other, same), *_ = simulated_ranks(take_turns, 4)
+    assert one == [(True, 3000.0)] * 3
+    assert other == one + [(True, [0.0, 1.0, 2.0])] * 2
+    assert times == same == sorted(times)
+
+
 # -- groups ----------------------------------------------------------------------------
 
 

@@ -1,5 +1,7 @@
 """The errors of a machine with CUDA GPUs, and what the simulator refuses by name."""
 
+import warnings
+
 import numpy as np  # noqa: F401, for the expressions below
 import pytest
 import torch
@@ -57,11 +59,13 @@ def got(argument: str, method: str, its="cpu", others="cuda:0") -> str:
 WORDS = {
     TWO: [
         "a + b", "b * a", "a.add_(b)", "a == b", "a + torch.ones(1)",
-        "F.mse_loss(a, b)",
+        "F.mse_loss(a, b)", "torch.where(b > 0, a, a.to(1))",
+        "torch.add(a, a, out=b)", "b[0, 0].add_(a.sum())", "b[0, 0].eq_(a.sum())",
+        "b.__setitem__([0], a[:1])", "a.addcdiv(a, b[0, 0])",
+        "F.binary_cross_entropy_with_logits(a, b)",
     ],
     TWO.replace("cpu", "cuda:1"): ["a + a.to(1)", "a + torch.ones((), device=1)"],
     got("mat2", "mm"): ["a @ b"],
-    got("mat2", "mm", "cuda:0", "cpu"): ["b @ a"],
     got("mat1", "addmm"): ["torch.addmm(a, b, a)"],
     got("mat1", "addmm", "cuda:0", "cpu"): ["F.linear(a, a, b[0])"],
     got("mat2", "bmm"): ["torch.bmm(a[None], b[None])"],
@@ -80,12 +84,67 @@ WORDS = {
     ],
     "expected self and mask to be on the same device, but got mask on cpu and self on "
     "cuda:0": ["a.masked_fill(b > 0, 1.0)"],
-    "Expected condition, x and y to be on the same device, but condition is on cpu and "
-    "x and y are on cuda:0 and cuda:1 respectively": ["torch.where(b > 0, a, a.to(1))"],
+    got("tensors", "cat_out_out", "cuda:0", "cpu"): ["torch.cat([a, a], out=b)"],
+    got("self", "mm_out_out", "cuda:0", "cpu"): ["torch.mm(a, a, out=b)"],
+    got("vec", "addmv_out_out"): ["torch.mv(a, b[0])"],
+    got("weight", "_cudnn_convolution", "cuda:1"): [
+        "F.conv2d(a[None, None], a[None, None].to(1))",
+    ],
+    got("weight", "_cudnn_convolution_transpose", "cuda:1"): [
+        "F.conv_transpose2d(a[None, None], a[None, None].to(1))",
+    ],
+    got("min", "clamp_Tensor"): ["a.clamp(min=b[0, 0])"],
+    got("other", "_equal"): ["torch.equal(a, b[0, 0])"],
+    got("other", "logaddexp"): ["torch.logaddexp(a, b[0, 0])"],
+    got("imag", "out_complex_out"): ["torch.complex(a, b)"],
+    "Expected out tensor to have device cuda:0, but got cpu instead": [
+        "torch.sum(a, 0, out=b[0])", "torch.cumsum(a, 0, out=b)",
+    ],
+    "expected device cuda:0 but got device cpu for value tensor": [
+        "a.index_put_((a[0].long() * 0,), b[0], accumulate=True)",
+    ],
+    "masked_fill_: Expected inputs to be on same device": [
+        "b.masked_fill_(b > 0, a[0, 0])",
+    ],
+    "Trying to pass too many CPU scalars to non-CPU kernel!": [
+        "torch.lerp(a, b[0, 0], b[0, 1])",
+    ],
+    "torch.block_diag: input tensors must all be on the same device. Input 0 is on "
+    "device cuda:0 and input 1 is on device cpu": ["torch.block_diag(a, b)"],
+    "grid_sampler(): expected input and grid to be on same device, but input is on "
+    "cuda:0 and grid is on cpu": [
+        "F.grid_sample(a[None, None], torch.zeros(1, 1, 1, 2), align_corners=True)",
+    ],
+    "meshgrid expects all tensors to have the same device": [
+        "torch.meshgrid(a[0], b[0], indexing='ij')",
+    ],
+    "stft input and window must be on the same device but got self on cuda:0 and "
+    "window on cpu": ["torch.stft(a.new_ones(32), 8, window=torch.ones(8))"],
+    "quantile() q tensor must be on the same device as the input tensor": [
+        "torch.quantile(a, b[0, 0] / 2)", "a.nanquantile(b[0, 0] / 2)",
+    ],
+    "Expected query, key, and value to have the same device type, but got "
+    "query.device: cuda:0 key.device: cpu and value.device: cpu instead.": [
+        "F.scaled_dot_product_attention(a[None], b[None], b[None])",
+    ],
     INDICES.format("cpu"): ["b[a > 0]"],
     INDICES.format("cuda:0"): ["a[torch.tensor([1], device=1)]"],
     "Input and parameter tensors are not at the same device, found input tensor at cpu "
-    "and parameter tensor at cuda:0": ["nn.LSTM(2, 2).to(0)(b)"],
+    "and parameter tensor at cuda:0": [
+        "nn.LSTM(2, 2).to(0)(b)", "nn.GRU(2, 2).to(0)(b)",
+    ],
+    "Input and hidden tensors are not at the same device, found input tensor at cuda:0 "
+    "and hidden tensor at cpu": [
+        f"nn.{kind}(2, 2).to(0)(a, {hidden})"
+        for kind, hidden in (
+            ("GRU", "b[:1]"), ("RNN", "b[:1]"), ("LSTM", "(b[:1], b[:1])"),
+            ("LSTM", "(a[:1], b[:1])"),
+        )
+    ],
+    got("mat2", "mm", "cuda:0", "cpu"): [
+        "b @ a", "nn.GRUCell(2, 2).to(0)(a, b)", "nn.LSTMCell(2, 2).to(0)(a, (b, b))",
+    ],
+    got("cx", "__thnn_fused_lstm_cell"): ["nn.LSTMCell(2, 2).to(0)(a, (a, b))"],
     GENERATOR.format("cuda", "cpu"): [
         "torch.rand(2, device=0, generator=torch.Generator())",
         "a.normal_(generator=torch.Generator())",
@@ -194,6 +253,63 @@ def test_a_gradient_of_another_device_is_refused():
     )
 
 
+TYPE = "hook '{}' has changed the type of value (was torch.{} got torch.{})"
+TO_HOST = TYPE.format("<lambda>", "cuda.FloatTensor", "FloatTensor")
+TO_OTHER = (
+    "Function MulBackward0 returned an invalid gradient at index 0 - expected device "
+    "cuda:0 but got cuda:1"
+)
+ROOT = "invalid gradient at index 0 - expected device cuda:0 but got cpu"
+# what is done with x (a leaf), h = 2x and m, a module that has made h -> the words
+MOVED = {
+    "x.register_hook(lambda g: g.cpu())": TO_HOST,
+    "h.register_hook(lambda g: g.cpu())": TO_HOST,
+    "h.register_hook(lambda g: g.to(1))": TO_OTHER,
+    "h.grad_fn.register_prehook(lambda g: (g[0].to(1),))": TO_OTHER,
+    "h.grad_fn.register_prehook(lambda g: (g[0].cpu(),))": TO_HOST,
+    "h.grad_fn.register_hook(lambda g, _: (g[0].cpu(), None))": TO_HOST,
+    "m.register_full_backward_hook(lambda m, g, _: (g[0].cpu(),))": TYPE.format(
+        "hook", "cuda.FloatTensor", "FloatTensor"
+    ),
+    "h.backward(b)": ROOT,
+    "torch.autograd.grad(h, x, b)": ROOT,
+}
+
+
+@pytest.mark.parametrize("what", MOVED)
+def test_a_gradient_that_a_hook_moves_is_refused_where_the_engine_does(b, what):
+    x = torch.ones(2, 2, device=0, requires_grad=True)
+    m, h = nn.Identity(), x * 2
+
+    def run():
+        eval(what, globals(), {"x": x, "h": h, "m": m, "b": b})
+        m(h).sum().backward()
+
+    assert message("run()", run=run) == MOVED[what]
+
+
+def test_hooks_that_change_a_gradient_where_it_is_are_silent():
+    x = torch.ones(2, device=0, requires_grad=True)
+    h = x * 2
+    x.register_hook(lambda g: g * 3)
+    h.register_hook(lambda g: g.cpu().to(0))
+    h.grad_fn.register_hook(lambda g, _: (g[0] + 1, None))
+    x.register_post_accumulate_grad_hook(lambda x: seen.append(x.grad.tolist()))
+    seen = []
+    h.sum().backward()
+    assert seen == [[9.0, 9.0]]
+    leaf = torch.ones(2, device=0, requires_grad=True)
+    leaf.register_hook(lambda g: g.to(1))  # a leaf takes what it is given
+    (leaf * 2).sum().backward()
+    assert leaf.grad.device == torch.device("cuda:1")
+
+
+def test_backward_may_begin_with_a_scalar_of_the_host():
+    x = torch.zeros((), device=0, requires_grad=True)
+    x.sigmoid().backward(torch.tensor(4.0))
+    assert (x.grad.item(), x.grad.device.type) == (1.0, "cuda")
+
+
 def test_host_gradients_do_not_join_gpus():
     """What C++ makes in a backward on the host stays on the host."""
     x = torch.ones(4, requires_grad=True)
@@ -225,6 +341,9 @@ def test_ordinals_that_do_not_exist(call):
         ("get_device_name(4)", AssertionError, "Invalid device id"),
         ("memory_allocated(4)", RuntimeError, "Invalid device argument 4: did you cal"),
         ("set_device('cpu')", ValueError, "Expected a cuda device, but got: cpu"),
+        ("get_rng_state(4)", IndexError, "tuple index out of range"),
+        ("get_device_capability(-2)", AssertionError, "Invalid device id"),
+        ("can_device_access_peer(0, 4)", AssertionError, "Invalid peer device id"),
         ("set_device('cuda')", ValueError, "specified index or an integer, but got:cu"),
     ],
 )
@@ -236,8 +355,6 @@ def test_queries_check_their_index(call, kind, words):
 
 REFUSED = {
     "torch.cuda.graphs.CUDAGraph()": "torch.cuda.graphs.CUDAGraph",
-    "torch.cuda.temperature()": "torch.cuda.temperature",
-    "torch.cuda.power_draw()": "torch.cuda.power_draw",
     "torch.cuda.cudart().cudaMalloc(4)": "torch.cuda.cudart().cudaMalloc",
     "torch.cuda.caching_allocator_enable(False)": "caching_allocator_enable(False)",
     "torch._C._cuda_tunableop_enable(True)": "_cuda_tunableop_enable",
@@ -256,6 +373,19 @@ def test_what_is_not_simulated_says_so(call):
     assert REFUSED[call] in words and "not simulated" in words
 
 
+def test_a_warning_points_at_the_programs_line(a):
+    """Also one that C++ raises, and each line warns for itself."""
+    grid = torch.zeros(1, 1, 1, 2, device=0)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("default")
+        F.grid_sample(a[None, None], grid)
+        F.grid_sample(a[None, None], grid)
+        torch.ones(1, 1, 1, device=0).T  # noqa: B018
+    lines = [warning.lineno for warning in seen]
+    assert {warning.filename for warning in seen} == {__file__}
+    assert len(seen) == 3 and lines == sorted(set(lines))
+
+
 @pytest.mark.parametrize(
     "module",
     [torch.cuda, torch.cuda.memory, torch.accelerator, torch.accelerator.memory],
@@ -268,7 +398,7 @@ def test_every_public_call_is_answered_or_refused(module):
         "stream", "StreamContext", "current_blas_handle", "current_solver_handle",
         "get_stream_from_external", "get_sync_debug_mode", "set_sync_debug_mode",
         "get_gencode_flags", "list_gpu_processes", "device_memory_used",
-        "memory_usage", "utilization", "clock_rate",
+        "memory_usage", "utilization", "clock_rate", "power_draw", "temperature",
         *memory.KEPT,  # PyTorch's own, over what `C_FUNCTIONS` answers
     }  # fmt: skip
     open_ends = {

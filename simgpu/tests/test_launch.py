@@ -190,9 +190,10 @@ def test_a_rank_ends_as_python_does(tmp_path, how, status, words):
 
 
 HOLDS = """
-    import os, time
+    import os, subprocess, sys, time
+    wait = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     print(os.getpid(), flush=True)
-    time.sleep(600)
+    wait.wait()
 """
 
 
@@ -212,10 +213,11 @@ def held(tmp_path):
     every = [psutil.Process(command.pid)]
     try:
         ranks = [int(command.stdout.readline()) for _ in range(2)]
-        (launcher,) = every[0].children()
+        (launcher,) = [child for child in every[0].children() if child.children()]
         (server,) = [p for p in launcher.children() if p.pid not in ranks]
         every += [launcher, server, *map(psutil.Process, ranks)]
-        yield command, *every[1:]
+        every += [child for rank in every[3:] for child in rank.children()]
+        yield command, *every[1:5]
     finally:
         late.cancel()
         for process in every:
@@ -230,6 +232,15 @@ def test_a_signal_to_the_command_ends_launcher_server_and_ranks(held):
     command.send_signal(signal.SIGTERM)
     assert command.wait(60) != 0
     _, alive = psutil.wait_procs(others, 10)
+    assert alive == []
+
+
+def test_a_command_that_is_killed_leaves_nothing_running(held):
+    command, *others = held
+    others += [child for rank in others[2:] for child in rank.children()]
+    assert len(others) == 6
+    command.kill()
+    _, alive = psutil.wait_procs(others, 20)
     assert alive == []
 
 

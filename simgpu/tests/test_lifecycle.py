@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _len_torch_dispatch_
 import simgpu
 from simgpu import _patches as patches
 from simgpu import _runtime as runtime
+from simgpu._device.visible import uuid_of
 
 
 @pytest.fixture(autouse=True)
@@ -220,6 +221,26 @@ def test_count_is_what_pytorch_says_and_installed_what_the_machine_has(
     simgpu.start(4, honour_visible=True)
     assert simgpu.count() == torch.cuda.device_count() == count
     assert simgpu.is_running() and simgpu.installed() == 4
+
+
+UUIDS = [f"GPU-{uuid_of(n)}" for n in range(4)]
+
+
+@pytest.mark.parametrize(
+    "visible, ordinals",
+    [
+        (UUIDS[3], [3]), (f"{UUIDS[2]},{UUIDS[0][:12]}", [2, 0]), ("GPU-", []),
+        (f"{UUIDS[1]},GPU-00000000,{UUIDS[0]}", [1]), (f"{UUIDS[1]},{UUIDS[1]}", []),
+        (f"{UUIDS[1]},0", [1]), ("2,GPU-1", [2]), ("1gpu, 3", [1, 3]), ("1,1", []),
+        ("0,9,1", [0]), ("-1,0", []),
+    ],
+)  # fmt: skip
+def test_what_names_gpus_in_cuda_visible_devices(monkeypatch, visible, ordinals):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    simgpu.start(4, honour_visible=True)
+    assert torch.cuda.device_count() == len(ordinals)
+    found = [torch.cuda.get_device_properties(i) for i in range(len(ordinals))]
+    assert [f"GPU-{p.uuid}" for p in found] == [UUIDS[n] for n in ordinals]
 
 
 # Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"

@@ -48,7 +48,7 @@ CALLS = [
     "x + torch.tensor(2.0)", "torch.tensor(2.0) * x", "x / torch.tensor(2.0)",
     "x > torch.tensor(0.5)", "torch.pow(x, torch.tensor(2.0))",
     "torch.tensor(1.0) + v.sum()", "torch.where(x > 0.5, x, torch.tensor(2.0))",
-    "torch.where(x > 0.5, 1.0, 0.0)", "x.clamp(min=torch.tensor(0.5))",
+    "torch.where(x > 0.5, 1.0, 0.0)", "x.clamp(min=x.new_tensor(0.5))",
     "x.masked_fill(x > 0.5, torch.tensor(2.0))", "torch.maximum(x, torch.tensor(0.5))",
     "x[torch.tensor([0])]", "x[[0, 1]]", "x[np.array([0])]", "s[torch.eye(4) > 0]",
     # over dimensions

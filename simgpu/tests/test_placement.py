@@ -84,6 +84,72 @@ def test_views_share_the_storage_of_their_gpu():
     assert where(x.untyped_storage(), x.storage(), x.data) == ["cuda:2"] * 3
 
 
+# -- scalars of another device ---------------------------------------------------------
+
+# what runs, with a scalar s on `cuda:0`, h on the host, and f on the device in question
+TAKES_SCALARS = {
+    "cpu": [
+        "put(f(3), slice(1, None), s)", "put(f(3), ..., s)", "put(f(2, 3), 0, s)",
+        "put(f(3), [0, 2], s)", "put(f(2), torch.tensor([True, False]), s)",
+        "f(3).fill_(s)", "f(3).index_fill_(0, torch.tensor([1]), s)",
+        "torch.fill(f(2), s)", "nn.init.constant_(f(2), s)",
+        "torch.full((2,), s)", "torch.arange(s)", "torch.linspace(s, h, 3)",
+        "f(3).index_put([torch.tensor([0])], s)",
+    ],
+    "cuda:1": [
+        "put(f(3), slice(None), s)", "put(f(2), f(2) == 0, s)", "put(f(3), [1], s)",
+        "f(3).fill_(s)", "f(3).masked_fill(f(3) == 0, s)", "put(f(3), f(3) == 0, h)",
+        "put(f(2, 3), (slice(None), f(3) == 0), h[None])", "put(f(3), 0, h)",
+        "f(3).masked_fill_(f(3) == 0, h)", "torch.where(f(3) == 0, f(3), s)",
+        "torch.where(h > 0, f(3), h)", "f(3).bernoulli_(torch.ones(3))",
+        "torch.addcmul(f(3), f(3), h)", "torch.lerp(f(3), f(3) + 1, h)",
+        "torch.select_scatter(f(2, 3), torch.ones(3), 0, 1)",
+        "f(3).index_put_([f(1).long()], s, accumulate=True)", "f(3) + h", "h ** f(3)",
+        "torch.linspace(s, h, 3, device=1)",
+    ],
+}  # fmt: skip
+
+
+def put(target, index, value):
+    target[index] = value
+    return target
+
+
+@pytest.mark.parametrize(
+    "device, call", [(d, call) for d, calls in TAKES_SCALARS.items() for call in calls]
+)
+def test_scalars_of_another_device_are_brought(device, call):
+    def run(device, s):
+        def f(*size):
+            return torch.zeros(size, device=device)
+
+        names = {"f": f, "s": s, "h": torch.tensor(2.0), "put": put}
+        if device == "cpu":  # what is expected: there a device is not named
+            return eval(call.replace(", device=1", ""), globals(), names)
+        return eval(call, globals(), names)
+
+    expected = run("cpu", torch.tensor(5.0))
+    found = run(device, torch.tensor(5.0, device=0))
+    assert where(found) == [device] and found.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "(torch.zeros(3, device=0) * 1).fill_(s)", "put(torch.zeros(3) * 1, ..., s)",
+        "put(torch.zeros(3, device=0) * 1, [0, 1, 2], s)",
+        "put(torch.zeros(3, device=0) * 1, torch.ones(3, device=0) > 0, s)",
+        "torch.where(torch.ones(3, device=0) > 2, torch.ones(3, device=0), s)",
+        "torch.ones(3, device=0).masked_fill(torch.ones(3, device=0) > 0, s)",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
+def test_the_gradient_of_such_a_scalar_finds_the_way_back(device, call):
+    s = torch.tensor(2.0, device=device, requires_grad=True)
+    eval(call, globals(), {"s": s, "put": put}).sum().backward()
+    assert (s.grad.item(), *where(s.grad)) == (3.0, device)
+
+
 # -- making ----------------------------------------------------------------------------
 
 OF_A_NUMBER = [

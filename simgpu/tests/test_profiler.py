@@ -9,6 +9,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import simgpu
+from simgpu import _runtime as runtime
 
 BOTH = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
 
@@ -24,7 +25,7 @@ def output(capfd):
     """
     yield
     lines = filter(None, capfd.readouterr().err.splitlines())
-    own = ("USDT:", "gpuGetDeviceCount failed")
+    own = ("USDT:", "gpuGetDeviceCount failed", "Memory block of unknown size")
     assert not [line for line in lines if not any(word in line for word in own)]
 
 
@@ -137,8 +138,27 @@ def test_ranges_and_cuda_profiler_go_nowhere():
 
 
 def test_recordings_end_with_their_profile():
-    from simgpu import _runtime as runtime
-
     with profile(activities=BOTH):
         torch.ones(3, device="cuda")
     assert runtime.current().clock.recordings == []
+
+
+def test_memory_is_that_of_the_device_on_which_a_tensor_is():
+    """In blocks of the allocator, of 512 bytes; and the host's where that has it."""
+    x = torch.ones(3, device="cuda")
+    torch.softmax(x, 0)
+    with profile(activities=BOTH, profile_memory=True) as found:
+        y = x * 2
+        z = torch.zeros(1000)
+        w = z.cuda()
+        del x, y
+    rows = {row.key: row for row in found.key_averages()}
+    device = {key: row.self_device_memory_usage for key, row in rows.items()}
+    assert device["aten::mul"] == 512 and device["aten::_to_copy"] == 0
+    assert rows["aten::_to_copy"].device_memory_usage == 4096
+    assert rows["aten::zeros"].cpu_memory_usage == 4000
+    assert device["[memory]"] == -1024 and w.is_cuda
+    assert "CUDA Mem" in found.key_averages().table()
+    with pytest.raises(simgpu.NotSimulated, match="export_memory_timeline"):
+        found.export_memory_timeline("timeline.json", device="cuda:0")
+    assert "malloc" not in vars(runtime.current().gpus[0].memory)

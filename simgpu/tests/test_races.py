@@ -275,10 +275,41 @@ def weights_read_while_they_are_stepped():
 
 def gradients_of_backward_on_another_stream():
     w = torch.ones(8, device="cuda", requires_grad=True)
-    loss = (w * 2).sum()
     with torch.cuda.stream(side_stream()):
-        loss.backward()  # first
+        (w * 2).sum().backward()  # first
     return w.grad + 1  # second
+
+
+def gradient_of_another_stream():
+    y = torch.ones(8, device="cuda", requires_grad=True) * 2
+    with torch.cuda.stream(side_stream()):
+        gradient = torch.full((8,), 2.0, device="cuda")  # first
+    y.backward(gradient)  # second
+
+
+def activation_changed_before_backward():
+    y = torch.ones(8, device="cuda", requires_grad=True).exp()
+    with torch.cuda.stream(side_stream()):
+        y.data.mul_(2)  # first
+    y.backward(torch.ones(8, device="cuda"))  # second
+
+
+def weight_changed_before_backward():
+    x = torch.ones(8, device="cuda", requires_grad=True)
+    w, side = torch.ones(8, device="cuda"), torch.cuda.Stream()
+    loss = (x * w).sum()
+    side.wait_stream(main_stream())
+    with torch.cuda.stream(side):
+        w.data.mul_(2)  # first
+    loss.backward()  # second
+
+
+def gradient_read_while_another_is_added():
+    w = torch.ones(8, device="cuda", requires_grad=True)
+    w.sum().backward()
+    with torch.cuda.stream(side_stream()):
+        w.grad * 2  # first
+    (w * 2).sum().backward()  # second
 
 
 def stream_of_any_device():
@@ -311,6 +342,10 @@ def in_another_thread():
         weights_stepped_while_they_are_read,
         weights_read_while_they_are_stepped,
         gradients_of_backward_on_another_stream,
+        gradient_of_another_stream,
+        activation_changed_before_backward,
+        weight_changed_before_backward,
+        gradient_read_while_another_is_added,
         stream_of_any_device,
         in_another_thread,
     ],

@@ -1,11 +1,13 @@
 """Programs without a race: none may raise, whether races raise or are shown."""
 
+import functools
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import simgpu
@@ -156,6 +158,94 @@ def test_columns_longer_than_what_is_watched_do_not_race():
 
 
 # -- backward, which autograd puts in order with forward -------------------------------
+
+
+def weight() -> torch.Tensor:
+    return torch.ones(8, device="cuda", requires_grad=True)
+
+
+def gradients_used_where_forward_was():
+    w, side = weight(), side_stream()
+    with torch.cuda.stream(side):
+        loss = (w.exp() * w).sum()
+    loss.backward()  # on `side`
+    with torch.cuda.stream(side):
+        return (w.grad * 2).tolist()
+
+
+def gradients_used_where_forward_and_not_backward_was():
+    w, side = weight(), side_stream()
+    loss = (w.exp() * w).sum()
+    with torch.cuda.stream(side):
+        loss.backward()  # on the default stream
+        aside = (w.grad * 2).tolist()
+    return (w.grad * 2).tolist(), aside
+
+
+def own_gradient_of_the_stream_that_calls():
+    w, side = weight(), side_stream()
+    y = w.exp() * w
+    with torch.cuda.stream(side):
+        y.backward(torch.full((8,), 2.0, device="cuda"))
+    return (w.grad * 2).tolist()
+
+
+def gradients_that_are_returned():
+    w, side = weight(), side_stream()
+    with torch.cuda.stream(side):
+        y = (w**3).sum()
+    (first,) = torch.autograd.grad(y, w, create_graph=True)
+    (first * 1).sum().backward()
+    return first.tolist(), w.grad.tolist()
+
+
+def inputs_that_arrive_during_backward():
+    w, copier, total = weight(), torch.cuda.Stream(), 0.0
+    for i in range(3):
+        main_stream().wait_stream(copier)
+        loss = (w * i).sum()
+        with torch.cuda.stream(copier):
+            torch.full((8,), float(i)).pin_memory().to("cuda", non_blocking=True)
+        loss.backward()
+        total += loss.item()
+    return total, w.grad.tolist()
+
+
+def checkpoints_on_a_side_stream(use_reentrant):
+    torch.manual_seed(0)
+    model, side = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).cuda(), torch.cuda.Stream()
+    x = torch.ones(2, 4, device="cuda", requires_grad=True)
+    side.wait_stream(main_stream())
+    with torch.cuda.stream(side):
+        y = checkpoint(model, x, use_reentrant=use_reentrant)
+        loss = y.square().sum()
+    loss.backward()
+    return (model[0].weight.grad * 2).tolist(), (x.grad * 2).tolist()
+
+
+def streams_of_two_gpus():
+    w, one, other = weight(), side_stream(0), torch.cuda.Stream(1)
+    with torch.cuda.stream(one):
+        y = w * 2
+        with torch.cuda.stream(other):
+            loss = (y.to("cuda:1") * 3).sum()
+    loss.backward()
+    return (w.grad * 2).tolist()
+
+
+BACKWARDS = [
+    gradients_used_where_forward_was,
+    gradients_used_where_forward_and_not_backward_was,
+    own_gradient_of_the_stream_that_calls, gradients_that_are_returned,
+    inputs_that_arrive_during_backward, streams_of_two_gpus,
+    functools.partial(checkpoints_on_a_side_stream, False),
+    functools.partial(checkpoints_on_a_side_stream, True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("program", BACKWARDS, ids=lambda p: getattr(p, "__name__", ""))
+def test_backward_is_in_order_with_forward_and_its_caller(program):
+    same_values_in_both_modes(program)
 
 
 @pytest.mark.parametrize(

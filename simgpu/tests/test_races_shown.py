@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import simgpu
 from support.side_streams import main_stream, side_stream
@@ -13,11 +14,17 @@ def pinned(*values) -> torch.Tensor:
     return torch.tensor(values).pin_memory()
 
 
+def waited(copy):
+    main_stream().synchronize()
+    return copy
+
+
 BEFORE = [0, 1, 2, 3, 4, 5]
 # each reads x, which is BEFORE, while a side stream multiplies it by 10; what it finds
 READS = {
     "kernel": (lambda x: x + 1, [1, 2, 3, 4, 5, 6]),
-    "copy to the host": (lambda x: x.to("cpu", non_blocking=True), BEFORE),
+    "copy to the host": (lambda x: x.cpu(), BEFORE),
+    "copy without waiting": (lambda x: waited(x.to("cpu", non_blocking=True)), BEFORE),
     "item": (lambda x: torch.tensor(x[3].item()), 3),
     "condition": (lambda x: torch.tensor(bool(x[:1].add(x[1:2]) > 1)), False),
     "copy to a GPU": (lambda x: x.to(1), BEFORE),
@@ -147,3 +154,26 @@ def test_modes_are_checked():
     with pytest.raises(ValueError, match="raise, show"):
         simgpu.start(2, races="hide")
     assert simgpu.count() == 0
+
+
+@pytest.fixture
+def group():
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_collective_that_nobody_waits_for_is_not_there_yet(group):
+    x, out = torch.ones(2, device="cuda"), torch.full((2,), 9.0, device="cuda")
+    work = dist.all_gather([out], x, async_op=True)
+    assert (out * 1).tolist() == out.cpu().tolist() == [9, 9]
+    work.wait()
+    assert (out * 1).tolist() == [1, 1]
+
+
+def test_a_collective_gives_what_the_memory_held_before_a_racy_write(group):
+    x, out = torch.ones(2, device="cuda"), torch.empty(2, device="cuda")
+    with torch.cuda.stream(side_stream()):
+        x.mul_(10)
+    dist.all_gather([out], x)
+    assert out.tolist() == [1, 1]

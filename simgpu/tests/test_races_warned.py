@@ -91,3 +91,20 @@ def test_the_error_of_a_race_has_a_name_of_its_own():
     assert isinstance(raised.value, CUDASanitizerErrors)
     line = traceback.format_exception_only(raised.value)[0]
     assert line.startswith("simgpu.RaceError: ")
+
+
+def test_a_collective_that_nobody_waits_for_comes_first(capfd):
+    simgpu.start(1, races="warn")
+    try:
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+        x, out = torch.ones(2, device="cuda"), torch.full((2,), 9.0, device="cuda")
+        dist.all_gather([out], x, async_op=True)
+        assert (out * 1).tolist() == [1, 1]
+        work = dist.all_gather([out], x, async_op=True)
+        out.fill_(7)  # which is later in the program
+        work.wait()
+        assert (out * 1).tolist() == [7, 7]
+        dist.destroy_process_group()
+    finally:
+        simgpu.stop()
+    assert capfd.readouterr().err.count("goes on with the right values") == 2

@@ -9,6 +9,7 @@ import torch
 
 import simgpu
 from simgpu import __main__ as runner
+from simgpu import _options as options_module
 from support import programs
 
 
@@ -59,6 +60,20 @@ def test_visible_devices_count_only_before_the_first_use(tmp_path):
     """
     found = words(run(tmp_path, script, gpus=6, CUDA_VISIBLE_DEVICES="5,4"))
     assert found == ["2", "cuda:0", "3", "5", "3", "1"]
+
+
+def test_cudas_own_look_keeps_what_it_has_seen(tmp_path):
+    """NVML reads the variable until CUDA is initialised, and C++ does not again."""
+    script = """
+        import os
+        import torch
+
+        print(torch._C._cuda_getDeviceCount())
+        os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+        print(torch.cuda.device_count(), torch._C._cuda_getDeviceCount())
+        print(torch.ones(1, device="cuda:3").device, torch.cuda.device_count())
+    """
+    assert words(run(tmp_path, script)) == ["4", "1", "4", "cuda:3", "4"]
 
 
 def test_no_visible_device_means_no_cuda(tmp_path):
@@ -125,6 +140,61 @@ def test_bad_requests_say_why(options, gpus, reason, tmp_path, monkeypatch, caps
     assert ended.value.code not in (None, 0)
     # Python prints what is raised, if that is text
     assert reason in f"{ended.value} {capsys.readouterr().err}"
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "words"),
+    [
+        ("train.py", "#!/bin/bash", None),
+        ("train", "#!/usr/bin/env python3", None),
+        ("train", "import torch", None),
+        ("train.sh", "python train.py", ["sh"]),
+        ("train", "#!/usr/bin/env bash", ["/usr/bin/env", "bash"]),
+        ("train", "#!/bin/bash -e", ["/bin/bash", "-e"]),
+        ("train", "\x7fELF", []),
+    ],
+)
+def test_a_program_that_is_not_python_is_told_by_its_first_line(
+    tmp_path, name, first, words
+):
+    path = tmp_path / name
+    path.write_text(f"{first}\n")
+    expected = None if words is None else [*words, str(path)]
+    assert options_module.other_program(str(path)) == expected
+
+
+def test_a_shell_script_and_what_it_starts_have_the_gpus(tmp_path):
+    path = tmp_path / "train.sh"
+    path.write_text(
+        f"#!/bin/sh\n{sys.executable} -c 'import torch\n"
+        "print(torch.cuda.device_count())'\necho $1\nexit 3\n"
+    )
+    done = programs.simulated(tmp_path, "--gpus", 5, path, "rest", new_python=True)
+    assert (done.status, done.stdout) == (3, "5\nrest\n"), done.stderr
+
+
+def test_nvidia_smi_lists_the_simulated_gpus(tmp_path):
+    script = """
+        import subprocess, torch
+        x = torch.zeros(5 * 2**20, dtype=torch.uint8, device="cuda:1")
+        print(*(torch.cuda.get_device_properties(i).uuid for i in range(2)))
+        query = "--query-gpu=index,name,memory.total,memory.used"
+        for options in (["-L"], [query, "--format=csv"], ["dmon"],
+                        ["-i", "1", "--query-gpu=memory.total",
+                         "--format=csv,noheader,nounits"]):
+            subprocess.run(["nvidia-smi", *options], stderr=subprocess.STDOUT)
+    """
+    flags = ("--memory", "64MB")
+    shown = run(tmp_path, script, gpus=2, flags=flags, new_python=True).stdout
+    uuids, *lines = shown.splitlines()
+    name = "NVIDIA A100-SXM4-80GB (simulated)"
+    assert lines[:2] == [
+        f"GPU {i}: {name} (UUID: GPU-{uuid})" for i, uuid in enumerate(uuids.split())
+    ]
+    assert lines[2:5] == [
+        "index, name, memory.total [MiB], memory.used [MiB]",
+        f"0, {name}, 64 MiB, 0 MiB", f"1, {name}, 64 MiB, 20 MiB"]  # fmt: skip
+    assert lines[5].endswith("and no dmon") and lines[6:] == ["64"]
 
 
 def test_marks_for_a_profiler_do_no_harm():

@@ -317,6 +317,57 @@ def test_nested_tensors_live_on_a_gpu():
 # -- TorchScript's files ---------------------------------------------------------------
 
 
+SCRIPT = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+
+
+@SCRIPT
+@pytest.mark.parametrize("grad", [torch.enable_grad, torch.inference_mode])
+def test_torchscript_knows_where_a_tensor_is(grad):
+    @torch.jit.script
+    def scripted(x: torch.Tensor, factor: float = 2.0):
+        zeros = torch.zeros(2, device=x.device)
+        if x.is_cuda:
+            zeros = zeros + x.cpu().to(x)
+        moved = [x.to("cpu"), x.to(device="cpu", dtype=torch.float64), x.cuda()]
+        return zeros * factor, str(x.device), moved
+
+    x = torch.ones(2, device="cuda:1")
+    with grad():
+        found, device, moved = scripted(x=x)
+        host = scripted(torch.ones(2), 3.0)
+    assert (found.tolist(), device) == ([2, 2], str(found.device)) == ([2, 2], "cuda:1")
+    assert [str(t.device) for t in moved] == ["cpu", "cpu", "cuda:0"]
+    assert (host[0].tolist(), host[1]) == ([0, 0], "cpu")
+    assert "simgpu" not in scripted.code
+
+
+@SCRIPT
+def test_torchscript_says_what_failed():
+    class Position(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(4, 2)
+
+        def forward(self, x):
+            return x + self.embed(torch.arange(x.shape[0], device=x.device))
+
+    x = torch.ones(3, 2, device="cuda:1")
+    module = torch.jit.script(Position()).to("cuda:1")
+    assert module(x).device == x.device
+    with pytest.raises(RuntimeError, match="in the TorchScript interpreter") as caught:
+        module(x.to("cuda:0"))
+    assert "index is on cuda:0, different from other" in str(caught.value)
+    traced = torch.jit.trace(Position().cuda(), x.cuda())
+    with pytest.raises(RuntimeError, match="RuntimeError: Expected all tensors to be"):
+        traced(x)
+    with pytest.raises(RuntimeError, match="RuntimeError: CUDA out of memory. Tried"):
+        torch.jit.script(_large)(x)
+
+
+def _large(x: torch.Tensor):
+    return torch.ones(1000000, 1000000, device=x.device)
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("to", [None, "cuda:0", "cpu"])
 def test_a_script_module_is_loaded_to_its_gpu_or_another(tmp_path, to):

@@ -41,6 +41,8 @@ import simgpu
 from simgpu import _child_commands as child_commands
 from simgpu import _failures as failures
 from simgpu import _launchers as launchers
+from simgpu import _nvidia_smi as nvidia_smi
+from simgpu._device import ledger
 from simgpu._options import options
 from simgpu._switch import wanted
 
@@ -67,15 +69,23 @@ def main() -> None:
         _check_real(parsed)
     if parsed.command is not None:
         sys.exit(launchers.run(parsed, simulated))
-    if simulated:
-        _start(parsed)
     sys.argv = [parsed.program, *parsed.arguments]
-    status = 0
+    if not simulated:
+        sys.exit(_status(parsed))
+    _start(parsed)
+    with nvidia_smi.on_path(parsed.request) as path:
+        os.environ["PATH"] = path
+        status = _status(parsed)
+    sys.exit(_end(parsed, status))
+
+
+def _status(parsed) -> int:
+    """Be the program; returns its exit status."""
     try:
         become(parsed)
     except BaseException:
-        status = status_of(sys.exc_info())
-    sys.exit(status if not simulated else _end(parsed, status))
+        return status_of(sys.exc_info())
+    return 0
 
 
 def _check_real(parsed) -> None:
@@ -94,6 +104,7 @@ def _check_real(parsed) -> None:
 
 def _start(parsed) -> None:
     """Simulate the GPUs, for this process and those that it starts."""
+    os.environ.pop(ledger.VARIABLE, None)  # this command has cards of its own
     if parsed.children:
         os.environ.update(launchers.hand_down(parsed))
     else:

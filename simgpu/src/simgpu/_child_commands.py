@@ -74,6 +74,10 @@ class _AfterTorch:
         self.words, self.hidden = words, hidden
 
     def find_spec(self, name, path=None, target=None):
+        if name == "pynvml" and PathFinder.find_spec(name, path) is not None:
+            import torch  # noqa: F401 - a stand-in comes with the GPUs
+
+            return sys.modules[name].__spec__
         if name != "torch":
             return None
         if self.hidden is not None:

@@ -88,6 +88,7 @@ _NAMES: dict[str, dict[str, str]] = {
         "current_autograd_node": "torch._C._current_autograd_node",
         "current_graph_task_id": "torch._C._current_graph_task_id",
         "raw_run_backward": "torch.autograd._engine_run_backward",
+        "sequence_number": "torch._C._autograd._get_sequence_nr",
         "execution_engine": "torch.autograd.Variable._execution_engine",
     },
     "backward in place": {
@@ -113,6 +114,7 @@ _NAMES: dict[str, dict[str, str]] = {
         "raw_attention": "torch._C._nn.scaled_dot_product_attention",
         "attention_by_products": "torch._scaled_dot_product_attention_math",
         "sdp_priority_order": "torch._C._get_sdp_priority_order",
+        "flex_attention_operator": "torch._higher_order_ops.flex_attention",
     },
     "torch.autocast": {
         "ExcludeDispatchKeyGuard": "torch._C._ExcludeDispatchKeyGuard",
@@ -133,12 +135,9 @@ _NAMES: dict[str, dict[str, str]] = {
         "raw_group_tensors": "torch._C._group_tensors_by_device_and_dtype",
     },
     "C++ extensions": {
-        "ExtensionVersioner": (
-            "torch.utils._cpp_extension_versioner.ExtensionVersioner"
-        ),
+        "ExtensionVersioner": "torch.utils._cpp_extension_versioner.ExtensionVersioner",
     },
     "arguments of Module.to": {"torch_C_nn": "torch._C._nn"},
-    "pinned memory": {"pin_memory_utils": "torch.cuda._pin_memory_utils"},
     "nn.DataParallel": {
         "parallel_functions": "torch.nn.parallel._functions",
         "flatten_dense_tensors": "torch._utils._flatten_dense_tensors",
@@ -150,9 +149,7 @@ _NAMES: dict[str, dict[str, str]] = {
     },
     "sharing GPU memory between processes": {
         "raw_share_cuda": "torch.storage.UntypedStorage._share_cuda_",
-        "new_shared_filename": (
-            "torch.storage.UntypedStorage._new_shared_filename_cpu"
-        ),
+        "new_shared_filename": "torch.storage.UntypedStorage._new_shared_filename_cpu",
     },
     "the profiler": {
         "ExperimentalConfig": "torch._C._profiler._ExperimentalConfig",
@@ -164,14 +161,13 @@ _NAMES: dict[str, dict[str, str]] = {
         ),
     },
     "races between streams": {
+        "storage_of_weak_ref": "torch.storage.UntypedStorage._new_with_weak_ptr",
         "Access": "torch.cuda._sanitizer.Access",
         "AccessType": "torch.cuda._sanitizer.AccessType",
         "CUDASanitizerErrors": "torch.cuda._sanitizer.CUDASanitizerErrors",
         "EventHandler": "torch.cuda._sanitizer.EventHandler",
     },
-    "TORCH_CUDA_CHECK_STRAY_CONTEXT": {
-        "check_stray_context": "torch.cuda._check_stray_context",
-    },
+    "stray contexts": {"check_stray_context": "torch.cuda._check_stray_context"},
     "torch.distributed": {
         "distributed_C": "torch._C._distributed_c10d",
         "FakeProcessGroup": "torch._C._distributed_c10d.FakeProcessGroup",
@@ -213,6 +209,9 @@ _NAMES: dict[str, dict[str, str]] = {
         "backend_plugins": "torch.distributed.distributed_c10d.Backend._plugins",
     },
     "DistributedDataParallel": {
+        "assign_buckets": "torch.distributed._compute_bucket_assignment_by_size",
+        "raw_broadcast_coalesced": "torch.distributed._broadcast_coalesced",
+        "raw_verify_parameters": "torch.distributed._verify_params_across_processes",
         "DDPJoinHook": "torch.nn.parallel.distributed._DDPJoinHook",
         "raw_root_copy_hook": (
             "torch.nn.parallel.DistributedDataParallel._root_copy_hook"

@@ -20,6 +20,10 @@ _ON_PURPOSE = {
     "AcceleratorError", "DistBackendError", "NotSimulated", "OutOfMemoryError",
     "RaceError",
 }  # fmt: skip
+_NO_TRITON = (
+    "simgpu: Triton compiles kernels for a GPU that is not there. TRITON_INTERPRET=1 "
+    "in the environment runs them in its interpreter."
+)
 _OURS = str(Path(__file__).parent) + os.sep
 
 
@@ -34,6 +38,8 @@ def report(kind, error, trace, show, folder: str | None = None) -> None:
     if not issubclass(kind, Exception):  # Ctrl-C
         show(kind, error, trace)
         return
+    if "libcuda.so cannot found" in str(error):
+        error = kind(f"{error}\n{_NO_TRITON}").with_traceback(trace)
     follows = kind.__name__ == "DistBackendError" and f"ended{ENDED}" in str(error)
     rank = os.environ.get("RANK")
     if follows:

@@ -15,10 +15,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from simgpu import _failures as failures
+from simgpu import _nvidia_smi as nvidia_smi
 from simgpu._child_commands import VARIABLE
+from simgpu._device import ledger
 from simgpu._launch import shown
 
 LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch",
@@ -30,6 +33,8 @@ _CAN_FORK = sys.platform == "linux"
 _BECOME = Path(__file__).parent / "_launch" / "launcher.py"
 _SITE = str(Path(__file__).parent / "_site")
 _PYTHON = re.compile(r"(^|[\s/\\])(python[\d.]*|torchrun|accelerate)(\.exe)?(\s|$)")
+_COMMAND = "SIMGPU_COMMAND"  # tells all processes below which command's they are
+_ROUNDS = 100  # of looking for processes to end
 _SAYS = (
     "simgpu: a program that this one starts as a command has no simulated GPUs; "
     "python -m simgpu --children hands them down"
@@ -61,27 +66,98 @@ def hand_down(found, failed: str | None = None) -> dict[str, str]:
 
 def run(found, simulated: bool) -> int:
     """Run a command whose Pythons have the GPUs; returns its exit status."""
-    with tempfile.TemporaryDirectory(prefix="simgpu") as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="simgpu") as folder,
+        nvidia_smi.on_path(found.request) as path,
+    ):
         environ, command = dict(os.environ), found.command
         if simulated:
-            environ |= hand_down(found, folder)
+            cards, failed = Path(folder) / ledger.FILE, Path(folder) / "failed"
+            ledger.create(cards)
+            failed.mkdir()
+            environ["PATH"] = path
+            environ |= hand_down(found, str(failed))
+            environ |= {_COMMAND: folder, ledger.VARIABLE: str(cards)}
         if simulated and _CAN_FORK and not found.no_fork and _is_elastic(command):
             command = [sys.executable, "-u", str(_BECOME), *command]
             environ = shown.with_room(environ)
-        process = subprocess.Popen([*command, *found.arguments], env=environ)
-
-        def pass_on(number: int, frame) -> None:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(number)
-
-        signal.signal(signal.SIGTERM, pass_on)
-        # Ctrl-C at a terminal reaches all of its processes
-        interrupted = signal.SIG_IGN if sys.stdin and sys.stdin.isatty() else pass_on
-        signal.signal(signal.SIGINT, interrupted)
-        status = process.wait()
-        if status:
-            failures.show_first(Path(folder))
+        guard = _Guard(folder) if simulated and _CAN_FORK else contextlib.nullcontext()
+        with guard:
+            process = subprocess.Popen([*command, *found.arguments], env=environ)
+            status = _wait(process)
+        if status and simulated:
+            failures.show_first(failed)
     return 128 - status if status < 0 else status
+
+
+def _wait(process: subprocess.Popen) -> int:
+    """The exit status of a process, which has the signals that this one gets."""
+
+    def pass_on(number: int, frame) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(number)
+
+    signal.signal(signal.SIGTERM, pass_on)
+    # Ctrl-C at a terminal reaches all of its processes
+    interrupted = signal.SIG_IGN if sys.stdin and sys.stdin.isatty() else pass_on
+    signal.signal(signal.SIGINT, interrupted)
+    return process.wait()
+
+
+class _Guard:
+    """A process that ends what the command has started if that is killed.
+
+    It is told when the block ends; else it finds the processes by their environment,
+    which names the command's own folder, and removes that. On Linux only.
+
+    Args:
+        folder: of the command.
+    """
+
+    def __init__(self, folder: str):
+        self.folder = folder
+
+    def __enter__(self) -> None:
+        wait, self._tell = os.pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            os.close(self._tell)
+            os.setsid()  # Ctrl-C at a terminal is not for it
+            try:
+                if not os.read(wait, 1):
+                    _end_all(self.folder)
+            finally:
+                os._exit(0)
+        os.close(wait)
+
+    def __exit__(self, *raised) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._tell, b"x")
+        os.close(self._tell)
+        os.waitpid(self._pid, 0)
+
+
+def _end_all(folder: str) -> None:
+    """Kill every process whose environment names a folder, and remove that."""
+    named = os.fsencode(f"{_COMMAND}={folder}\0")
+    for _ in range(_ROUNDS):  # those that it finds may be starting others
+        found = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
+                 if pid != os.getpid() and named in _environ_of(pid)]  # fmt: skip
+        if not found:
+            break
+        for pid in found:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _environ_of(pid: int) -> bytes:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return file.read()
+    except OSError:  # it has ended, or is somebody else's
+        return b""
 
 
 def _is_elastic(command: list[str]) -> bool:

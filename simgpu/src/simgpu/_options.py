@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from simgpu._timing.topology import Topology
 _WITH_VALUE = (
     "--gpus", "--card", "--memory", "--nodes", "--network", "--timeline", "--races",
 )  # fmt: skip
+_LONGEST_LINE = 256  # that Linux reads of a program's first
 _NO_SUCH = (
     "there is no script {0}; {0} is a command: say --children to run it, and what it "
     "starts, on simulated GPUs"
@@ -102,13 +104,30 @@ def _command(parsed, parser: argparse.ArgumentParser) -> list[str] | None:
     if parsed.module:
         return [sys.executable, "-m", name] if is_launcher else None
     if not is_launcher and os.path.exists(parsed.program):
-        return None
+        return other_program(parsed.program)
     command = find_command(parsed.program)
     if command is None:
         parser.error(f"there is no script {parsed.program}")
     if not is_launcher and not parsed.children:
         parser.error(_NO_SUCH.format(parsed.program))
     return command
+
+
+def other_program(path: str) -> list[str] | None:
+    """The words that run a file that is no Python program, such as a shell script."""
+    if path.endswith(".py") or not os.path.isfile(path):
+        return None
+    with open(path, "rb") as file:
+        first = file.readline(_LONGEST_LINE)
+    path = os.path.abspath(path)
+    if first.startswith(b"\x7fELF"):
+        return [path]
+    if not first.startswith(b"#!"):
+        return ["sh", path] if path.endswith(".sh") else None
+    if b"python" in first:
+        return None
+    words = shlex.split(os.fsdecode(first[2:]))
+    return [*words, path] if words else None
 
 
 def split(arguments: list[str]) -> tuple[list[str], list[str]]:

@@ -20,6 +20,7 @@ import torch.utils.dlpack
 from torch.autograd.function import BackwardCFunction
 from torch.storage import UntypedStorage
 
+from simgpu import _compat as compat
 from simgpu._api import (
     asking,
     attention,
@@ -30,12 +31,15 @@ from simgpu._api import (
     cuda_events,
     cudart,
     data_parallel,
+    device_checks,
     devices,
     dropout,
     extensions,
     fake_tensors,
+    flex_attention,
     function_modes,
     functions,
+    gradient_hooks,
     making,
     memory,
     moving,
@@ -46,6 +50,7 @@ from simgpu._api import (
     profiler,
     random_generators,
     refused,
+    script_devices,
     sharing,
     storages,
     streams,
@@ -53,6 +58,7 @@ from simgpu._api import (
     tensor_types,
     threads,
     torchscript,
+    warning_lines,
 )
 from simgpu._api.asking import Property
 from simgpu._api.patch import Patch, patches
@@ -61,7 +67,6 @@ from simgpu._compat import (
     device_constructors,
     is_absent,
     parallel_functions,
-    pin_memory_utils,
     refusals,
     torch_C,
     torch_C_nn,
@@ -107,6 +112,7 @@ def _tensors() -> list[Patch]:
         *patches(
             torch.Tensor, "a GPU tensor must be copied before it leaves PyTorch",
             numpy=tensor_memory.numpy, tolist=tensor_memory.tolist,
+            __reduce_ex__=tensor_memory.reduce_ex,
             __dlpack__=tensor_memory.dlpack,
             __dlpack_device__=tensor_memory.dlpack_device,
             __cuda_array_interface__=Property(tensor_memory.cuda_array_interface),
@@ -123,12 +129,9 @@ def _tensors() -> list[Patch]:
             share_memory_=tensor_memory.share_memory_,
             is_shared=tensor_memory.is_shared,
         ),
-        *patches(
-            pin_memory_utils, "memory is simulated",
-            pin_memory=tensor_memory.pin_memory_at,
-            unpin_memory=tensor_memory.unpin_memory_at,
-        ),
         *patches(torch.Tensor, "builds its result in C++", new=making.new),
+        *patches(torch.Tensor, "C++ sees two CPU tensors and compares no devices",
+                 set_=storages.set_),
         *patches(
             torch.Tensor, "C++ would ask for CUDA",
             _make_wrapper_subclass=staticmethod(making.make_wrapper_subclass),
@@ -149,6 +152,8 @@ def _tensors() -> list[Patch]:
             UntypedStorage, "the device and the memory are simulated",
             device=Property(storages.device), data_ptr=storages.data_ptr,
             resize_=storages.resize_, __new__=staticmethod(storages.new),
+            __getitem__=storages.getitem, new=storages.new_like,
+            is_shared=storages.is_shared,
         ),
         *patches(
             UntypedStorage, "other processes may map the memory",
@@ -214,8 +219,15 @@ def _torch() -> list[Patch]:
             torch.nn.functional, "it calls this where the function mode is off",
             scaled_dot_product_attention=attention.in_functional,
         ),
+        *device_checks.rows(),
+        *patches(
+            compat, "its backward pass would trace FakeTensors",
+            "call", flex_attention_operator=flex_attention.operator,
+        ),
         *extensions.rows(),
         *torchscript.rows(),
+        *script_devices.rows(),
+        *warning_lines.rows(),
         *patches(
             torch_C, "PyTorch's tests count the modes that they leave behind",
             _len_torch_function_stack=function_modes.length,
@@ -228,6 +240,14 @@ def _torch() -> list[Patch]:
         *patches(
             torch.autograd, "the engine compares the devices of gradients",
             _engine_run_backward=autograd.run_backward,
+        ),
+        *patches(
+            torch.Tensor, "the engine compares what hooks return",
+            register_hook=gradient_hooks.register_hook,
+        ),
+        *patches(
+            torch.autograd.Function, "the engine compares what hooks return",
+            _register_hook=staticmethod(gradient_hooks.register),
         ),
         *patches(
             torch.autograd.Function, "its node must know where its tensors are",
@@ -261,7 +281,7 @@ def _cuda(runtime) -> list[Patch]:
         "Stream": streams.CudaStream, "Event": cuda_events.CudaEvent,
         "ExternalStream": streams.ExternalStream,
     }  # fmt: skip
-    pynvml, rt, flags = nvml.module(), cudart.Cudart(), backends.Flags()
+    rt, flags = cudart.Cudart(), backends.Flags()
     return [
         *patches(
             torch.cuda, "which GPUs there are",
@@ -290,11 +310,7 @@ def _cuda(runtime) -> list[Patch]:
         *patches(torch_C, "there is no CUDA below", **native.C_FUNCTIONS,
                  **native.absent_classes()),
         *patches(torch.cuda, "there is no CUDA below", cudart=lambda: rt, _cudart=rt),
-        *patches(torch.cuda, "there is no NVML", pynvml=pynvml, _HAS_PYNVML=True,
-                 _get_nvml_device_index=nvml.nvml_index),
-        *patches(torch.cuda.memory, "there is no NVML",
-                 _get_nvml_device_index=nvml.nvml_index),
-        *patches(sys.modules, "there is no NVML", "item", pynvml=pynvml),
+        *_nvml(),
         *patches(torch_C, "C++ keeps these where CUDA is", **flags.c_functions()),
         *patches(torch, "C++ keeps these where CUDA is", "call",
                  **flags.plan_cache_functions()),
@@ -353,6 +369,24 @@ def _cuda(runtime) -> list[Patch]:
         *patches(parallel_functions, "one stream for each GPU",
                  _streams=[None] * MOST_GPUS),
     ]  # fmt: skip
+
+
+def _nvml() -> list[Patch]:
+    """NVML for `torch.cuda`; for the program, too, if its package is installed."""
+    why, pynvml = "there is no NVML", nvml.module()
+    rows = [
+        *patches(torch.cuda, why, pynvml=pynvml, _HAS_PYNVML=True,
+                 _get_nvml_device_index=nvml.nvml_index),
+        *patches(torch.cuda.memory, why, _get_nvml_device_index=nvml.nvml_index),
+    ]  # fmt: skip
+    if nvml.is_installed():
+        return [*rows, *patches(sys.modules, why, "item", pynvml=pynvml)]
+    for module, name in ((torch.cuda, "_get_pynvml_handler"),
+                         (torch.cuda, "list_gpu_processes"),
+                         (torch.cuda.memory, "list_gpu_processes")):  # fmt: skip
+        within = nvml.importing(getattr(module, name), pynvml)
+        rows += patches(module, why, **{name: within})
+    return rows
 
 
 def _threads() -> list[Patch]:

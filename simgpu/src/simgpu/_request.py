@@ -1,5 +1,6 @@
 """What `start()` can be asked for, checked. Nothing here needs PyTorch."""
 
+from numbers import Integral
 from typing import NamedTuple
 
 from simgpu._device.cards import Card, find_card, parse_memory
@@ -33,7 +34,7 @@ def check_request(
         raise ValueError(f"races={races!r}; use one of {', '.join(RACES)}")
     if compile not in COMPILE:
         raise ValueError(f"compile={compile!r}; use one of {', '.join(COMPILE)}")
-    if not isinstance(number, int) or isinstance(number, bool):
+    if not isinstance(number, Integral) or isinstance(number, bool):
         raise ValueError(f"the number of GPUs must be a whole number, not {number!r}")
     if not 1 <= number <= MOST_GPUS:
         raise ValueError(f"{number} GPUs cannot be simulated; choose 1 to {MOST_GPUS}")

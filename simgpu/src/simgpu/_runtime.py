@@ -8,7 +8,7 @@ import threading
 import weakref
 from typing import Any
 
-from simgpu._device import overhead
+from simgpu._device import ledger, overhead
 from simgpu._device.gpu import Gpu
 from simgpu._device.host_memory import HostMemory
 from simgpu._device.settings import Settings
@@ -46,6 +46,7 @@ class ThreadState(threading.local):
     device = 0  # index of the current GPU
     device_chosen_in = None  # the backward node in whose code it was chosen
     streams: dict[int, int]  # GPU -> number of the current stream, if not 0
+    stream_changes: list[tuple]  # (number of autograd's next node, current streams)
     function_calls = 0  # torch functions called so far: tells two calls apart
     asked_for_copy = False  # the copy that comes now was asked for by the program
     asked_for_cpu = False  # the factory call that runs now says device="cpu"
@@ -54,12 +55,14 @@ class ThreadState(threading.local):
     cpp_waits = 0  # greater than 0: C++ waits for the collectives that it launches
     name_of_group = None  # of the process group that is being made, if it is a split
     premultiplier = None  # the factor of a sum that `ReduceOp` has and C++ hides
+    script_errors = None  # in a call of TorchScript: the errors of its operations
     deserialized = 0  # values that Python has unpickled for torch.distributed.rpc
     gpu_of_cpp_tensors = None  # the GPU on which such tensors are, where it is known
     cublas_handles: Handles
 
     def __init__(self):  # in each thread that looks
         self.streams = {}
+        self.stream_changes = []
         self.cublas_handles = Handles()
 
 
@@ -91,6 +94,8 @@ class Runtime:
         ]
         self.machine = tuple(self.gpus)  # also those that are not visible
         self.sanitizer = StreamSanitizer(request.races)
+        # storages of the host that copies use which it has not waited for
+        self.unfinished = self.sanitizer.host_copies.unfinished
         self.clock = Clock(self.gpus, self.sanitizer)
         self.host_memory = HostMemory(self.clock)  # that is pinned
         # address -> bytes of memory that the program has pinned by itself
@@ -98,7 +103,7 @@ class Runtime:
         for gpu in self.gpus:
             gpu.memory.clock = self.clock
             if request.overhead:
-                gpu.memory.outside["context"] = overhead.CONTEXT
+                gpu.memory.share.outside["context"] = overhead.CONTEXT
                 gpu.workspaces = Workspaces(gpu.memory)
 
         self.raw_blocks: dict[int, tuple] = {}  # address -> (GPU, block), asked for raw
@@ -121,8 +126,11 @@ class Runtime:
 
         # torch.autocast: kernels that are registered, weights that were cast
         self.autocast_kernels = None
-        self.autocast_lock = threading.Lock()
+        self.autocast_lock = threading.RLock()
         self.autocast_cache: dict[int, tuple] = {}
+
+        # GPU of which a kernel has asserted -> whether the program was told
+        self.failed: dict[int, bool] = {}
 
         self.sharing = None  # what was sent to processes, once something was
 
@@ -132,16 +140,21 @@ class Runtime:
         self.meetings = 0  # of ranks at a store, so far
         self.network = None  # between nodes, as `Topology` takes it
         self.communicators: dict[str, object] = {}  # by the name of the process group
+        self.flight_recorder: Any = None  # False where nothing is to be recorded
         self.lives: dict[str, int] = {}  # how many groups have had a name
         # kept: the last to let go of a group, where that is the reducer of DDP, waits
         # for gloo's threads with Python's lock in its hand, which they may want
         self.gloo_groups: list = []
         self.device_maps: dict[str, dict] = {}  # of torch.distributed.rpc, by worker
         self.for_children: dict | None = None  # `start()` of spawned processes
+        self.ledger: ledger.Ledger | None = None  # what other processes have in use
 
     def count(self) -> int:
-        """GPUs that the program can see; asking does not initialise CUDA."""
-        if self.honour_visible and not self.visible_fixed:
+        """GPUs that the program can see; asking does not initialise CUDA.
+
+        Until that is initialised, NVML answers, which reads the environment each time.
+        """
+        if self.honour_visible and not self.initialized:
             return len(visible_ordinals(self.request.number))
         return len(self.gpus)
 
@@ -164,11 +177,35 @@ class Runtime:
         Raises:
             RuntimeError: in a forked child, and where no GPU is visible.
         """
+        self.initialize_in_cpp()
+        self.initialized = True
+
+    def initialize_in_cpp(self) -> None:
+        """C++ uses CUDA by itself: `torch.cuda.is_initialized()` does not hear of it.
+
+        Raises:
+            RuntimeError: in a forked child, and where no GPU is visible.
+        """
         if self.forked:
             raise RuntimeError(_BAD_FORK)
         if not self.fix_visible():
             raise RuntimeError("No CUDA GPUs are available")
-        self.initialized = True
+
+    def share_cards(self) -> None:
+        """From now on the other processes of the machine use the same cards."""
+        number, card, total, *_ = self.request
+        self.ledger = ledger.join((number, card.name, total))
+        if self.ledger is not None:
+            for ordinal, gpu in enumerate(self.machine):
+                gpu.memory.share.entry = self.ledger.entry(ordinal)
+
+    def leave_cards(self) -> None:
+        """This process uses the cards no more."""
+        for gpu in self.machine:
+            gpu.memory.share.entry = None
+        if self.ledger is not None:
+            self.ledger.leave()
+            self.ledger = None
 
     def stream_of(self, gpu: Gpu) -> int:
         """The number of this thread's current stream on a GPU."""
@@ -187,5 +224,9 @@ class Runtime:
         self.sanitizer.lock._at_fork_reinit()
         self.host_memory.lock._at_fork_reinit()
         self.forked = self.visible_fixed
+        if self.ledger is not None:
+            self.ledger.after_fork()
+            for gpu in self.machine:
+                gpu.memory.share.has_context = False
         # their threads are in the parent, and whoever lets go of them waits for these
         self.gloo_groups_of_parent, self.gloo_groups = self.gloo_groups, []

@@ -33,6 +33,7 @@ from simgpu._dispatch import (  # noqa: F401 - the files register what runs oper
     determinism,
     factories,
     in_place,
+    scalars_elsewhere,
     special,
     sync_batch_norm,
 )
@@ -60,8 +61,9 @@ def start(
         memory: of each card, in bytes or as text ("512MB"); None is all it has.
         honour_visible: whether CUDA_VISIBLE_DEVICES hides some of them, as it does
             in a new process on a real machine.
-        races: what happens where two streams use the same memory in no order: "raise"
-            an error; "show": the read returns what the memory held before; "warn":
+        races: what happens where two streams, or the host and a copy that it has not
+            waited for, use the same memory in no order: "raise" an error; "show": the
+            read returns what the memory held before; "warn":
             each two lines of the program that race are named once on stderr, and the
             values are those of the program's order; "off": nothing.
         overhead: whether libraries take memory, too: CUDA's context and NCCL's buffers
@@ -85,7 +87,9 @@ def start(
             f"{state.running.request.number} simulated GPUs are running; call "
             "simgpu.stop() before you start others"
         )
-    _begin(Runtime(request, honour_visible))
+    runtime = Runtime(request, honour_visible)
+    _begin(runtime)
+    runtime.share_cards()
 
 
 def _begin(runtime: Runtime) -> None:
@@ -174,6 +178,7 @@ def _exit(runtime: Runtime) -> None:
         runtime.patches.undo()
         for gpu in runtime.gpus:
             gpu.alive = False
+        runtime.leave_cards()
         state.running = None
 
 

@@ -5,6 +5,7 @@ import torch
 from simgpu import _runtime as state
 from simgpu._api.tensor_types import DTYPES, TensorTypeMeta
 from simgpu._compat import TensorBase
+from simgpu._dispatch import device_asserts
 from simgpu._dispatch.errors import type_name
 from simgpu._dispatch.mode import settle_streams
 from simgpu._dispatch.placement import gpu_of
@@ -53,6 +54,8 @@ def represent(self, *, tensor_contents=None):
         raise NotSimulated(
             "printing a tensor", "simgpu.estimate knows the shapes of tensors alone."
         )
+    if runtime.failed and (gpu := gpu_of(self)) is not None:
+        device_asserts.check(runtime.failed, [gpu.index])
     settle_streams(runtime)
     runtime.thread.unlogged += 1
     try:

@@ -64,7 +64,9 @@ def scaled_dot_product_attention(
     __tracebackhide__ = True
     inputs = (query, key, value, *(() if attn_mask is None else (attn_mask,)))
     gpu = _common_gpu(inputs)
-    if gpu is not None:
+    if gpu is None:
+        _compare_devices(query, key, value)
+    else:
         query, key, value, *masks = autocast.for_lower_precision(inputs)
     same = gpu is not None and query.dtype == key.dtype == value.dtype
     if not same or query.dtype not in _MINUS_INFINITY:
@@ -89,6 +91,21 @@ def scaled_dot_product_attention(
     learns = query.requires_grad or key.requires_grad or value.requires_grad
     learns = learns and torch.is_grad_enabled()
     return _efficient(query, key, value, mask, learns, 0.0, is_causal, scale=scale)[0]
+
+
+def _compare_devices(*tensors) -> None:
+    """PyTorch's C++ compares them where it knows them: GPU and host, and GPUs."""
+    __tracebackhide__ = True
+    tensors = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    gpus = gpus_of(tensors)
+    if len(tensors) == 3 and any(gpu is not gpus[0] for gpu in gpus):
+        devices = [tensor.device for tensor in tensors]
+        raise RuntimeError(
+            "Expected query, key, and value to have the same device type, but got "
+            "query.device: {} key.device: {} and value.device: {} instead.".format(
+                *devices
+            )
+        )
 
 
 def in_functional(query, key, value, *args, **kwargs):

@@ -1,6 +1,6 @@
 """What autograd is asked while GPUs are simulated: `backward()`, Python Functions.
 
-Backward runs in the calling thread, on the current stream of each GPU.
+Backward runs in the calling thread; on which streams, `backward_streams.py` decides.
 """
 
 import contextlib
@@ -10,7 +10,8 @@ from torch.autograd.function import BackwardCFunction
 
 from simgpu import _runtime as state
 from simgpu._api import fake_tensors
-from simgpu._api.streams import join_streams
+from simgpu._api.backward_streams import streams_of_forward
+from simgpu._api.gradient_hooks import invalid_gradient
 from simgpu._compat import (
     disable_modes,
     function_modes,
@@ -21,6 +22,7 @@ from simgpu._compat import (
 from simgpu._dispatch import in_place
 from simgpu._dispatch.function_mode import FunctionMode
 from simgpu._dispatch.mode import DispatchMode, modes_in_this_thread
+from simgpu._dispatch.named_devices import HOST
 from simgpu._dispatch.placement import gpu_of, place, tensors_in
 
 # a method of the class, of Python's; since 2.14 of C++'s
@@ -32,27 +34,37 @@ def run_backward(outputs, gradients, *args, **kwargs):
     """The engine checks the device of each gradient it is given."""
     __tracebackhide__ = True
     fake_tensors.refuse_backward(outputs)
-    join_streams()
-    for i, (output, gradient) in enumerate(zip(outputs, gradients, strict=False)):
-        if isinstance(output, torch.Tensor) and isinstance(gradient, torch.Tensor):
-            if is_legacy_batchedtensor(gradient):
-                continue  # is_grads_batched=True: it hides where it is
-            if gpu_of(output) is not gpu_of(gradient) and gradient.dim() > 0:
-                raise RuntimeError(
-                    f"Function {output.grad_fn.name() if output.grad_fn else 'root'} "
-                    f"returned an invalid gradient at index {i} - expected device "
-                    f"{output.device} but got {gradient.device}"
-                )
+    gradients = tuple(map(_root, range(len(outputs)), outputs, gradients))
     if not in_place.is_measured() and not is_absent(disable_modes):
         with disable_modes(), DispatchMode(state.current()):
             in_place.measure()
     thread = state.current().thread
     chosen = thread.device, thread.device_chosen_in
     try:
-        with _function_mode():
+        inputs = args[2] if len(args) > 2 else ()
+        with _function_mode(), streams_of_forward(outputs, inputs):
             return raw_run_backward(outputs, gradients, *args, **kwargs)
     finally:
         thread.device, thread.device_chosen_in = chosen
+
+
+def _root(index: int, output, gradient):
+    """The gradient with which backward begins, where its output is.
+
+    Raises:
+        RuntimeError: if it has dimensions and is on another device.
+    """
+    __tracebackhide__ = True
+    if not isinstance(output, torch.Tensor) or not isinstance(gradient, torch.Tensor):
+        return gradient
+    if is_legacy_batchedtensor(gradient):
+        return gradient  # is_grads_batched=True: it hides where it is
+    gpu = gpu_of(output)
+    if gpu_of(gradient) is gpu:
+        return gradient
+    if gradient.dim():
+        raise RuntimeError(invalid_gradient(index, gpu, gradient))
+    return gradient.to(output.device)
 
 
 def _function_mode():
@@ -100,11 +112,10 @@ def apply_backward(self, *gradients):
         if not wanted or not isinstance(gradient, torch.Tensor):
             continue
         if gpu_of(gradient) is not gpu:
-            device = gpu.device if gpu else torch.device("cpu")
             if gradient.dim():
                 raise RuntimeError(
-                    f"Function {self.name()} returned an invalid gradient at index "
-                    f"{position} - expected device {device} but got {gradient.device}"
+                    f"Function {self.name()} "
+                    + invalid_gradient(position, gpu, gradient, "returned an ")
                 )
-            results[i] = gradient.to(device)
+            results[i] = gradient.to(gpu.device if gpu else HOST)
     return tuple(results) if isinstance(out, tuple) else results[0]

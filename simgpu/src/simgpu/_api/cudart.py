@@ -7,6 +7,7 @@ itself, and streams that it makes. There is no profiler to start or to stop.
 import ctypes
 
 from simgpu import _runtime as state
+from simgpu._api.memory import mem_get_info
 from simgpu._api.streams import FIRST_EXTERNAL
 from simgpu._device.blocks import stream_handle
 from simgpu._dispatch.named_devices import current_gpu
@@ -58,8 +59,7 @@ class Cudart:
 
     def cudaMemGetInfo(self, device: int) -> tuple[int, int]:
         """Bytes of the card that are free, and that there are."""
-        memory = state.current().gpus[device].memory
-        return memory.free_on_card, memory.total
+        return mem_get_info(device)
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         """Pin memory that is there; the host takes its time for it."""
@@ -71,8 +71,12 @@ class Cudart:
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
-        found = state.current().registered.pop(address, None)
-        return _NOT_REGISTERED if found is None else 0
+        runtime = state.current()
+        size = runtime.registered.pop(address, None)
+        if size is None:
+            return _NOT_REGISTERED
+        runtime.sanitizer.host_copies.unpinned(address, size)
+        return 0
 
     def cudaStreamCreate(self, where: int) -> int:
         """Make a stream on the current GPU, and write its handle to an address."""

@@ -20,6 +20,7 @@ CUDA_VERSION = "13.0"  # what PyTorch 2.11 is built for
 
 def known_gpu(device=None) -> Gpu:
     """The GPU that `device` names, for calls that check the index themselves."""
+    init()
     index = get_device_index(device, optional=True)
     if not 0 <= index < device_count():
         raise AssertionError("Invalid device id")
@@ -47,12 +48,25 @@ def current_device() -> int:
 def set_device(device) -> None:
     index = get_device_index(device)
     exchange_device(index)
+    if index >= 0:
+        current_gpu().memory.share.open_context()
     if index >= 0 and not is_absent(check_stray_context):  # since 2.15
         check_stray_context(index)
 
 
 def exchange_device(index: int) -> int:
     """Make `index` the current GPU (none if negative); returns the one before."""
+    if index < 0:
+        return -1
+    before = current_device()
+    if index != before:
+        gpu_named(index).memory.share.open_context()
+    maybe_exchange_device(index)
+    return before
+
+
+def maybe_exchange_device(index: int) -> int:
+    """The same, where a context ends: CUDA is not used on the GPU for that alone."""
     if index < 0:
         return -1
     before = current_device()
@@ -92,7 +106,9 @@ def is_bf16_supported(including_emulation: bool = True) -> bool:
 
 
 def synchronize(device=None) -> None:
-    state.current().clock.wait_for_gpu(gpu_named(device))
+    gpu = gpu_named(device)
+    gpu.memory.share.open_context()
+    state.current().clock.wait_for_gpu(gpu)
 
 
 def init() -> None:

@@ -4,6 +4,8 @@ Factories that fill memory (`zeros`, `new_ones`, ...) reach the dispatch mode as
 operations (`_dispatch/factories.py`).
 """
 
+from numbers import Integral
+
 import torch
 
 from simgpu._api.naming import as_device
@@ -44,7 +46,7 @@ def legacy(dtype: torch.dtype, device: torch.device, args: tuple) -> torch.Tenso
         TypeError: for a tensor of another type or device.
     """
     first = args[0] if args else None
-    if isinstance(first, torch.Size) or all(isinstance(n, int) for n in args):
+    if isinstance(first, torch.Size) or all(isinstance(n, Integral) for n in args):
         size = first if isinstance(first, torch.Size) else args
         return torch.empty(size or (0,), dtype=dtype, device=device)
     if isinstance(first, (torch.UntypedStorage, torch.TypedStorage)):

@@ -40,8 +40,9 @@ def _empty_cache(*args) -> None:
 
 def mem_get_info(device=None) -> tuple[int, int]:
     """Bytes of the card that are free, and that there are."""
-    memory = gpu_named(device).memory
-    return memory.free_on_card, memory.total
+    share = gpu_named(device).memory.share
+    share.open_context()
+    return share.free, share.total
 
 
 def _record_memory_history(enabled="all", context="all", stacks="all",

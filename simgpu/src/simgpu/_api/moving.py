@@ -165,8 +165,13 @@ def type_as(self, other):
 
 def setitem(self, index, value):
     crosses = isinstance(value, torch.Tensor) and gpu_of(self) is not gpu_of(value)
-    if crosses and torch.is_grad_enabled() and value.requires_grad:
-        value = value.to(self.device)  # so that its gradient finds the way back
+    if crosses and (
+        torch.is_grad_enabled()
+        and value.requires_grad  # its gradient comes back
+        or value.dim() == 0
+        and gpu_of(value)  # C++ copies it if it is on a GPU
+    ):
+        value = value.to(self.device)
     _raw_setitem(self, index, value)
 
 

@@ -1,5 +1,7 @@
 """What a program may call a device: "cuda:1", `torch.device("cuda", 1)`, or 1."""
 
+from numbers import Integral
+
 import torch
 
 from simgpu._dispatch.named_devices import find_gpu
@@ -11,7 +13,7 @@ def as_device(device) -> torch.device | None:
     """A torch.device for anything that names one; None stays None."""
     if device is None or isinstance(device, _raw_device):
         return device
-    if isinstance(device, int):
+    if isinstance(device, Integral):
         return find_gpu(device).device
     return _raw_device(device)
 
@@ -19,6 +21,6 @@ def as_device(device) -> torch.device | None:
 def new_device(*args, **kwargs):
     """torch.device(1) is the GPU with index 1."""
     first = args[0] if args else kwargs.get("type")
-    if isinstance(first, int) and not isinstance(first, bool):
+    if isinstance(first, Integral) and not isinstance(first, bool):
         return _raw_device("cuda", first)
     return _raw_device(*args, **kwargs)

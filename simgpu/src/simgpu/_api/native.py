@@ -43,12 +43,17 @@ REFUSED = (
 ABSENT_CLASSES = ("_cuda_CUDAAllocator_AllocatorState", "_cuda_CUDAAllocator")
 
 
+def _device_count() -> int:
+    """CUDA itself answers, and from now on keeps what it has seen."""
+    return state.current().fix_visible()
+
+
 def _set_device(index: int) -> None:
-    devices.exchange_device(index)
+    devices.set_device(index)
 
 
 def _has_primary_context(index: int) -> bool:
-    """Whether the program has used this GPU: given it work, or taken its memory."""
+    """Whether the program has used this GPU."""
     if not 0 <= index < devices.device_count():
         raise RuntimeError(
             f"hasPrimaryContext expects a valid device index, not {index}"
@@ -57,7 +62,7 @@ def _has_primary_context(index: int) -> bool:
     if not devices.is_initialized():
         return False
     worked = any(gpu == index for gpu, _ in runtime.clock.done)
-    return worked or bool(runtime.gpus[index].memory.segments)
+    return worked or runtime.gpus[index].memory.share.has_context
 
 
 def _synchronize() -> None:
@@ -67,6 +72,7 @@ def _synchronize() -> None:
 def _sleep(cycles: int) -> None:
     """The current stream does nothing for so many cycles of the card's clock."""
     gpu = current_gpu()
+    gpu.memory.share.open_context()
     runtime = state.current()
     runtime.clock.spin(gpu, runtime.stream_of(gpu), cycles / (gpu.card.clock * 1e3))
 
@@ -180,8 +186,8 @@ C_FUNCTIONS = {
     "_cuda_getDevice": devices.current_device,
     "_cuda_setDevice": _set_device,
     "_cuda_exchangeDevice": devices.exchange_device,
-    "_cuda_maybeExchangeDevice": devices.exchange_device,
-    "_cuda_getDeviceCount": devices.device_count,
+    "_cuda_maybeExchangeDevice": devices.maybe_exchange_device,
+    "_cuda_getDeviceCount": _device_count,
     "_cuda_hasPrimaryContext": _has_primary_context,
     "_cuda_canDeviceAccessPeer": _can_access_peer,
     "_cuda_synchronize": _synchronize,

@@ -1,23 +1,29 @@
 """The package `pynvml` (nvidia-ml-py), and `torch.cuda.utilization()` and its kin.
 
-A module of this name stands in `sys.modules` while GPUs are simulated, also where the
-package is not installed. Models: the GPUs of the machine, whatever CUDA_VISIBLE_DEVICES
-hides; the memory that this process has in use, with the context and the cache of the
-allocator; and the share of the last second of simulated time in which kernels ran.
-Leaves out: other processes, each of which has a machine of its own; temperature and
-power, which are refused by name; clocks that change: a card always has its highest.
+A module of this name stands in `sys.modules` while GPUs are simulated, where the
+package is installed; elsewhere a program cannot import it, as on a machine with GPUs,
+but what `torch.cuda` asks of it is answered. Models: the
+GPUs of the machine, whatever CUDA_VISIBLE_DEVICES hides; the memory that each process
+of the machine has in use, with its context and the cache of its allocator; and the
+share of the last second of simulated time in which kernels of this process ran.
+Leaves out: clocks that change: a card always has its highest. What has no answer, such
+as power, temperature or errors of memory, is an `NVMLError_NotSupported`, as of a card
+that cannot tell.
 """
 
+import functools
 import importlib.machinery
+import importlib.util
 import os
 import sys
 from types import ModuleType, SimpleNamespace
 
 from simgpu import _runtime as state
-from simgpu._api.devices import CUDA_VERSION, known_gpu
+from simgpu._api.devices import CUDA_VERSION
 from simgpu._api.properties import DeviceProperties
-from simgpu._api.refused import refuse
+from simgpu._compat import get_device_index
 
+_NO_INSTANCE = 0xFFFFFFFF  # the card is not divided (MIG)
 _PERIOD = 1.0  # seconds of simulated time that utilization is about
 _DRIVER_VERSION = "580.00 (simulated)"  # the first that CUDA 13.0 runs on is an R580
 # Source: NVML's reference, nvmlReturn_t
@@ -37,6 +43,7 @@ _CONSTANTS = {
     "NVML_SUCCESS": 0, "NVML_TEMPERATURE_GPU": 0, "NVML_CLOCK_GRAPHICS": 0,
     "NVML_CLOCK_SM": 1, "NVML_CLOCK_MEM": 2, "NVML_CLOCK_VIDEO": 3,
 }  # fmt: skip
+_NOT_SUPPORTED = 3  # NVML_ERROR_NOT_SUPPORTED
 _MEMORY_CLOCK = 2  # NVML_CLOCK_MEM; the others are the multiprocessors'
 
 
@@ -104,8 +111,9 @@ class Nvml:
     def memory(self, gpu, version=None) -> SimpleNamespace:
         """Bytes of the card."""
         self._check()
-        total, free = gpu.memory.total, gpu.memory.free_on_card
-        found = SimpleNamespace(total=total, free=free, used=total - free)
+        total = gpu.memory.total
+        used = sum(gpu.memory.share.processes().values())
+        found = SimpleNamespace(total=total, free=total - used, used=used)
         if version is not None:
             found.version, found.reserved = version, 0
         return found
@@ -126,13 +134,14 @@ class Nvml:
         return SimpleNamespace(gpu=_percent(ran, *span), memory=_percent(used, *span))
 
     def processes(self, gpu) -> list[SimpleNamespace]:
-        """This process, if it has used CUDA."""
+        """Those that use CUDA on a card."""
         self._check()
-        runtime = state.current()
-        if not runtime.initialized or gpu not in runtime.gpus:
-            return []
-        used = gpu.memory.total - gpu.memory.free_on_card
-        return [SimpleNamespace(pid=os.getpid(), usedGpuMemory=used)]
+        found = gpu.memory.share.processes()
+        return [
+            SimpleNamespace(pid=pid, usedGpuMemory=used, gpuInstanceId=_NO_INSTANCE,
+                            computeInstanceId=_NO_INSTANCE)
+            for pid, used in found.items()
+        ]  # fmt: skip
 
     def no_processes(self, gpu) -> list:
         self._check()
@@ -164,13 +173,35 @@ def _percent(spans: list[tuple[float, float]], first: float, last: float) -> int
 
 def nvml_index(device=None) -> int:
     """`torch.cuda._get_nvml_device_index`: the machine's number of a GPU."""
-    return known_gpu(device).ordinal
+    index = get_device_index(device, optional=True)
+    gpus = state.current().gpus
+    if 0 <= index < len(gpus):
+        return gpus[index].ordinal
+    if "CUDA_VISIBLE_DEVICES" not in os.environ:
+        raise NVMLError(2)
+    raise RuntimeError(
+        f"device {index} is not visible (CUDA_VISIBLE_DEVICES="
+        f"{[gpu.ordinal for gpu in gpus]})"
+    )
+
+
+class _Loader:
+    """Loads the module, which is there already, for who imports it before PyTorch."""
+
+    def __init__(self, made: ModuleType):
+        self._made = made
+
+    def create_module(self, spec) -> ModuleType:
+        return self._made
+
+    def exec_module(self, made: ModuleType) -> None:
+        """Nothing is left to do."""
 
 
 def module() -> ModuleType:
     """The module `pynvml`, for the runtime that is about to start."""
     made = ModuleType("pynvml", __doc__)
-    made.__spec__ = importlib.machinery.ModuleSpec("pynvml", None)
+    made.__spec__ = importlib.machinery.ModuleSpec("pynvml", _Loader(made))
     made.__version__ = "13.0.0"
     nvml = Nvml()
     functions = {
@@ -204,13 +235,41 @@ def module() -> ModuleType:
         kind = _error_class(value, name)
         setattr(made, kind.__name__, kind)
 
-    def refused(name: str):
-        if name.startswith("nvml"):
-            return refuse(f"pynvml.{name}")
+    made.__getattr__ = _not_supported
+    return made
+
+
+def _not_supported(name: str):
+    """What stands for the functions of NVML that have no answer."""
+    if not name.startswith("nvml"):
         raise AttributeError(f"module 'pynvml' has no attribute {name!r}")
 
-    made.__getattr__ = refused
-    return made
+    def function(*args, **kwargs):
+        raise NVMLError(_NOT_SUPPORTED)
+
+    function.__name__ = name
+    return function
+
+
+def importing(raw, pynvml: ModuleType):
+    """A function of PyTorch that may import `pynvml`, though the program may not."""
+
+    @functools.wraps(raw)
+    def ask(*args, **kwargs):
+        sys.modules["pynvml"] = pynvml
+        try:
+            return raw(*args, **kwargs)
+        finally:
+            del sys.modules["pynvml"]
+
+    return ask
+
+
+def is_installed() -> bool:
+    """Whether a program that imports `pynvml` finds it here."""
+    if "pynvml" in sys.modules:
+        return sys.modules["pynvml"] is not None
+    return importlib.util.find_spec("pynvml") is not None
 
 
 def _cuda_version() -> int:

@@ -4,7 +4,7 @@ Models: the host's part is PyTorch's own, in real time. Work of the GPUs is the
 simulated clock's: each kernel and copy becomes an event of the profile and is booked to
 the operation that launched it, so that tables and traces have device times. Ranges for
 NVTX and `torch.cuda.profiler.start()` go nowhere, as where no profiler is attached.
-Leaves out: memory of the device (it counts as the host's, where the values are), CUDA's
+Memory of the GPUs is in `profiler_memory.py`. Leaves out: the memory timeline, CUDA's
 own calls such as `cudaLaunchKernel`, and that the two times fit together: a trace shows
 the GPUs from the start of the profile on, in simulated time.
 
@@ -22,7 +22,9 @@ from torch.autograd.profiler_util import EventList, FunctionEvent
 
 from simgpu import _runtime as state
 from simgpu._api.patch import Patch, patches
+from simgpu._api.profiler_memory import MemoryRecording, Result
 from simgpu._compat import raw_parse_kineto_results, raw_start_trace
+from simgpu._errors import NotSimulated
 
 ACTIVITIES = {ProfilerActivity.CPU, ProfilerActivity.CUDA}
 _MODE = "PythonDispatchMode"  # a row for each operation that our mode sees
@@ -35,6 +37,7 @@ _raw_init = profile.__init__
 _raw_exit = profile.__exit__
 _raw_export = profile.export_chrome_trace
 _raw_table = EventList.table
+_raw_export_memory_timeline = torch.profiler.profile.export_memory_timeline
 
 
 class _Recording:
@@ -44,6 +47,7 @@ class _Recording:
         self.clock = clock
         self.started = clock.host  # simulated seconds
         self.events: list[tuple[int, object]] = []  # real ns, event
+        self.memory: MemoryRecording | None = None  # if that is profiled, too
 
     def append(self, event) -> None:
         self.events.append((time.time_ns(), event))
@@ -51,6 +55,8 @@ class _Recording:
     def finish(self) -> None:
         others = [r for r in self.clock.recordings if r is not self]
         self.clock.recordings[:] = others
+        if self.memory is not None:
+            self.memory.finish()
 
 
 # -- the profile -----------------------------------------------------------------------
@@ -71,6 +77,8 @@ def start_trace(self):
         clock = state.current().clock
         self._simgpu = _Recording(clock)
         clock.recordings.append(self._simgpu)
+        if self.profile_memory:
+            self._simgpu.memory = MemoryRecording(state.current().gpus)
 
 
 def exit_profile(self, *exception):
@@ -84,8 +92,10 @@ def exit_profile(self, *exception):
 
 def parse_results(self, result, *args, **kwargs):
     """The host's events without ours, and the GPUs'."""
-    events = raw_parse_kineto_results(self, result, *args, **kwargs)
     recording = getattr(self, "_simgpu", None)
+    if recording is not None and recording.memory is not None:
+        result = Result(result, recording.memory)
+    events = raw_parse_kineto_results(self, result, *args, **kwargs)
     if recording is None:
         return events
     events = _without_modes(events)
@@ -202,6 +212,17 @@ def _rows(recording: _Recording, start: float) -> list[dict]:
     return rows
 
 
+def export_memory_timeline(self, path, device=None):
+    """It would be drawn of the host's memory, where the values are."""
+    if self.use_device == "cuda":
+        raise NotSimulated(
+            "torch.profiler.profile.export_memory_timeline",
+            "torch.cuda.memory._record_memory_history() and _dump_snapshot(), which "
+            "PyTorch advises in its place, have the memory of simulated GPUs.",
+        )
+    return _raw_export_memory_timeline(self, path, device)
+
+
 def supported_activities() -> set:
     return set(ACTIVITIES)
 
@@ -241,6 +262,8 @@ def rows() -> list[Patch]:
         *patches(profile, clock, __init__=init, _start_trace=start_trace,
                  __exit__=exit_profile, _parse_kineto_results=parse_results,
                  export_chrome_trace=export_chrome_trace),
+        *patches(torch.profiler.profile, "C++ knows the host's memory alone",
+                 export_memory_timeline=export_memory_timeline),
         *patches(EventList, "it says what is simulated", table=table),
         *patches(emit_nvtx, "there is no profiler",
                  __enter__=enter_nvtx, __exit__=exit_nvtx),

@@ -1,6 +1,6 @@
 """`torch.cuda.get_device_properties`: what is known of a simulated GPU."""
 
-import uuid
+from simgpu._device.visible import uuid_of
 
 _MOST_THREADS_PER_BLOCK = 1024  # of every card since 2010
 _REGISTERS = 65536  # of a multiprocessor, of every card in the table
@@ -21,7 +21,7 @@ class DeviceProperties:
         self.major, self.minor = card.capability
         self.total_memory = gpu.memory.total  # bytes
         self.multi_processor_count = card.multi_processors
-        self.uuid = uuid.UUID(int=gpu.ordinal)
+        self.uuid = uuid_of(gpu.ordinal)
         self.pci_bus_id = gpu.ordinal
         self.pci_device_id = 0
         self.pci_domain_id = 0

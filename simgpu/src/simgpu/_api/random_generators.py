@@ -164,8 +164,23 @@ def initial_seed() -> int:
     return gpu_named().generator.initial_seed()
 
 
+def _default_generator(device) -> Generator:
+    """That of the GPU with this number, which Python looks up among all.
+
+    Raises:
+        IndexError: if there is none.
+    """
+    state = _runtime.current()
+    state.initialize()
+    index = device if isinstance(device, int) else torch.device(device).index
+    if index is None:
+        index = gpu_named().index
+    generators = tuple(gpu.generator for gpu in state.gpus)
+    return generators[index]
+
+
 def get_rng_state(device="cuda") -> torch.Tensor:
-    return gpu_named(device).generator.get_state()
+    return _default_generator(device).get_state()
 
 
 def get_rng_state_all() -> list[torch.Tensor]:
@@ -173,7 +188,7 @@ def get_rng_state_all() -> list[torch.Tensor]:
 
 
 def set_rng_state(new_state, device="cuda") -> None:
-    gpu_named(device).generator.set_state(new_state)
+    _default_generator(device).set_state(new_state)
 
 
 def set_rng_state_all(new_states) -> None:

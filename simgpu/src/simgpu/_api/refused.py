@@ -9,9 +9,9 @@ import torch.cuda.nccl
 from simgpu._errors import NotSimulated
 
 
-def refuse(call: str):
+def refuse(call: str, *why: str):
     def refused(*args, **kwargs):
-        raise NotSimulated(call)
+        raise NotSimulated(call, *why)
 
     refused.__name__ = call.rsplit(".", 1)[-1]
     return refused
@@ -31,7 +31,7 @@ _KEPT = {
     "StreamContext", "stream", "current_blas_handle", "current_solver_handle",
     "get_stream_from_external", "get_sync_debug_mode", "set_sync_debug_mode",
     "get_gencode_flags", "list_gpu_processes", "device_memory_used", "memory_usage",
-    "utilization", "clock_rate",
+    "utilization", "clock_rate", "power_draw", "temperature",
 }  # fmt: skip
 _MODULES = {
     torch.cuda: (*torch.cuda.__all__, "_compile_kernel"),

@@ -3,7 +3,8 @@
 The sender's storage moves to shared memory of the host, which the receiver maps; so
 what one of them writes, the other reads. As on a real machine,
 
-* the receiver's allocator counts nothing for it, and does not send it on;
+* the receiver's allocator counts nothing for it, and does not send it on; its context
+  takes its place on the card;
 * the number of the GPU travels and not the card, so CUDA_VISIBLE_DEVICES should be the
   same on both sides;
 * an event that another process has recorded can be waited for.
@@ -109,6 +110,7 @@ def new_shared_cuda(
             "CUDA error: invalid resource handle (the process that has sent the "
             "tensor has ended)"
         ) from error
+    gpu.memory.share.open_context()
     storage._shared_decref()
     storage._simgpu = ReceivedMemory(gpu, nbytes, sharing(), slot)
     runtime.clock.busy(cost.OPEN_HANDLE, "open a handle")

@@ -6,7 +6,14 @@ from torch.storage import UntypedStorage
 from simgpu._api.naming import as_device
 from simgpu._compat import PythonStorageBase, StorageBase
 from simgpu._dispatch.named_devices import find_gpu, kept_on
-from simgpu._dispatch.placement import gpu_of_storage, memory_of_storage, place_storage
+from simgpu._dispatch.placement import (
+    PartMemory,
+    gpu_of,
+    gpu_of_storage,
+    is_plain,
+    memory_of_storage,
+    place_storage,
+)
 from simgpu._dispatch.shared_memory import check_size
 
 _raw_device = UntypedStorage.device
@@ -15,6 +22,13 @@ _raw_resize = UntypedStorage.resize_
 _raw_clone = PythonStorageBase.clone
 _raw_to = PythonStorageBase.to
 _raw_new = StorageBase.__new__
+_raw_is_shared = UntypedStorage.is_shared
+_raw_set = torch.Tensor.set_
+_raw_getitem = UntypedStorage.__getitem__
+_OTHER_DEVICE = (
+    'Attempted to set the storage of a tensor on device "{}" to a storage on different '
+    'device "{}".  This is no longer allowed; the devices must match.'
+)
 
 
 def new(cls, *args, device=None, **kwargs):
@@ -40,6 +54,31 @@ def data_ptr(self):
     return memory.block.address
 
 
+def getitem(self, index):
+    """`storage[i]`, which the host reads; `storage[a:b]`, the same memory."""
+    found = _raw_getitem(self, index)
+    if isinstance(index, slice):
+        memory = memory_of_storage(self)
+        if memory is not None:
+            first = index.indices(self.nbytes())[0]
+            found._simgpu = PartMemory(memory, first, found.nbytes())
+            self._simgpu_sliced = True
+        pinned = getattr(self, "_simgpu_pinned", None)
+        if pinned is not None:
+            found._simgpu_pinned = pinned
+    return found
+
+
+def new_like(self):
+    """`storage.new()`: an empty one on the same device."""
+    return type(self)(0, device=self.device)
+
+
+def is_shared(self):
+    """GPU memory can be mapped by other processes."""
+    return gpu_of_storage(self) is not None or _raw_is_shared(self)
+
+
 def resize_(self, size: int):
     """Also counts what the storage takes then."""
     memory = memory_of_storage(self)
@@ -50,6 +89,22 @@ def resize_(self, size: int):
     if memory is not None and memory.nbytes != self.nbytes():
         memory.resize(self.nbytes())
     return self
+
+
+def set_(self, source=None, *args, **kwargs):
+    """`x.set_(storage)`: only memory of the same device."""
+    __tracebackhide__ = True
+    if source is not None and is_plain(self) and self.device.type != "meta":
+        if isinstance(source, torch.Tensor):
+            its = gpu_of(source)
+        else:
+            its = gpu_of_storage(getattr(source, "_untyped_storage", source))
+        gpu = gpu_of(self)
+        if gpu is not its:
+            own, other = (g.device if g else "cpu" for g in (gpu, its))
+            raise RuntimeError(_OTHER_DEVICE.format(own, other))
+    given = () if source is None else (source,)
+    return _raw_set(self, *given, *args, **kwargs)
 
 
 def _as_bytes(storage) -> torch.Tensor:

@@ -3,9 +3,7 @@
 Models: the current and the default stream of each GPU, and who waits for whom. As in
 PyTorch, a new stream comes from a pool of 32 for each GPU and priority, and does not
 wait for the default stream by itself. `cudart().cudaStreamCreate` makes others
-(`cudart.py`). Leaves out: what a priority does, streams of other libraries, and that of
-each backward step: backward runs on the current stream, which first waits for every
-other (so a gradient that another stream has not finished is not seen as a race).
+(`cudart.py`). Leaves out: what a priority does, and streams of other libraries.
 """
 
 import ctypes
@@ -13,12 +11,12 @@ import ctypes
 import torch
 
 from simgpu import _runtime as state
+from simgpu._api.backward_streams import note_streams
 from simgpu._api.cuda_events import CudaEvent, Event
 from simgpu._compat import get_device_index
 from simgpu._device.blocks import stream_handle
 from simgpu._dispatch.named_devices import find_gpu, gpu_named
 from simgpu._errors import NotSimulated
-from simgpu._timing.events import FIRST_OF_NCCL
 
 FIRST_EXTERNAL = 200  # number of the first stream that is not of a pool
 POOL = 32  # streams of each GPU and priority, handed out in turn
@@ -51,6 +49,7 @@ class Stream:
             return self
         gpu = gpu_named(device)
         priority = min(max(priority, PRIORITIES[1]), PRIORITIES[0])
+        gpu.memory.share.open_context()
         number = next(gpu.stream_counts[priority]) % POOL  # one step for all threads
         self._become(gpu, 1 + number - priority * POOL)
         runtime.sanitizer.watch_accesses()
@@ -90,9 +89,12 @@ class Stream:
 
     def query(self) -> bool:
         """Whether all its work is done; asking takes the host a moment."""
-        clock = state.current().clock
-        clock.event_call()
-        return clock.stream_done(self.device_index, self.stream_id)
+        runtime = state.current()
+        runtime.clock.event_call()
+        done = runtime.clock.stream_done(self.device_index, self.stream_id)
+        if done:
+            runtime.sanitizer.host_waited([(self.device_index, self.stream_id)])
+        return done
 
     def synchronize(self) -> None:
         """Make the host wait until its work is done."""
@@ -236,6 +238,7 @@ def set_stream(stream: Stream | None) -> None:
         runtime = state.current()
         torch.cuda.set_device(stream.device_index)
         runtime.thread.streams[stream.device_index] = stream.stream_id
+        note_streams()
         if stream.stream_id:
             runtime.sanitizer.watch_accesses()
 
@@ -243,18 +246,3 @@ def set_stream(stream: Stream | None) -> None:
 def accelerator_stream(device=None) -> Stream:
     stream = current_stream(device)
     return Stream(stream_id=stream.stream_id, device_index=stream.device_index)
-
-
-def join_streams() -> None:
-    """The current stream of each GPU waits for the program's others (before backward).
-
-    Not for NCCL's: who needs a message waits for its `Work`.
-    """
-    runtime = state.current()
-    clock = runtime.clock
-    for index, number in clock.keys():
-        current = runtime.thread.streams.get(index, 0)
-        if number != current and number < FIRST_OF_NCCL:
-            position = clock.record(index, number)
-            clock.stream_waits(index, current, position)
-            clock.forget(position)

@@ -2,14 +2,15 @@
 
 import torch
 
-from simgpu import _runtime as state
 from simgpu._dispatch import placement
 from simgpu._dispatch.errors import type_name
+from simgpu._dispatch.host_memory import read_by_host
 from simgpu._dispatch.placement import block_of, gpu_of, is_plain
 from simgpu._errors import NotSimulated
 
 _raw_numpy = torch.Tensor.numpy
 _raw_tolist = torch.Tensor.tolist
+_raw_reduce_ex = torch.Tensor.__reduce_ex__
 _raw_dlpack = torch.Tensor.__dlpack__
 _raw_dlpack_device = torch.Tensor.__dlpack_device__
 _raw_data_ptr = torch.Tensor.data_ptr
@@ -21,6 +22,7 @@ _raw_to_dlpack = torch.utils.dlpack.to_dlpack
 def numpy(self, *, force=False):
     gpu = gpu_of(self)
     if gpu is None:
+        read_by_host(self, "numpy")
         return _raw_numpy(self, force=force)
     if force:
         return _raw_numpy(self.detach().cpu(), force=True)
@@ -31,12 +33,22 @@ def numpy(self, *, force=False):
 
 
 def tolist(self):
-    return _raw_tolist(self if gpu_of(self) is None else self.detach().cpu())
+    if gpu_of(self) is not None:
+        return _raw_tolist(self.detach().cpu())
+    read_by_host(self, "tolist")
+    return _raw_tolist(self)
+
+
+def reduce_ex(self, protocol):
+    """`torch.save` and `pickle` read a tensor's whole storage."""
+    read_by_host(self, "pickle", whole=True)
+    return _raw_reduce_ex(self, protocol)
 
 
 def dlpack(self, *args, **kwargs):
     if gpu_of(self) is not None:
         raise NotSimulated("DLPack of a GPU tensor")
+    read_by_host(self, "__dlpack__")
     return _raw_dlpack(self, *args, **kwargs)
 
 
@@ -98,12 +110,3 @@ def to_dlpack(tensor):
     if gpu_of(tensor) is not None:
         raise NotSimulated("DLPack of a GPU tensor")
     return _raw_to_dlpack(tensor)
-
-
-def pin_memory_at(data_ptr: int, size: int) -> None:
-    """`torch.cuda._pin_memory_utils`: pin memory that is there already."""
-    state.current().clock.pin(size)
-
-
-def unpin_memory_at(data_ptr: int) -> None:
-    """It is pageable again; the host needs no time for it."""

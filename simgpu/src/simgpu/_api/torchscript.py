@@ -3,8 +3,7 @@
 Models: a module is loaded to where it was saved from, or to `map_location`; where each
 parameter and buffer was stands in an extra file of the archive, for C++ writes that all
 are on the CPU. Leaves out: constants in the code of a frozen module, which stay on the
-CPU; and devices in TorchScript's own code: `x.device` there is the CPU, and
-`x.to("cpu")` does nothing, because to C++ the tensor is there already.
+CPU. What TorchScript's own code says of devices is in `script_devices.py`.
 """
 
 import json

@@ -25,6 +25,7 @@ from simgpu._device.blocks import (
     Pool,
     segment_size,
 )
+from simgpu._device.card_share import CardShare
 from simgpu._device.history import History
 from simgpu._device.no_time import NoTime
 from simgpu._device.out_of_memory import words
@@ -57,7 +58,7 @@ class CachingAllocator:
         self.index = index
         self.total = total
         self.clock = clock or NoTime()
-        self.outside: dict[str, int] = {}  # bytes that others of this process take
+        self.share = CardShare(total)  # what this process has of the card
         self.fraction: float | None = None  # of the card that the process may take
         self.settings = settings or Settings()
         self.small, self.large = (Pool(small, self.settings) for small in (True, False))
@@ -89,16 +90,12 @@ class CachingAllocator:
     @property
     def limit(self) -> int:
         """Bytes that PyTorch may take of the card."""
-        most = self.total - sum(self.outside.values())
-        if self.fraction is None:
-            return most
-        return min(most, int(self.total * self.fraction))
+        return min(self.share.for_segments, self.allowed)
 
     @property
-    def free_on_card(self) -> int:
-        """Bytes of the card that nobody has taken."""
-        taken = self.both.reserved_bytes.current + sum(self.outside.values())
-        return self.total - taken
+    def allowed(self) -> int:
+        """Bytes that the program lets PyTorch take of the card."""
+        return self.total if self.fraction is None else int(self.total * self.fraction)
 
     def malloc(self, nbytes: int, stream: int = 0) -> Block | None:
         """A block for `nbytes`, used first on `stream`; None for no bytes at all.
@@ -126,8 +123,11 @@ class CachingAllocator:
             raise torch.OutOfMemoryError(
                 "CUDA out of memory. Tried to allocate more than 1EB memory."
             )
-        # a lower fraction may have come after segments were made: they stay usable
-        if size > max(self.limit, self.reserved) - self.allocated:
+        cached = self.reserved - self.allocated
+        if size <= cached:  # also above a fraction that came after its segments
+            return
+        self.share.open_context()
+        if size > cached + self.limit - self.reserved:
             with self.clock.lock:
                 self._release_cached_blocks()
                 self.counts["num_alloc_retries"] += 1
@@ -266,14 +266,17 @@ class CachingAllocator:
         """Ask CUDA for a segment; if there is no room, free the cache and ask again."""
         __tracebackhide__ = True
         nbytes = segment_size(size)
-        if self.settings.max_split < math.inf and not self._fits(nbytes):
+        self.share.open_context()
+        taken = self._take(nbytes)
+        if not taken and self.settings.max_split < math.inf:
             for block in oversize_to_release(self.settings, pool, size, stream):
                 pool.remove(block)
                 self._release_segment(block)
-        if not self._fits(nbytes):
+            taken = self._take(nbytes)
+        if not taken:
             self._release_cached_blocks()
             self.counts["num_alloc_retries"] += 1
-            if not self._fits(nbytes):
+            if not self._take(nbytes):
                 raise self._out_of_memory(size, nbytes, stream)
         address = self._room_for(nbytes)
         block = Block(address, nbytes, stream, pool)
@@ -289,8 +292,9 @@ class CachingAllocator:
             self.history.note("segment_alloc", address, nbytes, stream, frames)
         return block
 
-    def _fits(self, nbytes: int) -> bool:
-        return self.both.reserved_bytes.current + nbytes <= self.limit
+    def _take(self, nbytes: int) -> bool:
+        """Take a segment of the card, if there is room and the program allows it."""
+        return self.share.reserved + nbytes <= self.allowed and self.share.take(nbytes)
 
     def _room_for(self, nbytes: int) -> int:
         """The lowest address with room for a segment."""
@@ -393,6 +397,7 @@ class CachingAllocator:
         self.clock.wait_for_device(self.index)
         del self.segments[block.address], self.segment_sizes[block.address]
         self.counts["num_device_free"] += 1
+        self.share.give_back(block.size)
         self.both.segment_released(block.size)
         block.pool.stats.segment_released(block.size)
         if block.size >= self.settings.max_split:
@@ -403,9 +408,10 @@ class CachingAllocator:
     def _out_of_memory(self, size: int, nbytes: int, stream: int) -> Exception:
         """The error, after `size` bytes in a segment of `nbytes` found no room."""
         self.counts["num_ooms"] += 1
-        free = self.free_on_card
+        processes = self.share.processes()
+        free = self.total - sum(processes.values())
         if self.history.is_recording:
             self.history.note("oom", free, size, stream, self.history.frames())
         for observer in self.observers:
             observer(self.index, size, self.total, free)
-        return torch.OutOfMemoryError(words(self, nbytes, free))
+        return torch.OutOfMemoryError(words(self, nbytes, processes))

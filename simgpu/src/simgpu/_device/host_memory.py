@@ -23,16 +23,19 @@ def _power_of_two(nbytes: int) -> int:
 class PinnedBlock:
     """The mark of a storage in pinned memory: its block is cached with its end."""
 
-    __slots__ = ("memory", "size", "streams")
+    __slots__ = ("memory", "size", "streams", "address")
 
     def __init__(self, memory: "HostMemory", nbytes: int):
         self.memory = memory
         self.size = _power_of_two(nbytes) if nbytes else 0
         # (GPU, stream) of copies for which the host does not wait
         self.streams: set[tuple[int, int]] = set()
+        self.address = 0  # of the storage, once such a copy has used it
         memory.take(self.size)
 
     def __del__(self):
+        if self.address:
+            self.memory.clock.sanitizer.host_copies.freed(self.address)
         if self.size:
             self.memory.freed.append((self.size, self.streams))
 

@@ -1,5 +1,7 @@
 """What PyTorch says when a GPU has no room."""
 
+import os
+
 from simgpu._device.cards import show_bytes
 
 _DOCS = (
@@ -8,16 +10,21 @@ _DOCS = (
 )
 
 
-def words(memory, nbytes: int, free: int) -> str:
+def words(memory, nbytes: int, processes: dict[int, int]) -> str:
     """The message, in the words of c10/cuda/CUDACachingAllocator.cpp.
 
     Args:
         memory: the allocator.
         nbytes: of the segment that it asked for.
-        free: bytes of the card.
+        processes: on the card -> bytes that each has, this one among them.
     """
     reserved = memory.both.reserved_bytes.current
     allocated = memory.both.allocated_bytes.current
+    free = memory.total - sum(processes.values())
+    users = "".join(
+        f"{_name(pid)} has {show_bytes(used)} memory in use. "
+        for pid, used in processes.items()
+    )
     allowed = ""
     if memory.fraction is not None:
         most = int(memory.total * memory.fraction)
@@ -25,11 +32,16 @@ def words(memory, nbytes: int, free: int) -> str:
     return (
         f"CUDA out of memory. Tried to allocate {show_bytes(nbytes)}. GPU "
         f"{memory.index} has a total capacity of {show_bytes(memory.total)} of which "
-        f"{show_bytes(free)} is free. Including non-PyTorch memory, this process has "
-        f"{show_bytes(memory.total - free)} memory in use. {allowed}Of the allocated "
+        f"{show_bytes(free)} is free. {users}{allowed}Of the allocated "
         f"memory {show_bytes(allocated)} is allocated by PyTorch, and "
         f"{show_bytes(reserved - allocated)} is reserved by PyTorch but unallocated. "
         "If reserved but unallocated memory is large try setting "
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  "
         f"See documentation for Memory Management  ({_DOCS})"
     )
+
+
+def _name(pid: int) -> str:
+    if pid == os.getpid():
+        return "Including non-PyTorch memory, this process"
+    return f"Process {pid}"

@@ -3,10 +3,8 @@
 What a copy costs is in `_timing/cost.py`; when it runs, in `_timing/clock.py`.
 """
 
-import torch
-
 from simgpu import _runtime as state
-from simgpu._dispatch import cpp_tensors, sanitizing
+from simgpu._dispatch import cpp_tensors, host_memory, sanitizing
 from simgpu._dispatch.named_devices import HOST, find_gpu, kept_on
 from simgpu._dispatch.operation import handles
 from simgpu._dispatch.operation_call import Call
@@ -48,12 +46,14 @@ def to_copy(call: Call):
             cpp_tensors.note(call.runtime, out)  # C++ may mean another input's GPU
         return out
     # PyTorch takes pinned memory where the host need not wait
-    pinned = is_pinned(tensor) if source is None else not wait
+    pinned = not wait if source is not None else is_pinned(tensor)
+    if source is None and pinned:
+        pinned = host_memory.is_read_by_stream(tensor, call.kwargs.get("dtype"), wait)
     out = _cross(call, tensor, source, target, pinned=pinned, wait=wait)
     if wants_pinned or (pinned and target is None):
         pin(out)
     if pinned and not wait and None in (source, target):
-        _hold(call, *((tensor, target) if source is None else (out, source)))
+        _hold(call, tensor, out, source, target)
     return out
 
 
@@ -74,9 +74,15 @@ def copy_(call: Call):
         return call.run_on(target)
     wait = not call.argument(2, "non_blocking")
     pinned = is_pinned(into if target is None else tensor)
+    if pinned and source is None:
+        pinned = host_memory.is_read_by_stream(tensor, into.dtype, wait, into)
+    elif pinned and target is None:
+        pinned = host_memory.is_written_by_stream(into, tensor, wait)
+    held = pinned and not wait and None in (source, target)
+    before = host_memory.content(call.runtime, into) if held else None
     out = _cross(call, tensor, source, target, pinned=pinned, wait=wait, into=into)
-    if pinned and not wait and None in (source, target):
-        _hold(call, *((tensor, target) if source is None else (into, source)))
+    if held:
+        _hold(call, tensor, into, source, target, before)
     return out
 
 
@@ -90,6 +96,10 @@ def _cross(call: Call, tensor, source, target, *, pinned, wait, into=None):
     ends = [gpu for gpu in (source, target) if gpu is not None]
     keys = [(gpu.index, call.runtime.stream_of(gpu)) for gpu in ends]
     sanitizing.before_copy(call, keys, tensor, source, into, target)
+    host = None if len(ends) == 2 else tensor if source is None else into
+    later = target is None and not pinned  # the host writes what has come
+    if call.runtime.unfinished and not later:
+        host_memory.use(call, keys[0], host, pinned, source)
     out = call.func(*call.args, **call.kwargs)
     if target is not None:
         blocks = place_all([out], target)
@@ -97,17 +107,24 @@ def _cross(call: Call, tensor, source, target, *, pinned, wait, into=None):
     nbytes = bytes_in(tensor)
     streams = [stream for _, stream in keys]
     call.runtime.clock.copy(source, target, nbytes, streams, pinned, wait)
+    if call.runtime.unfinished and later:
+        host_memory.use(call, keys[0], host, pinned, source)
     return out
 
 
-def _hold(call: Call, pinned: torch.Tensor, gpu) -> None:
-    """A copy that the host does not wait for uses this pinned memory until its end."""
-    block = pinned_block(pinned)
-    if block is not None and not call.runtime.thread.unlogged:
-        block.streams.add((gpu.index, call.runtime.stream_of(gpu)))
+def _hold(call: Call, tensor, into, source, target, before=None) -> None:
+    """A copy that the host does not wait for uses pinned memory until its end."""
+    if call.runtime.thread.unlogged:
+        return
+    gpu = source or target
+    key = (gpu.index, call.runtime.stream_of(gpu))
+    block = pinned_block(tensor if source is None else into)
+    if block is not None:
+        block.streams.add(key)
+    host_memory.hold(call, key, tensor, into, block, before)
 
 
-@handles("_local_scalar_dense", "is_nonzero", "equal", "allclose")
+@handles("_local_scalar_dense", "is_nonzero", "equal")
 def read_back(call: Call):
     """`.item()` and its like: a copy to the host, which waits for it."""
     __tracebackhide__ = True

@@ -13,6 +13,8 @@ import torch
 
 from simgpu._compat import (
     current_autograd_node,
+    device_constructors,
+    is_absent,
     pad_packed_sequence,
     raw_run_backward,
     torch_compile,
@@ -33,7 +35,10 @@ _MACHINERY = {
 _OPERATIONS = torch_ops.__file__
 _FUNCTION_MODE = str(_DISPATCH / "function_mode.py")
 _BACKWARD_CODE = raw_run_backward.__code__
-_HAS_HOST_RESULT = pad_packed_sequence  # its lengths are on the host
+# its lengths are on the host; what is made of numbers, where a GPU has those numbers
+_HAVE_HOST_RESULTS = {pad_packed_sequence}
+if not is_absent(device_constructors):
+    _HAVE_HOST_RESULTS |= device_constructors()
 
 
 def _call_into_cpp(runtime):
@@ -126,7 +131,7 @@ def pass_on(runtime, tensors, out) -> None:
 
 def place_results(runtime, function, out, args) -> None:
     """A call is over: results that C++ made by itself join the GPU of its inputs."""
-    if function is _HAS_HOST_RESULT:
+    if function in _HAVE_HOST_RESULTS:
         return
     call, runtime.thread.cpp_call = runtime.thread.cpp_call, None
     gpu = next(filter(None, map(gpu_of, tensors_in(args))), None)

@@ -28,3 +28,8 @@ def declaration(func) -> str:
         + (f".{func._schema.overload_name}" if func._schema.overload_name else ""),
         "",
     )
+
+
+def has_cuda_kernel(entry: str) -> bool:
+    """Whether CUDA has a kernel of its own for the operation of this entry."""
+    return "structured" in entry or bool(re.search(r"(?<!\w)CUDA\b.*: ", entry))

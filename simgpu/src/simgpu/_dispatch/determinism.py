@@ -1,8 +1,9 @@
 """`torch.use_deterministic_algorithms(True)`: what CUDA then refuses, or warns of.
 
 Models: the operations that PyTorch lists as having no deterministic code for CUDA, in
-its words. The CPU, which computes them, is deterministic. Leaves out: the environment
-variable that cuBLAS wants, and fills of uninitialised memory.
+its words. The CPU, which computes them, is deterministic. Leaves out: fills of
+uninitialised memory. Products are not refused: PyTorch from 2.11 on (and maybe before)
+no longer asks for CUBLAS_WORKSPACE_CONFIG.
 
 Source: the list in the docstring of `torch.use_deterministic_algorithms`.
 """

@@ -6,6 +6,7 @@ which C++ makes tensors of its own.
 """
 
 import sys
+from numbers import Integral
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -18,6 +19,9 @@ from simgpu._dispatch.placement import gpu_of
 aten = torch.ops.aten
 # what graphs of `torch.export` and `make_fx` call, with the device that is meant
 _COPIES = {aten._to_copy, aten._to_copy.default}
+
+
+_NAMES = {str, torch.device}  # of a device; whatever else is a number of one
 
 
 class FunctionMode(TorchFunctionMode):
@@ -51,7 +55,7 @@ class FunctionMode(TorchFunctionMode):
                 if thread.cpp_call == call:
                     cpp_tensors.place_results(runtime, func, out, args)
             return out
-        if type(device) is int:
+        if type(device) not in _NAMES and isinstance(device, Integral):
             kwargs = {**kwargs, "device": find_gpu(device).device}
         if cpp_tensors.is_passed_on(sys._getframe(1)):  # it is C++ that names the CPU
             return func(*args, **kwargs)
@@ -66,7 +70,7 @@ class FunctionMode(TorchFunctionMode):
 def _without_device(kwargs: dict) -> dict:
     """PyTorch compares `device=` with `out=`, and does not know our devices."""
     device, its = kwargs["device"], gpu_of(kwargs["out"])
-    if type(device) is int:
+    if isinstance(device, Integral):
         device = torch.device("cuda", device)
     device = torch.device(device)
     if device.type in ("cuda", "cpu") and find_gpu(device) is not its:

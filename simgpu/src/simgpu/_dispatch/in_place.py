@@ -45,7 +45,7 @@ _fewest: dict[str, _Holders] = {}
 _measuring = False  # operations on the CPU are being counted now
 
 
-@handles("add", "scatter", "scatter_add", "index_add", "masked_fill", "put")
+@handles("add", "scatter", "scatter_add", "index_add", "put")
 def run_on_common_gpu(call: Call):
     """The usual way, in place where CUDA would be."""
     __tracebackhide__ = True
@@ -119,7 +119,8 @@ def measure() -> None:
             y = x.clone()
             # the engine adds two gradients of y; a formula puts one of x into zeros
             loss = (y.neg() + y.neg()).sum() + x[torch.tensor([0])].sum()
-            raw_run_backward((loss,), (torch.ones(()),), False, False, (), True, True)
+            ones = torch.ones(())
+            raw_run_backward((loss,), (ones,), False, False, (x,), True, False)
     finally:
         _measuring = False
 

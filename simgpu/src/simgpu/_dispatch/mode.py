@@ -18,6 +18,8 @@ from simgpu._compat import (
 )
 from simgpu._dispatch.factories import name_devices
 from simgpu._dispatch.function_mode import FunctionMode
+from simgpu._dispatch.host_is_full import CANNOT_ALLOCATE, raise_host_is_full
+from simgpu._dispatch.host_memory import run_beside_copies
 from simgpu._dispatch.operation import known_operations, operation_of
 from simgpu._dispatch.operation_call import Call
 from simgpu._errors import NotSimulated
@@ -67,7 +69,27 @@ class DispatchMode(TorchDispatchMode):
         call = kind(self.runtime, operation, func, args, kwargs or _NO_KWARGS)
         if below and _active_mode(_PROXY) is not None:
             return trace(call, types)
-        return operation.run(call)
+        try:
+            if self.runtime.unfinished and None in call.gpus:
+                return run_beside_copies(call)
+            return operation.run(call)
+        except Exception as error:
+            _note_failure(call, kwargs or _NO_KWARGS, error)
+            raise
+
+
+def _note_failure(call: Call, kwargs: dict, error: Exception) -> None:
+    """An operation has failed: raise a better error, and keep it for TorchScript."""
+    __tracebackhide__ = True
+    try:
+        if CANNOT_ALLOCATE in str(error):
+            raise_host_is_full(call, kwargs, error)
+    except RuntimeError as better:
+        error = better
+        raise
+    finally:
+        if call.runtime.thread.script_errors is not None:
+            call.runtime.thread.script_errors.append(error)
 
 
 def trace(call: Call, types):

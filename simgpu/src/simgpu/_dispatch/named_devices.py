@@ -1,5 +1,7 @@
 """From what a program calls a device to the simulated GPU that it means."""
 
+from numbers import Integral
+
 import torch
 
 from simgpu import _runtime as state
@@ -28,7 +30,7 @@ def find_gpu(device: torch.device | int) -> Gpu | None:
         NotSimulated: for any other kind of device.
     """
     runtime = state.current()
-    if isinstance(device, int):
+    if isinstance(device, Integral):
         device = torch.device("cuda", device)
     if device.type == "cpu":
         return None

@@ -12,10 +12,15 @@ from torch.utils.flop_counter import flop_registry
 
 from simgpu._compat import OPDEFS, DispatchKey, has_computed_kernel, has_kernel
 from simgpu._dispatch import working_memory
+from simgpu._dispatch.cuda_kernels import guarded
 from simgpu._timing.kernel_cost import TRAFFIC
 
 _has_kernel = has_computed_kernel
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
+OF_ANY_DEVICE = (
+    DispatchKey.CompositeExplicitAutograd,
+    DispatchKey.CompositeExplicitAutogradNonFunctional,
+)
 
 # what launches nothing on a GPU: views, and memory that nobody fills
 _SILENT = {
@@ -50,7 +55,7 @@ class Operation:
     __slots__ = (
         "func", "name", "arguments", "writes", "makes", "has_device", "random",
         "silent", "is_factory", "gathers", "size_is_read_back", "take_memory",
-        "flop_formula", "traffic", "run",
+        "flop_formula", "traffic", "run", "in_parts",
     )  # fmt: skip
 
     def __init__(self, func):
@@ -65,7 +70,8 @@ class Operation:
         )
         self.has_device = "device" in self.arguments
         self.random = torch.Tag.nondeterministic_seeded in func.tags
-        self.silent = func.is_view or self.name in _SILENT
+        view = func.is_view or torch.Tag.inplace_view in func.tags
+        self.silent = view or self.name in _SILENT
         # it reads nothing of its tensors but their shapes and the like
         self.is_factory = self.name.startswith("new_") or self.name.endswith("_like")
         self.gathers = self.name in _GATHERS
@@ -77,7 +83,11 @@ class Operation:
         self.size_is_read_back = dynamic and self.name != "index"
         self.flop_formula = flop_registry.get(func.overloadpacket)
         self.traffic = TRAFFIC.get(self.name, 1.0)
-        self.run = self._find_handler(func)
+        handler = self._find_handler(func)
+        self.run = guarded(func, self.name, handler)
+        # the simulator sees the operations that it is made of
+        names = ("composite", "python kernel", "copy")
+        self.in_parts = handler in [_handlers.get(name) for name in names]
 
     def _find_handler(self, func) -> Callable:
         namespace = _handlers.get(f"{func.namespace}::")
@@ -93,7 +103,12 @@ class Operation:
             return _handlers["foreach"]
         if has_kernel(func.name(), _COMPOSITE):
             return _handlers["composite"]
-        return _handlers["factory" if self.has_device else "usual"]
+        if self.has_device:
+            return _handlers["factory"]
+        of_any_device = any(has_kernel(func.name(), key) for key in OF_ANY_DEVICE)
+        if of_any_device and not has_kernel(func.name(), DispatchKey.CPU):
+            return _handlers["of any device"]
+        return _handlers["usual"]
 
 
 def operation_of(func) -> Operation:

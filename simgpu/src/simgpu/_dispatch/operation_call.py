@@ -9,7 +9,8 @@ import contextlib
 import torch
 
 from simgpu._device.gpu import Gpu
-from simgpu._dispatch import cpp_tensors, random_numbers, sanitizing
+from simgpu._dispatch import cpp_tensors, device_asserts, random_numbers, sanitizing
+from simgpu._dispatch.cuda_kernels import compute_as_cuda
 from simgpu._dispatch.errors import mismatch
 from simgpu._dispatch.kernel_work import work_of
 from simgpu._dispatch.operation import Operation, handles
@@ -20,7 +21,7 @@ from simgpu._dispatch.placement import (
     place_all,
     tensors_in,
 )
-from simgpu._dispatch.scalars import joins_scalars, send_gradient_back
+from simgpu._dispatch.scalars import joining, send_gradient_back
 
 _NOTHING = contextlib.nullcontext()
 _Tensor = torch.Tensor
@@ -79,17 +80,26 @@ class Call:
         """Tensors on several devices: let those join that may, or refuse."""
         __tracebackhide__ = True
         gpu = next(gpu for gpu in self.gpus if gpu is not None)
-        for i, (tensor, other) in enumerate(zip(self.tensors, self.gpus, strict=True)):
-            if other is gpu or (other is None and tensor.device.type == "meta"):
-                continue
-            if other is None and cpp_tensors.is_of_this_call(self.runtime, tensor):
-                place(tensor, gpu)
-                self.gpus[i] = gpu
-            elif other is None and tensor.dim() == 0 and joins_scalars(self.func):
-                send_gradient_back(self.runtime, tensor)
-            else:
-                raise RuntimeError(mismatch(self, self.gpus))
+        self.adopt(gpu)
+        others = [
+            tensor
+            for tensor, its in zip(self.tensors, self.gpus, strict=True)
+            if its is not gpu and (its is not None or tensor.device.type != "meta")
+        ]
+        scalars = joining(self) if others else []
+        if any(all(other is not s for s in scalars) for other in others):
+            raise RuntimeError(mismatch(self, self.gpus))
+        for scalar in scalars:
+            send_gradient_back(self.runtime, scalar)
         return gpu
+
+    def adopt(self, gpu: Gpu) -> None:
+        """What C++ made by itself in the call that is running, it meant for `gpu`."""
+        for i, (tensor, its) in enumerate(zip(self.tensors, self.gpus, strict=True)):
+            if its is None and tensor.device.type != "meta":
+                if cpp_tensors.is_of_this_call(self.runtime, tensor):
+                    place(tensor, gpu)
+                    self.gpus[i] = gpu
 
     def run_on(self, gpu: Gpu | None):
         """Compute it on the CPU as if on `gpu`; returns its result."""
@@ -105,7 +115,10 @@ class Call:
         if self.operation.random:
             out = self._draw(gpu)
         else:
-            out = self.func(*self.args, **self.kwargs)
+            try:
+                out = self.func(*self.args, **self.kwargs)
+            except NotImplementedError as error:
+                out = compute_as_cuda(self, error)
         outputs = [out] if isinstance(out, _Tensor) else tensors_in(_as_list(out))
         blocks = place_all(outputs, gpu)
         if self.operation.take_memory is not None and gpu.workspaces is not None:
@@ -133,6 +146,9 @@ class Call:
 
     def read_values(self) -> None:
         """The host is about to read values of a GPU; a kind of call may refuse."""
+        __tracebackhide__ = True
+        if self.runtime.failed:
+            device_asserts.check(self.runtime.failed, [g.index for g in self.gpus if g])
 
     @property
     def generator(self) -> torch.Generator | None:

@@ -28,6 +28,17 @@ no_torch_function = DisableTorchFunction
 _PLAIN = torch.Tensor.__torch_dispatch__  # of tensors that PyTorch's own kernels run on
 
 
+def over(storage, dtype: torch.dtype, *where) -> torch.Tensor:
+    """A host tensor over a storage, wherever that lives; nobody compares devices.
+
+    Args:
+        storage: whose memory it is.
+        dtype: of the elements.
+        where: offset, shape and strides; all of it if they are left out.
+    """
+    return _Base.set_(torch.empty(0, dtype=dtype), storage, *where)
+
+
 class DeviceMemory:
     """The mark of a storage on a GPU: its block is freed with the storage."""
 
@@ -54,6 +65,79 @@ class DeviceMemory:
     def __del__(self):
         if self.block is not None:
             self.gpu.memory.free(self.block)
+
+
+class PartOfBlock:
+    """A block from some byte on. As on CUDA, `record_stream` does nothing to it."""
+
+    __slots__ = ("whole", "address", "stream", "stream_uses", "before", "written_since")
+
+    def __init__(self, whole, first: int):
+        self.whole, self.address, self.stream = (
+            whole,
+            whole.address + first,
+            whole.stream,
+        )
+        self.stream_uses = self.before = self.written_since = None
+
+    @property
+    def writer(self):
+        """The kernel that wrote the block last."""
+        return self.whole.writer
+
+    @writer.setter
+    def writer(self, writer) -> None:
+        self.whole.writer = writer
+
+
+class PartMemory(DeviceMemory):
+    """The mark of a slice of a storage, which lies in the block of the whole.
+
+    Args:
+        whole: the mark of the storage, kept for as long as the slice.
+        first: byte of it at which the slice begins.
+        nbytes: of the slice.
+    """
+
+    __slots__ = ("whole", "first", "_part")
+
+    def __init__(self, whole: DeviceMemory, first: int, nbytes: int):
+        self.whole, self.first, self.nbytes, self._part = whole, first, nbytes, None
+
+    @property
+    def gpu(self) -> Gpu:
+        return self.whole.gpu
+
+    @property
+    def block(self) -> PartOfBlock | None:
+        block = self.whole.block
+        if block is None:
+            return None
+        if self._part is None or self._part.whole is not block:
+            self._part = PartOfBlock(block, self.first)
+        return self._part
+
+    @property
+    def arriving(self):
+        return self.whole.arriving
+
+    @arriving.setter
+    def arriving(self, collective) -> None:
+        self.whole.arriving = collective
+
+    @property
+    def awaited(self):
+        return self.whole.awaited
+
+    @awaited.setter
+    def awaited(self, collective) -> None:
+        self.whole.awaited = collective
+
+    def resize(self, nbytes: int) -> None:
+        raise RuntimeError("Trying to resize storage that is not resizable")
+
+    def __del__(self):
+        """The block is the whole's."""
 
 
 def memory_of_storage(storage) -> DeviceMemory | None:

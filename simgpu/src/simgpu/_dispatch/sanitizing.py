@@ -10,9 +10,39 @@ from simgpu._dispatch.placement import (
     block_of,
     blocks_of,
     gpu_of,
+    memory_of,
+    over,
     storage_of,
     tensors_in,
 )
+
+
+def access(sanitizer, operator: str, key, reads: list, writes: list) -> list[int]:
+    """Tell the sanitizer of a kernel; returns which of its reads find older values.
+
+    While races are warned of, none does: what a collective still has to bring to this
+    memory comes first, as in the order of the program.
+
+    Raises:
+        CUDASanitizerErrors: at a race, while races raise.
+    """
+    __tracebackhide__ = True
+    racy = sanitizer.access(operator, key, reads, writes)
+    if sanitizer.mode != "warn":
+        return racy
+    for position in racy:
+        memory = memory_of([*reads, *writes][position][1])
+        if memory is not None and memory.arriving is not None:
+            memory.arriving.settle()
+    return []
+
+
+def keep_old_values(sanitizer, key, writes: list) -> None:
+    """Before a write, while races are shown: keep what the memory holds."""
+    if sanitizer.mode == "show":
+        for _, tensor, block in writes:
+            copy = functools.partial(_copy_of_bytes, tensor)
+            sanitizer.keep_old_value(key, block, copy)
 
 
 def before_kernel(call, gpu) -> None:
@@ -27,12 +57,9 @@ def before_kernel(call, gpu) -> None:
     sanitizer = call.runtime.sanitizer
     reads, writes = _accesses(call)
     key = (gpu.index, call.runtime.stream_of(gpu))
-    racy = sanitizer.access(str(call.operation.func._schema), key, reads, writes)
-    old = {id(reads[i][1]): _as_before(*reads[i][1:]) for i in racy}
-    if sanitizer.mode == "show":
-        for _, tensor, block in writes:
-            copy = functools.partial(_copy_of_bytes, tensor)
-            sanitizer.keep_old_value(key, block, copy)
+    racy = access(sanitizer, str(call.operation.func._schema), key, reads, writes)
+    old = {id(reads[i][1]): as_before(*reads[i][1:]) for i in racy}
+    keep_old_values(sanitizer, key, writes)
     if old:
         call.args = [_swap(value, old) for value in call.args]
         call.kwargs = {name: _swap(v, old) for name, v in call.kwargs.items()}
@@ -83,12 +110,10 @@ def before_copy(call, keys, tensor, source, into, target) -> None:
     reads = [("", *place) for place in blocks_of(tensor)] if source else []
     is_changed = into is not None and target is not None
     writes = [("", *place) for place in blocks_of(into)] if is_changed else []
-    if sanitizer.access(str(call.operation.func._schema), keys[0], reads, writes):
-        old = {id(tensor): _as_before(*reads[0][1:])}
+    if access(sanitizer, str(call.operation.func._schema), keys[0], reads, writes):
+        old = {id(tensor): as_before(*reads[0][1:])}
         call.args = [_swap(value, old) for value in call.args]
-    if writes and sanitizer.mode == "show":
-        copy = functools.partial(_copy_of_bytes, into)
-        sanitizer.keep_old_value(keys[-1], writes[0][2], copy)
+    keep_old_values(sanitizer, keys[-1], writes[:1])
 
 
 def look_at(runtime, tensor):
@@ -99,11 +124,11 @@ def look_at(runtime, tensor):
     if not is_watched or tensor.layout is not torch.strided:
         return tensor
     key = (gpu.index, runtime.stream_of(gpu))
-    racy = sanitizer.access("printing", key, [("self", tensor, block)], [])
+    racy = access(sanitizer, "printing", key, [("self", tensor, block)], [])
     sanitizer.host_waited([key])
     if not racy:
         return tensor
-    seen = _as_before(tensor, block).clone()
+    seen = as_before(tensor, block).clone()
     storage_of(seen)._simgpu = DeviceMemory(gpu, 0, 0)  # there, but takes no memory
     return seen
 
@@ -121,17 +146,17 @@ def _accesses(call) -> tuple[list, list]:
 def _copy_of_bytes(tensor) -> torch.Tensor:
     """What the memory of a tensor holds, all of it, as a host tensor."""
     with DisableTorchFunction():
-        return torch.empty(0, dtype=torch.uint8).set_(storage_of(tensor)).clone()
+        return over(storage_of(tensor), torch.uint8).clone()
 
 
-def _as_before(tensor, block) -> torch.Tensor:
+def as_before(tensor, block) -> torch.Tensor:
     """What a tensor would be if its memory still held what it did before."""
     with DisableTorchFunction():
         before = block.before
         if before is None:  # fresh memory: zeros, as CUDA's mostly is
             before = torch.zeros(storage_of(tensor).nbytes(), dtype=torch.uint8)
         where = (tensor.storage_offset(), tensor.shape, tensor.stride())
-        seen = torch.empty(0, dtype=tensor.dtype).set_(storage_of(before), *where)
+        seen = over(storage_of(before), tensor.dtype, *where)
         seen = conj(seen) if tensor.is_conj() else seen
         return neg_view(seen) if tensor.is_neg() else seen
 

@@ -26,7 +26,7 @@ from simgpu._device.blocks import Block
 from simgpu._device.gpu import Gpu
 from simgpu._dispatch.operation import handles
 from simgpu._dispatch.operation_call import Call, run_on_common_gpu
-from simgpu._dispatch.placement import DeviceMemory, memory_of
+from simgpu._dispatch.placement import DeviceMemory, PartMemory, memory_of
 from simgpu._errors import NotSimulated
 
 _SLOTS = 10000  # sendings that one piece of counters has room for
@@ -177,6 +177,8 @@ class ReceivedMemory(DeviceMemory):
 def move_to_shared_memory(storage: UntypedStorage) -> SentMemory:
     """Let a storage on a GPU lie where other processes can map it."""
     memory = storage._simgpu
+    if isinstance(memory, PartMemory) or getattr(storage, "_simgpu_sliced", False):
+        raise NotSimulated("sending slices of a storage to another process")
     if memory.arriving is not None:
         memory.arriving.settle()  # it would write where the values were before
     if not isinstance(memory, SentMemory):

@@ -6,15 +6,13 @@ Factories and copies have files of their own.
 import torch
 
 from simgpu._compat import DispatchKey, DispatchKeySet, SetExcludeDispatchKeyGuard
-from simgpu._dispatch import in_place
 from simgpu._dispatch.copies import log_copy
-from simgpu._dispatch.cpp_tensors import is_of_this_call
 from simgpu._dispatch.errors import scalar_type_name
 from simgpu._dispatch.low_precision import is_half, widened
 from simgpu._dispatch.mode import DispatchMode
 from simgpu._dispatch.operation import handles
 from simgpu._dispatch.operation_call import Call
-from simgpu._dispatch.placement import gpu_of, place_all, tensors_in
+from simgpu._dispatch.placement import place_all, tensors_in
 from simgpu._errors import NotSimulated
 
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
@@ -22,38 +20,6 @@ _CONJUGATE = DispatchKey.Conjugate
 _NEGATIVE = DispatchKey.Negative
 _CPU_KERNEL = DispatchKeySet(DispatchKey.CPU)
 _CUDA_KERNEL = DispatchKeySet(DispatchKey.CUDA)
-_ON_HOST_OR_SAME = (
-    "indices should be either on cpu or on the same device as the indexed tensor ({})"
-)
-
-
-@handles("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index")
-def index(call: Call):
-    """`x[i, j]`: indices may be on the host; the rest must agree."""
-    __tracebackhide__ = True
-    gpu = call.gpus[0]
-    indices = [tensor for tensor in call.args[1] if tensor is not None]
-    for tensor in indices:
-        its = gpu_of(tensor)
-        if its is not None and its is not gpu:
-            device = gpu.device if gpu else "cpu"
-            raise RuntimeError(_ON_HOST_OR_SAME.format(device))
-    if gpu is not None:
-        for tensor in indices:
-            if gpu_of(tensor) is None and not is_of_this_call(call.runtime, tensor):
-                log_copy(None, gpu, tensor.numel() * tensor.element_size())
-    call.with_tensors(_without(indices, call.tensors)).common_gpu()
-    is_mask = [tensor.dtype in (torch.bool, torch.uint8) for tensor in indices]
-    if gpu is not None and any(is_mask):  # the host must know how many it selects
-        call.read_values()
-        log_copy(gpu, None, 8)
-    if call.operation.name == "index_put":
-        return in_place.run(call, gpu)
-    return call.run_on(gpu)
-
-
-def _without(some: list, tensors: list) -> list:
-    return [t for t in tensors if not any(t is tensor for tensor in some)]
 
 
 @handles("foreach")
@@ -64,8 +30,10 @@ def foreach(call: Call):
     if len(gpus) == 1:
         return call.run_on(gpus.pop())
     if call.operation.name == "_foreach_copy_":  # the one that may cross devices
-        for target, source in zip(call.args[0], call.args[1], strict=True):
-            target.copy_(source)
+        non_blocking = bool(call.argument(2, "non_blocking"))
+        with DispatchMode(call.runtime):
+            for target, source in zip(call.args[0], call.args[1], strict=True):
+                target.copy_(source, non_blocking)
         return None
     lists = [value for value in call.args if _is_list_of_tensors(value)]
     length, results = len(lists[0]), []

@@ -11,9 +11,19 @@ import os
 
 import torch
 
-ROOM = 1 << 35  # addresses, not memory: pages count once they are used
+_STEP = 1 << 26  # bytes: memory is mapped in multiples of it, as far as it is used
 _ALIGNED = 64
 _SMALL = 1024  # bytes up to which a value travels in the message
+_TOO_LITTLE = (
+    "{:,} bytes of shared memory for values between ranks are not to be had here: {}. "
+    "Each rank needs room for what it gives, and addresses for what the others give. "
+    "Give the container more memory, raise the limit (ulimit -v, ulimit -f), or let "
+    "fewer or smaller collectives be under way."
+)
+_CLOSED = (
+    "what process {} gives to a collective cannot be read: {}. All ranks must run as "
+    "one user, and each must see the others under /proc."
+)
 
 
 class Parcel:
@@ -29,47 +39,83 @@ class Parcel:
         return Parcel, (self.pid, self.file, self.offset, self.nbytes, self.data)
 
 
+class Memory:
+    """The memory of one process as this one sees it, which grows as it is used.
+
+    Args:
+        file: open here, so that it stays when its process ends.
+    """
+
+    def __init__(self, file: int):
+        self.file = file
+        self._mapped: torch.Tensor | None = None
+
+    def upto(self, end: int) -> torch.Tensor:
+        """At least its first `end` bytes, which the file has."""
+        if self._mapped is None or len(self._mapped) < end:
+            self._mapped = None  # its addresses are free before others are taken
+            size = os.fstat(self.file).st_size
+            with _saying_what_is_missing(size):
+                self._mapped = torch.frombuffer(
+                    mmap.mmap(self.file, size), dtype=torch.uint8
+                )
+        return self._mapped
+
+    def grow(self, end: int, filled: int) -> None:
+        """Have memory from `filled` to `end`, so that writing there cannot fail."""
+        with _saying_what_is_missing(end - filled):
+            if os.fstat(self.file).st_size < end:
+                os.ftruncate(self.file, -(-end // _STEP) * _STEP)
+            os.posix_fallocate(self.file, filled, end - filled)
+
+
 class Arena:
     """The memory in which this process leaves values, and its view of the others'."""
 
     def __init__(self):
         self.pid = os.getpid()
-        self.file = -1
-        self.mine: torch.Tensor | None = None
-        self._opened: dict[tuple[int, int], torch.Tensor] = {}
+        self.mine: Memory | None = None
+        self._filled = 0  # bytes of it that have been used so far
+        self._opened: dict[tuple[int, int], Memory] = {}
         self._taken: list[tuple[int, int]] = []  # (first, end), in order
         if hasattr(os, "memfd_create"):
-            self.file = os.memfd_create("simgpu")
-            os.ftruncate(self.file, ROOM)
-            with contextlib.suppress(OSError):  # a limit on addresses (ulimit -v)
-                self.mine = _map(self.file)
+            self.mine = Memory(os.memfd_create("simgpu"))
 
     def put(self, tensors: list[torch.Tensor]) -> Parcel:
-        """Copy flat tensors, one after the other, to where peers can read them."""
+        """Copy flat tensors, one after the other, to where peers can read them.
+
+        Raises:
+            MemoryError: if there is no room for them.
+        """
         nbytes = sum(tensor.nbytes for tensor in tensors)
-        inline = self.mine is None or nbytes <= _SMALL
-        offset = 0 if inline else self._find_room(nbytes)
-        room = torch.empty(nbytes, dtype=torch.uint8) if inline else self.mine[offset:]
+        if self.mine is None or nbytes <= _SMALL:
+            room, offset = torch.empty(nbytes, dtype=torch.uint8), -1
+        else:
+            offset = self._find_room(nbytes)
+            room = self.mine.upto(offset + nbytes)[offset:]
         position = 0
         for tensor in tensors:
             end = position + tensor.nbytes
             room[position:end].copy_(tensor.view(torch.uint8))
             position = end
-        if inline:
+        if offset < 0:
             return Parcel(nbytes=nbytes, data=room.numpy().tobytes())
-        return Parcel(self.pid, self.file, offset, nbytes)
+        return Parcel(self.pid, self.mine.file, offset, nbytes)
 
     def _find_room(self, nbytes: int) -> int:
         """The lowest place that is large enough."""
         first = 0
+        place = len(self._taken)
         for i, (start, end) in enumerate(self._taken):
             if start - first >= nbytes:
-                self._taken.insert(i, (first, first + nbytes))
-                return first
+                place = i
+                break
             first = -(-end // _ALIGNED) * _ALIGNED
-        if first + nbytes > ROOM:
-            raise MemoryError(f"{nbytes} bytes for a collective, of {ROOM} in all")
-        self._taken.append((first, first + nbytes))
+        end = first + nbytes
+        if end > self._filled:
+            self.mine.grow(end, self._filled)
+            self._filled = end
+        self._taken.insert(place, (first, end))
         return first
 
     def free(self, parcel: Parcel) -> None:
@@ -79,9 +125,10 @@ class Arena:
 
     def close(self) -> None:
         """This process needs it no more; who has opened it can go on to read."""
-        if self.file >= 0:
-            os.close(self.file)
-            self.file, self.mine = -1, None
+        for memory in (self.mine, *self._opened.values()):
+            if memory is not None:
+                os.close(memory.file)
+        self.mine, self._opened = None, {}
 
     def inline(self, parcel: Parcel) -> Parcel:
         """The same values in a parcel that does not need this process."""
@@ -91,7 +138,9 @@ class Arena:
         """The bytes of a parcel, of whichever rank.
 
         Raises:
-            FileNotFoundError: if its process has ended, and it was not opened before.
+            ProcessLookupError: if its process has ended, and it was not opened before.
+            PermissionError: if it cannot be opened.
+            MemoryError: if there are no addresses for it.
         """
         if parcel.data:
             return torch.frombuffer(bytearray(parcel.data), dtype=torch.uint8)
@@ -100,26 +149,37 @@ class Arena:
         memory = self.mine
         if parcel.pid != self.pid:
             memory = self.look_at(parcel.pid, parcel.file)
-        return memory[parcel.offset : parcel.offset + parcel.nbytes]
+        end = parcel.offset + parcel.nbytes
+        return memory.upto(end)[parcel.offset : end]
 
     @property
     def place(self) -> tuple[int, int]:
         """Where others find it: the process, and its file or -1."""
-        return self.pid, self.file if self.mine is not None else -1
+        return self.pid, self.mine.file if self.mine is not None else -1
 
-    def look_at(self, pid: int, file: int) -> torch.Tensor:
+    def look_at(self, pid: int, file: int) -> Memory:
         """The memory of another process; once seen, it stays when that one ends.
 
         Raises:
-            OSError: if that process has ended, or is on another machine.
+            ProcessLookupError: if that process has ended, or is on another machine.
+            PermissionError: if it cannot be opened.
         """
         memory = self._opened.get((pid, file))
         if memory is None:
-            own = os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR)
-            memory = self._opened[pid, file] = _map(own)
-            os.close(own)
+            try:
+                own = os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR)
+            except (FileNotFoundError, ProcessLookupError) as error:
+                raise ProcessLookupError(*error.args) from None
+            except OSError as error:
+                raise PermissionError(_CLOSED.format(pid, error.strerror)) from None
+            memory = self._opened[pid, file] = Memory(own)
         return memory
 
 
-def _map(file: int) -> torch.Tensor:
-    return torch.frombuffer(mmap.mmap(file, ROOM), dtype=torch.uint8)
+@contextlib.contextmanager
+def _saying_what_is_missing(nbytes: int):
+    """Inside, an error of the system means that there is too little memory."""
+    try:
+        yield
+    except OSError as error:
+        raise MemoryError(_TOO_LITTLE.format(nbytes, error.strerror)) from None

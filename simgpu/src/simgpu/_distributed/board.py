@@ -5,17 +5,20 @@ ended, or ranks that wait for each other.
 """
 
 import contextlib
+import json
 import os
 import pickle
 import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 _LOOK = 0.5  # seconds after which one looks what the others do
 _SHORTEST, _LONGEST = 5e-5, 2e-3  # seconds between two looks at the store
+_PIECE = 1 << 22  # bytes of a value that go in one message
 _ENDED = "{} waits for rank {}, which {}. NCCL would wait here until its time limit."
 _CIRCLE = (
     "these ranks wait for each other, and NCCL would wait here until its time limit:\n"
@@ -26,6 +29,15 @@ _LATE = (
     "Watchdog caught collective operation timeout: {} has waited {:.1f} s for rank {}: "
     "its time limit."
 )
+
+
+class _Pieces(NamedTuple):
+    """What stands in the store for a value that is too large for one message."""
+
+    nbytes: int
+
+    def keys(self, key: str) -> list[str]:
+        return [f"{key}/from {place}" for place in range(0, self.nbytes, _PIECE)]
 
 
 class Board:
@@ -46,6 +58,7 @@ class Board:
             store = store.clone()  # a wait must not keep the program from its store
         self.store = store
         self._has_ended = False
+        self._cut: dict[str, _Pieces] = {}  # what was posted in pieces
         # the threads that use it, and whether each one waits
         self._threads: dict[threading.Thread, bool] = {}
         self.post(f"who/{rank}", (socket.gethostname(), *place))
@@ -53,7 +66,17 @@ class Board:
     def post(self, key: str, value) -> None:
         """Let everyone read `value` under `key`."""
         self._threads.setdefault(threading.current_thread(), False)
-        self.store.set(key, pickle.dumps(value))
+        data = pickle.dumps(value)
+        if len(data) > _PIECE:  # the store's server hangs up on much larger ones
+            self._cut[key] = pieces = _Pieces(len(data))
+            for i, name in enumerate(pieces.keys(key)):
+                self.store.set(name, data[i * _PIECE : (i + 1) * _PIECE])
+            data = pickle.dumps(pieces)
+        self.store.set(key, data)
+
+    def has(self, keys: list[str]) -> bool:
+        """Whether all this has been posted."""
+        return self.store.check(keys)
 
     def is_first(self, what: str) -> bool:
         """Whether no rank of the job has asked this before."""
@@ -62,12 +85,23 @@ class Board:
         except RuntimeError:  # the store is gone
             return True
 
+    def first(self, key: str, value: list):
+        """Leave `value`, which JSON can say, unless another rank was first: its value.
+
+        Returns:
+            What stands under `key` from now on.
+        """
+        return json.loads(self.store.compare_set(key, "", json.dumps(value)))
+
     def forget(self, key: str) -> None:
         """Nobody will read what this rank has posted under `key`."""
         self.store.delete_key(key)
+        if key in self._cut:
+            for piece in self._cut.pop(key).keys(key):
+                self.store.delete_key(piece)
 
     def read(self, keys: dict[str, int], doing: str | Callable[[], str],
-             limit: float) -> list:  # fmt: skip
+             limit: float, is_over: Callable | None = None) -> list:  # fmt: skip
         """What ranks have posted; waits until it is all there.
 
         Args:
@@ -75,6 +109,7 @@ class Board:
             doing: what this rank does, for the error: "rank 0: all_reduce ...";
                 a function is asked once it is needed.
             limit: seconds that the wait may take.
+            is_over: whether the wait has become needless; then nothing is returned.
 
         Raises:
             torch.distributed.DistBackendError: if the wait cannot end, or has taken
@@ -89,6 +124,8 @@ class Board:
             # a blocking wait of the store could not be interrupted, and would print
             # a warning each time that it gives up
             while not self.store.check(names):
+                if is_over is not None and is_over():
+                    return []
                 now = time.monotonic()
                 if now > look_again:
                     missing = self._missing(keys)
@@ -99,7 +136,9 @@ class Board:
                     self._wait(doing, missing)
                     if now > begin + limit:
                         late = next(iter(missing.values()))
-                        raise dist.DistBackendError(_LATE.format(doing, limit, late))
+                        error = dist.DistBackendError(_LATE.format(doing, limit, late))
+                        error.waited = limit
+                        raise error
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST)
             found = self.store.multi_get(names)
@@ -110,7 +149,14 @@ class Board:
                 self._threads[threading.current_thread()] = False
                 with contextlib.suppress(RuntimeError):  # the store is gone
                     self._say(("works", "", {}))
-        return [pickle.loads(value) for value in found]
+        return [self._whole(*one) for one in zip(names, found, strict=True)]
+
+    def _whole(self, key: str, posted: bytes):
+        """What was posted under a key, if need be put together again."""
+        value = pickle.loads(posted)
+        if isinstance(value, _Pieces):
+            return pickle.loads(b"".join(self.store.multi_get(value.keys(key))))
+        return value
 
     def arenas(self, ranks: list[int], doing: str, limit: float) -> dict:
         """Rank -> (process, file) of its arena; waits until all have joined the job."""

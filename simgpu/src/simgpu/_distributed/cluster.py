@@ -81,10 +81,18 @@ class Cluster:
         atexit.unregister(self.end)
         for collective in self.under_way:
             with contextlib.suppress(RuntimeError):
-                collective.leave_values()
+                if not self._is_opened(collective):
+                    collective.leave_values()
         self.board.say_ended(self.how)
         if self._keeps_store:
             self.board.wait_for_others()
+
+    def _is_opened(self, collective) -> bool:
+        """Whether the others have called it, too: then they have this rank's memory."""
+        channel, number, ranks = collective.name
+        me = collective.channel.member
+        others = [f"{channel}/{number}/{i}" for i in range(len(ranks)) if i != me]
+        return self.board.has(others)
 
     def title(self, ranks: str) -> str:
         """How errors and pictures name a new group: "ranks 0, 2 (group 2)"."""
@@ -102,7 +110,7 @@ class Cluster:
         if new:
             for pid, file in self.board.arenas(new, doing, limit).values():
                 if file >= 0:
-                    with contextlib.suppress(OSError):  # it has ended
+                    with contextlib.suppress(ProcessLookupError):  # it has ended
                         self.arena.look_at(pid, file)
             self._readable.update(new)
 
@@ -119,13 +127,21 @@ class Cluster:
         while self.under_way:
             self.under_way[0].settle()
 
+    def settle_what_is_there(self) -> None:
+        """Settle the collectives that all members have launched: nobody is late."""
+        for collective in list(self.under_way):
+            with contextlib.suppress(dist.DistBackendError):
+                if self._is_opened(collective):
+                    collective.settle(1.0)
+
     def post(self, name: Name, member: int, header: Header) -> None:
         channel, number = name[:2]
         self.board.post(f"{channel}/{number}/{member}", header)
         if number >= _KEPT:
             self.board.forget(f"{channel}/{number - _KEPT}/{member}")
 
-    def headers(self, name: Name, ranks: list[int], doing, limit) -> list[Header]:
+    def headers(self, name: Name, ranks: list[int], doing, limit,
+                is_over=None) -> list[Header]:  # fmt: skip
         """What the members have posted, in their order.
 
         Args:
@@ -133,11 +149,12 @@ class Cluster:
             ranks: the members' ranks in the job.
             doing: what this rank does, for an error, or a function that says so.
             limit: seconds.
+            is_over: asked while it waits: whether nobody needs them any more.
         """
         __tracebackhide__ = True
         channel, number = name[:2]
         keys = {f"{channel}/{number}/{i}": rank for i, rank in enumerate(ranks)}
-        return self.board.read(keys, doing, limit)
+        return self.board.read(keys, doing, limit, is_over)
 
     def note_end(self, name: Name, end: float) -> None:
         self.ends[name] = end

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from simgpu._distributed import exchange as ex
+from simgpu._distributed import watchdog
 from simgpu._distributed.cluster import MOST_UNDER_WAY, Cluster, Header
 from simgpu._timing.meeting import Meeting
 
@@ -77,21 +78,24 @@ class Collective:
         where: the line of the program.
     """
 
+    entry = None  # of the flight recorder
+
     def __init__(self, channel: Channel, exchange: ex.Exchange, meeting: Meeting,
                  clock, where: str):  # fmt: skip
-        self.channel, self.exchange, self.meeting = channel, exchange, meeting
+        self.channel, self.meeting = channel, meeting
         self.clock, self.where = clock, where
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler of a signal may come back here
         self.number = channel.launched
         channel.launched += 1
         self.name = (channel.name, self.number, tuple(channel.ranks))
         self.given: list[torch.Tensor] = []  # what must not be freed yet
+        self.begun = None  # before it in its stream, if its time is taken
         self.position = None  # after it in its stream, for streams that wait for it
         meeting.settle = self.settle
-        self._post()
+        self._post(exchange)
 
-    def _post(self) -> None:
-        channel, exchange = self.channel, self.exchange
+    def _post(self, exchange: ex.Exchange) -> None:
+        channel = self.channel
         cluster = channel.cluster
         while len(cluster.under_way) >= MOST_UNDER_WAY:
             cluster.under_way[0].settle()
@@ -107,8 +111,10 @@ class Collective:
             channel.settled, self.where,
         )  # fmt: skip
         cluster.look_at_arenas(channel.ranks, self._doing, channel.limit)
-        # what it gives has been copied: `given` has what a GPU would still read
-        self.exchange = exchange._replace(gives=[])
+        # what it gives has been copied: `given` has what a GPU would still use
+        with ex.plain():
+            self._takes = ex.destinations(exchange.takes)
+        self._reduction = exchange.reduction
         cluster.post(self.name, channel.member, self.header)
         cluster.under_way.append(self)
 
@@ -149,6 +155,19 @@ class Collective:
         size = f"{to:,} {header.dtype} to rank {rank}, {come:,} from it"
         return f"{header.name}, {size} ({header.where})"
 
+    def is_agreed(self) -> bool:
+        """Whether all members have launched it, and mean the same: it can end."""
+        channel, number, ranks = self.name
+        keys = {f"{channel}/{number}/{i}": rank for i, rank in enumerate(ranks)}
+        board = self.channel.cluster.board
+        try:
+            if not board.has(list(keys)):
+                return False
+            self._compare(board.read(keys, "", 1.0))
+        except RuntimeError:  # they do not, or the store is gone
+            return False
+        return True
+
     @property
     def is_settled(self) -> bool:
         return self.meeting.end is not None
@@ -166,13 +185,31 @@ class Collective:
         __tracebackhide__ = True
         with self._lock:  # another thread may need it, too
             if not self.is_settled:
-                self._settle(self.channel.limit if limit is None else limit)
+                limit = self.channel.limit if limit is None else limit
+                try:
+                    self._settle(limit)
+                except dist.DistBackendError as error:
+                    watchdog.has_seen(self, error, limit)
+                    raise
 
     def give_up(self) -> None:
         """It never ends, and nobody waits for it: what it writes is not defined."""
-        self.channel.cluster.under_way.remove(self)
-        self.exchange, self.given = None, []
+        self._leave()
         self.clock.settled(self.meeting, self.meeting.ready, self.meeting.ready)
+
+    def _leave(self) -> None:
+        self.channel.cluster.under_way.remove(self)
+        self._takes = []
+
+    def release(self) -> None:
+        """Nobody need keep what it uses."""
+        self.given = []
+
+    def release_if_ended(self) -> bool:
+        """The same once the host sees that it has ended; whether it has been done."""
+        if self.given and self.is_settled and self.clock.reached(self.position):
+            self.given = []
+        return not self.given
 
     def _settle(self, limit: float) -> None:
         __tracebackhide__ = True
@@ -180,16 +217,21 @@ class Collective:
             earlier.settle()
         channel, cluster = self.channel, self.channel.cluster
         doing = self._doing
-        headers = cluster.headers(self.name, channel.ranks, doing, limit)
+        headers = cluster.headers(
+            self.name, channel.ranks, doing, limit, lambda: self.is_settled
+        )
+        if self.is_settled:  # by whoever interrupted the wait, or given up
+            return
         self._compare(headers)
         with ex.plain():
             self._deliver(headers)
         start, last = cluster.start_of(self.name, headers, doing, limit)
+        if self.is_settled:
+            return
         end = start + max(header.seconds for header in headers)
         cluster.note_end(self.name, end)
-        cluster.under_way.remove(self)
+        self._leave()
         channel.note_settled(self.number, headers)
-        self.exchange, self.given = None, []
         self.clock.settled(self.meeting, start, end, channel.title, channel.ranks[last])
 
     def _compare(self, headers: list[Header]) -> None:
@@ -221,33 +263,34 @@ class Collective:
 
     def _deliver(self, headers: list[Header]) -> None:
         """Put what the members give to where this rank takes it."""
-        exchange, me = self.exchange, self.channel.member
-        arena = self.channel.cluster.arena
+        me, arena = self.channel.member, self.channel.cluster.arena
+        takes = [[place.tensor() for place in its] for its in self._takes]
+        if not any(piece is not None for its in takes for piece in its):
+            return  # or to nowhere: nobody can read it any more
         given = {}
         for member, header in enumerate(headers):
-            if exchange.takes[member]:
+            if takes[member]:
                 size = self.dtype.itemsize
                 first, last = header.parts[me]
                 try:
                     values = arena.read(header.parcel)[first * size : last * size]
-                except OSError:
+                except ProcessLookupError:
                     rank = self.channel.ranks[member]
                     raise dist.DistBackendError(_GONE.format(self, rank)) from None
                 given[member] = values.view(self.dtype)
-        if not given:
-            return
-        if exchange.reduction is None:
-            for member, values in given.items():
-                _lay(values, exchange.takes[member])
-            return
-        values = list(given.values())
-        values[0] = values[0].clone()
-        _lay(ex.reduce(values, exchange.reduction), exchange.takes[next(iter(given))])
+        if self._reduction is not None:
+            values = list(given.values())
+            values[0] = values[0].clone()
+            given = {next(iter(given)): ex.reduce(values, self._reduction)}
+        for member, values in given.items():
+            _lay(values, self._takes[member], takes[member])
 
 
-def _lay(values: torch.Tensor, pieces: list[torch.Tensor]) -> None:
-    """Copy one flat tensor to pieces, one after the other."""
+def _lay(values: torch.Tensor, places: list[ex.Destination], pieces: list) -> None:
+    """Copy one flat tensor to pieces, one after the other; None is skipped."""
     first = 0
-    for piece in pieces:
-        piece.copy_(values[first : first + piece.numel()].view(piece.shape))
-        first += piece.numel()
+    for place, piece in zip(places, pieces, strict=True):
+        last = first + place.numel
+        if piece is not None:
+            piece.copy_(values[first:last].view(piece.shape))
+        first = last

@@ -9,6 +9,7 @@ import sys
 
 import torch
 
+from simgpu import _runtime as state
 from simgpu._compat import (
     Work,
     current_autograd_node,
@@ -18,12 +19,16 @@ from simgpu._compat import (
     raw_start_coalescing,
     tree_leaves,
 )
+from simgpu._dispatch import sanitizing
 from simgpu._dispatch.operation import handles
 from simgpu._dispatch.operation_call import Call
 from simgpu._dispatch.placement import blocks_of, gpu_of, memory_of, place
 from simgpu._distributed import (
     checks,
+    flight_entries,
+    flight_recorder,
     messages,
+    nccl,
     operations,
     profiling,
     subjects,
@@ -38,6 +43,7 @@ from simgpu._distributed.groups import communicator_of
 from simgpu._frames import called_from
 from simgpu._timing import collective_cost
 
+_LISTS = {"allgather_": 0, "reduce_scatter_": 1}  # which argument has the list
 _DISTRIBUTED = os.path.dirname(torch.distributed.__file__) + os.sep
 _ENGINE = raw_run_backward.__code__
 
@@ -59,6 +65,8 @@ def run_collective(call: Call):
     if communicator is None or gpu_of(tensors[0]) is None:
         return _run_elsewhere(call, tensors)
     gpu = gpu_of(tensors[0])
+    if communicator.fingerprints is not None:
+        communicator.fingerprints.compare(name, args)
     for tensor in tensors:
         place(tensor, gpu)
     if name in ("send", "recv_"):
@@ -67,6 +75,7 @@ def run_collective(call: Call):
     factor, thread.premultiplier = thread.premultiplier, None
     with exchanges.plain():
         found = operations.exchanges(call, group.size(), group.rank(), factor)
+    flat = _flat_copy(name, args, gpu) if nccl.flattens(communicator) else None
     if profiling.is_on():
         profiling.note(name, messages.given_by(name, args))
     is_async = _argument(call, "async_op", True)
@@ -74,14 +83,37 @@ def run_collective(call: Call):
         launch(call.runtime, communicator, gpu, exchange, is_async=is_async)
         for exchange in found
     ]
+    if communicator.record is not None:
+        sides = flight_entries.sides_of(name, args)
+        flight_recorder.note(call.runtime, communicator, name, sides, launched)
     if communicator.batch is not None:
         communicator.batch += launched
+    if is_async and flat is not None:
+        launched[0].given.append(flat)
     outputs = args[0]
     written = [x for x in tree_leaves(outputs) if isinstance(x, torch.Tensor)]
-    stacked = name == "allgather_" and len({tensor.shape for tensor in written}) == 1
-    done = work.new(launched, written, stacked=stacked)
+    done = work.new(
+        launched, written, name, flat=flat if name == "allgather_" else None,
+        is_new_engine=not nccl.flattens(communicator),
+    )  # fmt: skip
     _wait_where_nobody_will(call.runtime, done, is_async)
     return _results(call, outputs, done)
+
+
+def _flat_copy(name: str, args, gpu) -> torch.Tensor | None:
+    """The tensor through which NCCL gathers or scatters lists, without values.
+
+    PyTorch makes it on the current stream, for tensors of one shape (`newLikeFlat`).
+    """
+    if name not in _LISTS:
+        return None
+    tensors = args[_LISTS[name]][0]
+    if len({tensor.shape for tensor in tensors}) != 1:
+        return None
+    like = tensors[0]
+    with exchanges.plain():
+        flat = torch.empty((len(tensors), *like.shape), dtype=like.dtype)
+    return place(flat, gpu)
 
 
 def _argument(call: Call, name: str, default):
@@ -125,8 +157,10 @@ def _run_alone(call: Call, tensors, peers):
 
 def _run_barrier(call: Call, communicator: Communicator):
     """NCCL's is a collective of almost nothing, for which the host waits."""
+    if communicator.fingerprints is not None:
+        communicator.fingerprints.compare("barrier", ())
     runtime = call.runtime
-    runtime.initialize()
+    runtime.initialize_in_cpp()
     devices = _argument(call, "device_ids", ())
     gpu = communicator.gpu_of_barrier(devices, runtime.gpus)
     if not devices:
@@ -136,7 +170,13 @@ def _run_barrier(call: Call, communicator: Communicator):
     profiling.note("barrier", [])
     exchange = exchanges.barrier(len(communicator.ranks))
     launched = launch(runtime, communicator, gpu, exchange, is_async=is_async)
-    done = work.new([launched], [], host_waits=True)
+    if communicator.record is not None:
+        sides = flight_recorder.BARRIER
+        flight_recorder.note(runtime, communicator, "barrier", sides, [launched])
+    done = work.new(
+        [launched], [], "barrier", host_waits=True,
+        is_new_engine=not nccl.flattens(communicator),
+    )  # fmt: skip
     if not is_async:
         work.wait(done)
     return Work.boxed(done)
@@ -161,7 +201,13 @@ def _run_message(call: Call, communicator: Communicator, gpu):
     else:
         stream = communicator.stream(communicator.ranks[peer])
         launched = launch(call.runtime, communicator, gpu, exchange, channel, stream)
-    return Work.boxed(work.new([launched], [tensor]))
+    if communicator.record is not None:
+        flight_recorder.note_message(
+            call.runtime, communicator, arrow, tensor, launched
+        )
+    name = "send" if sends else "recv_"
+    is_new = not nccl.flattens(communicator)
+    return Work.boxed(work.new([launched], [tensor], name, is_new_engine=is_new))
 
 
 def _launch_in_batch(runtime, communicator, gpu, exchange, channel) -> Collective:
@@ -190,7 +236,9 @@ def end_coalescing(group, device) -> Work:
     if communicator is None or communicator.batch is None:
         return raw_end_coalescing(group, device)
     batch, communicator.batch = communicator.batch, None
-    return work.new(batch, [])
+    if communicator.record is not None:
+        flight_recorder.note_batch(state.current(), communicator, batch)
+    return work.new(batch, [], is_new_engine=not nccl.flattens(communicator))
 
 
 # -- launching -------------------------------------------------------------------------
@@ -217,7 +265,7 @@ def launch(runtime, communicator: Communicator, gpu, exchange: exchanges.Exchang
     if channel is None or stream is None or communicator.batch is not None:
         guess = exchange.name == "barrier" and communicator.guessed
         communicator.connect(gpu, runtime.clock, f"{exchange.name} ({where})", guess)
-    channel = channel or communicator.channel
+    channel = channel or communicator.channel(gpu)
     current = runtime.stream_of(gpu)
     stream = current if not is_async else (stream or communicator.stream())
     key, clock = (gpu.index, stream), runtime.clock
@@ -232,7 +280,7 @@ def launch(runtime, communicator: Communicator, gpu, exchange: exchanges.Exchang
             position = clock.record(gpu.index, current)
             clock.stream_waits(gpu.index, stream, position)
             clock.forget(position)
-    _tell_sanitizer(runtime, key, exchange, written)
+    exchange = _tell_sanitizer(runtime, key, exchange, written)
     seconds = collective_cost.collective_seconds(
         exchange.name,
         exchange.nbytes,
@@ -240,11 +288,15 @@ def launch(runtime, communicator: Communicator, gpu, exchange: exchanges.Exchang
         communicator.cluster.topology,
     )
     title = _title(communicator, exchange, channel)
+    begun = clock.record(*key) if communicator.is_timed else None
     meeting = clock.meet(gpu, stream, current, title, exchange.nbytes, seconds, beside)
     launched = communicator.collective(channel, exchange, meeting, clock, where)
-    launched.position = clock.record(*key)
+    launched.begun, launched.position = begun, clock.record(*key)
     if stream != current:
-        launched.given = list(exchange.gives)
+        launched.given = [*exchange.gives, *written]
+        stashed = communicator.stashed
+        stashed[:] = [one for one in stashed if not one.release_if_ended()]
+        stashed.append(launched)
     for tensor in written:
         memory = memory_of(tensor)
         if memory is not None:
@@ -252,15 +304,27 @@ def launch(runtime, communicator: Communicator, gpu, exchange: exchanges.Exchang
     return launched
 
 
-def _tell_sanitizer(runtime, key, exchange: exchanges.Exchange, written: list) -> None:
-    """A stream reads what this rank gives and writes what it takes."""
+def _tell_sanitizer(runtime, key, exchange: exchanges.Exchange,
+                    written: list) -> exchanges.Exchange:  # fmt: skip
+    """A stream reads what this rank gives and writes what it takes.
+
+    Returns what it gives then: a racy read, while races are shown, finds older values.
+    """
     __tracebackhide__ = True
-    if not runtime.sanitizer.watching:
-        return
+    sanitizer = runtime.sanitizer
+    if not sanitizer.watching:
+        return exchange
     reads = [("input", *place) for t in exchange.gives for place in blocks_of(t)]
     writes = [("output", *place) for t in written for place in blocks_of(t)]
     name = "recv" if exchange.name == "send" and not exchange.gives else exchange.name
-    runtime.sanitizer.access(f"c10d::{name}", key, reads, writes)
+    racy = sanitizing.access(sanitizer, f"c10d::{name}", key, reads, writes)
+    with exchanges.plain():
+        old = {
+            id(reads[i][1]): sanitizing.as_before(*reads[i][1:]).clone() for i in racy
+        }
+    sanitizing.keep_old_values(sanitizer, key, writes)
+    gives = [old.get(id(tensor), tensor) for tensor in exchange.gives]
+    return exchange._replace(gives=gives)
 
 
 def _title(communicator, exchange: exchanges.Exchange, channel: Channel) -> str:

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from simgpu._device import overhead
 from simgpu._distributed.cluster import Cluster
 from simgpu._distributed.collective import Channel, Collective
+from simgpu._distributed.flight_entries import Group
+from simgpu._distributed.group_calls import GroupCall
 from simgpu._distributed.subjects import Buckets
 from simgpu._timing.events import FIRST_OF_NCCL
 
@@ -17,11 +19,18 @@ _DUPLICATE = (
     "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\n"
     "Last error:\nDuplicate GPU detected : rank {} and rank {} both on CUDA device {}"
 )
-_MOVED = (
-    "rank {} has used this process group on cuda:{} and comes with a tensor on cuda:{} "
-    "now. NCCL would wait for a second connection, which the other ranks may never "
-    "make. Is torch.cuda.set_device(rank) missing?"
+_NO_ROOM = (
+    "NCCL error: unhandled cuda error (run with NCCL_DEBUG=INFO for details)\n"
+    "ncclUnhandledCudaError: Call to CUDA function failed.\n"
+    "Last error:\nCuda failure 2 'out of memory'"
 )
+_SECOND = (
+    "rank {}: {} on {} for the first time on cuda:{}, after cuda:{}, where NCCL waits "
+    "until all have come with another GPU (is torch.cuda.set_device(rank) missing?)"
+)
+
+
+_TIMING = ("TORCH_NCCL_ENABLE_TIMING", "TORCH_NCCL_DESYNC_DEBUG")
 
 
 class Communicator:
@@ -43,20 +52,27 @@ class Communicator:
         self.cluster, self.name, self.ranks, self.member = cluster, name, ranks, member
         self.bound, self.options = bound, options
         self.engine = "nccl"  # or another name that PyTorch has for it
+        self.call: GroupCall | None = None  # of `new_group`, if ranks count such calls
+        self.is_split = False  # from the group of all ranks, which is connected
+        self.record: Group | None = None  # of the flight recorder, if that is on
         self.backend = None  # as `torch.distributed` shows it
         self.limit = options._timeout.total_seconds()
         together = len(ranks) == cluster.size
         title = "all ranks" if together else f"ranks {', '.join(map(str, ranks))}"
         self.title = cluster.title(title)
-        self.channel = Channel(cluster, name, ranks, member, self.title,
-                               self.limit)  # fmt: skip
+        # NCCL connects once for each GPU of a rank: in what order, all ranks agree
+        self._channels: list[Channel] = []
+        self._numbers: dict[int, int] = {}  # GPU's ordinal -> number of its channel
         self._pairs: dict[tuple[int, int, str], Channel] = {}
         self._streams: dict[object, int] = {}
-        self.ordinal: int | None = None  # of the GPU of its collectives so far
+        self.ordinal: int | None = None  # of the GPU that came last
         self.guessed = False  # nothing but a barrier has used it, on a likely GPU
         self.attempts = 0  # to be connected
         self.splits = 0  # groups that have been split from it
         self.buckets = Buckets()  # of DDP
+        self.fingerprints = None  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+        self.stashed: list = []  # collectives that nobody may have waited for
+        self.is_timed = any(os.environ.get(name, "0") == "1" for name in _TIMING)
         self.batch: list | None = None  # messages of `batch_isend_irecv`, being told
 
     def stream(self, of: object = None) -> int:
@@ -65,6 +81,26 @@ class Communicator:
             self._streams[of] = FIRST_OF_NCCL + self.cluster.streams
             self.cluster.streams += 1
         return self._streams[of]
+
+    @property
+    def launched(self) -> int:
+        """Collectives so far."""
+        return sum(channel.launched for channel in self._channels)
+
+    def channel(self, gpu) -> Channel:
+        """The channel of its collectives over a GPU of this rank, which is connected.
+
+        The first GPU that each rank has used belong together, the second ones, and
+        so on.
+        """
+        number = self._numbers[gpu.ordinal]
+        while len(self._channels) <= number:
+            which = len(self._channels)
+            self._channels.append(Channel(
+                self.cluster, f"{self.name}/{which}" if which else self.name,
+                self.ranks, self.member, self.title, self.limit,
+            ))  # fmt: skip
+        return self._channels[number]
 
     def pair(self, source: int, target: int, sends: bool) -> Channel:
         """The channel of messages from one member to another."""
@@ -82,13 +118,13 @@ class Communicator:
         """Which GPU a barrier takes, which has no tensor to tell.
 
         As PyTorch documents it: the one that was asked for, else the one that the group
-        is bound to, else the first one that it has used, else the rank says which.
+        is bound to, else one that it has used, else the rank says which.
         """
         if devices:
             return gpus[devices[0]]
         if self.bound is not None:
             return gpus[self.bound.index]
-        used = [gpu for gpu in gpus if gpu.ordinal == self.ordinal]
+        used = [gpu for gpu in gpus if gpu.ordinal in self._numbers]
         return used[0] if used else gpus[self.cluster.rank % len(gpus)]
 
     def connect(self, gpu, clock, what: str, guess: bool = False) -> None:
@@ -102,20 +138,23 @@ class Communicator:
 
         Raises:
             torch.distributed.DistBackendError: for two ranks on one GPU, in NCCL's
-                words; for another GPU than the first time; if a member never comes.
+                words; if a member never comes.
         """
         __tracebackhide__ = True
-        if self.ordinal == gpu.ordinal:
+        if gpu.ordinal in self._numbers:
             self.guessed = self.guessed and guess
             return
-        if self.ordinal is not None and not self.guessed:
-            me = self.ranks[self.member]
-            raise dist.DistBackendError(_MOVED.format(me, self.ordinal, gpu.ordinal))
         node = self.cluster.topology.node_of(self.cluster.rank)
         machine = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', 0)} {node}"
         board, me = self.cluster.board, self.member
         doing = f"rank {self.cluster.rank}: {what} on {self.title} for the first time"
+        if self.ordinal is not None and not self.guessed:
+            doing = _SECOND.format(
+                self.cluster.rank, what, self.title, gpu.ordinal, self.ordinal
+            )
         self.cluster.look_at_arenas(self.ranks, doing, self.limit)
+        if self.call is not None and self.attempts == 0:
+            self.call.compare(self.is_split, doing, self.limit)
         here = f"{self.name}/here {self.attempts}"
         self.attempts += 1  # one that fails may be followed by a better one
         self.cluster.connecting.add(self.name)
@@ -128,10 +167,13 @@ class Communicator:
             if first != member and me in (first, member):
                 both = _DUPLICATE.format(me, first + member - me, gpu.ordinal)
                 raise dist.DistBackendError(both)
+        share = gpu.memory.share
+        if "context" in share.outside and len(self.ranks) > 1:
+            if not share.take_outside(f"NCCL {self.name}", overhead.NCCL_BUFFERS):
+                raise dist.DistBackendError(_NO_ROOM)
+        self._numbers[gpu.ordinal] = len(self._numbers)
         self.ordinal, self.guessed = gpu.ordinal, guess
         self.cluster.connecting.remove(self.name)
-        if "context" in gpu.memory.outside and len(self.ranks) > 1:
-            gpu.memory.outside[f"NCCL {self.name}"] = overhead.NCCL_BUFFERS
         last = max(range(len(all_here)), key=lambda i: (all_here[i][2], -i))
         clock.host_waits(
             all_here[last][2], f"connect, wait for rank {self.ranks[last]}"
@@ -140,13 +182,13 @@ class Communicator:
     def set_limit(self, seconds: float) -> None:
         """From now on a collective may wait so long for the others."""
         self.limit = seconds
-        for channel in (self.channel, *self._pairs.values()):
+        for channel in (*self._channels, *self._pairs.values()):
             channel.limit = seconds
 
     def give_up(self) -> None:
         """The group is aborted: nobody will wait for what is under way."""
         self.cluster.connecting.discard(self.name)
-        own = {self.channel, *self._pairs.values()}
+        own = {*self._channels, *self._pairs.values()}
         for collective in list(self.cluster.under_way):
             if collective.channel in own:
                 collective.give_up()
@@ -154,4 +196,4 @@ class Communicator:
     def close(self, gpus: list) -> None:
         """The group is destroyed: its buffers are given back."""
         for gpu in gpus:
-            gpu.memory.outside.pop(f"NCCL {self.name}", None)
+            gpu.memory.share.give_back_outside(f"NCCL {self.name}")

@@ -9,8 +9,14 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from simgpu._compat import DisableTorchDispatch, DisableTorchFunction
+from simgpu._compat import (
+    DisableTorchDispatch,
+    DisableTorchFunction,
+    StorageBase,
+)
+from simgpu._dispatch.placement import over
 
 _REFUSED = {
     "BAND": "Cannot use ReduceOp.BAND with NCCL",
@@ -65,6 +71,38 @@ class Exchange(NamedTuple):
             return given
         taken = sum(t.nbytes for pieces in self.takes for t in pieces)
         return given if self.name == "reduce_scatter" else max(given, taken)
+
+
+class Destination:
+    """Where a value is put, which keeps no memory: whoever frees it, reads it no more.
+
+    Args:
+        tensor: flat, or with gaps.
+        storages: those that are known already, by their number in C++.
+    """
+
+    __slots__ = ("storage", "dtype", "place", "numel")
+
+    def __init__(self, tensor: torch.Tensor, storages: dict[int, StorageWeakRef]):
+        whole = tensor.untyped_storage()
+        self.storage = storages.get(whole._cdata)
+        if self.storage is None:
+            self.storage = storages[whole._cdata] = StorageWeakRef(whole)
+        self.dtype, self.numel = tensor.dtype, tensor.numel()
+        self.place = (tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def tensor(self) -> torch.Tensor | None:
+        """The tensor that was given; None if its memory is gone."""
+        whole = StorageBase._new_with_weak_ptr(self.storage.cdata)
+        if whole is None:
+            return None
+        return over(whole, self.dtype, *self.place)
+
+
+def destinations(takes: list[list[torch.Tensor]]) -> list[list[Destination]]:
+    """What a rank takes from each, without keeping it."""
+    storages: dict[int, StorageWeakRef] = {}
+    return [[Destination(tensor, storages) for tensor in its] for its in takes]
 
 
 @contextlib.contextmanager

@@ -9,14 +9,26 @@ from simgpu._compat import process_group_named
 from simgpu._dispatch.mode import modes_in_this_thread
 from simgpu._dispatch.operation import handles
 from simgpu._dispatch.operation_call import Call
-from simgpu._dispatch.placement import memory_of
-from simgpu._distributed import checks, collectives, operations, work
+from simgpu._dispatch.placement import memory_of, place
+from simgpu._distributed import (
+    checks,
+    collectives,
+    flight_entries,
+    flight_recorder,
+    operations,
+    work,
+)
 from simgpu._distributed import exchange as exchanges
 from simgpu._distributed.groups import communicator_of
 from simgpu._errors import NotSimulated
 
 _OPS = {"sum": "SUM", "avg": "AVG", "product": "PRODUCT", "min": "MIN", "max": "MAX",
         "band": "BAND", "bor": "BOR", "bxor": "BXOR"}  # fmt: skip
+
+
+# those of which PyTorch compares the fingerprints: as which operation of c10d
+_COMPARED = {"allreduce_": "allreduce_", "broadcast": "broadcast_",
+             "broadcast_": "broadcast_"}  # fmt: skip
 
 
 @handles("_c10d_functional::")
@@ -30,7 +42,10 @@ def run_functional(call: Call):
     named = {argument.name: value for argument, value in call.named_arguments()}
     communicator = _communicator(named)
     if gpu is None or communicator is None:  # also what only wraps a tensor
-        return call.func(*call.args, **call.kwargs)
+        made = call.func(*call.args, **call.kwargs)
+        for tensor in made if isinstance(made, (list, tuple)) else [made]:
+            place(tensor, gpu)
+        return made
     run = _RUN.get(name.replace("_coalesced", ""))
     if run is None:
         raise NotSimulated(call.func._schema.name)
@@ -38,6 +53,8 @@ def run_functional(call: Call):
     inputs = named["inputs"] if several else [named["input"]]
     kind = "allreduce_" if name.startswith("all_reduce") else name
     checks.check_dtype(kind, inputs, gpu)
+    if communicator.fingerprints is not None and kind in _COMPARED:
+        communicator.fingerprints.compare(_COMPARED[kind], (inputs,))
     outputs = [
         run(_Functional(call, communicator, gpu, named), tensor) for tensor in inputs
     ]
@@ -67,12 +84,17 @@ class _Functional:
         return exchanges.reduction_named(_OPS[name], tensor.dtype)
 
     def launch(
-        self, exchange: exchanges.Exchange, output: torch.Tensor
+        self, exchange: exchanges.Exchange, given: torch.Tensor, output: torch.Tensor
     ) -> torch.Tensor:
         launched = collectives.launch(
             self.call.runtime, self.communicator, self.gpu, exchange
         )
-        memory_of(output).awaited = work.Launched([launched], [output], False)
+        if self.communicator.record is not None:
+            flight_recorder.note(
+                self.call.runtime, self.communicator, _C10D[exchange.name],
+                (flight_entries.told(given), flight_entries.told(output)), [launched],
+            )  # fmt: skip
+        memory_of(output).awaited = work.Launched([launched], [output])
         return output
 
     def on_gpu(self, make) -> torch.Tensor:
@@ -99,7 +121,7 @@ def _all_reduce(f: _Functional, tensor):
 def _all_reduce_in_place(f: _Functional, tensor):
     with exchanges.plain():
         exchange = exchanges.all_reduce(f.size, f.rank, [tensor], f.reduction(tensor))
-    return f.launch(exchange, tensor)
+    return f.launch(exchange, tensor, tensor)
 
 
 def _broadcast(f: _Functional, tensor):
@@ -110,7 +132,7 @@ def _broadcast(f: _Functional, tensor):
 def _broadcast_in_place(f: _Functional, tensor):
     with exchanges.plain():
         exchange = exchanges.broadcast(f.size, f.rank, [tensor], f.named["src"])
-    return f.launch(exchange, tensor)
+    return f.launch(exchange, tensor, tensor)
 
 
 def _all_gather(f: _Functional, tensor):
@@ -121,7 +143,7 @@ def _all_gather(f: _Functional, tensor):
         out = f.rows(given, f.size * rows)
     with exchanges.plain():
         exchange = operations.all_gather_into(f.size, f.rank, out, given)
-    return f.launch(exchange, out)
+    return f.launch(exchange, given, out)
 
 
 def _reduce_scatter(f: _Functional, tensor):
@@ -132,7 +154,7 @@ def _reduce_scatter(f: _Functional, tensor):
     with exchanges.plain():
         reduction = f.reduction(given)
         exchange = operations.reduce_scatter_from(f.size, f.rank, out, given, reduction)
-    return f.launch(exchange, out)
+    return f.launch(exchange, given, out)
 
 
 def _all_to_all(f: _Functional, tensor):
@@ -141,9 +163,14 @@ def _all_to_all(f: _Functional, tensor):
     out = f.rows(given, sum(splits[0]))
     with exchanges.plain():
         exchange = operations.all_to_all_single(f.size, f.rank, out, given, *splits)
-    return f.launch(exchange, out)
+    return f.launch(exchange, given, out)
 
 
+_C10D = {  # what C++ calls for each
+    "all_reduce": "allreduce_", "broadcast": "broadcast_",
+    "all_gather": "_allgather_base_", "reduce_scatter": "_reduce_scatter_base_",
+    "all_to_all": "alltoall_base_",
+}  # fmt: skip
 _RUN = {
     "all_reduce": _all_reduce,
     "all_reduce_": _all_reduce_in_place,

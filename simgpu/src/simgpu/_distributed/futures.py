@@ -16,8 +16,9 @@ from simgpu._api.naming import as_device
 from simgpu._compat import CppFuture, tree_leaves
 from simgpu._dispatch.mode import modes_in_this_thread
 from simgpu._dispatch.named_devices import find_gpu
-from simgpu._dispatch.placement import blocks_of, gpu_of
-from simgpu._distributed.work import HOOKS
+from simgpu._dispatch.placement import gpu_of
+from simgpu._distributed.callbacks import HOOKS
+from simgpu._distributed.work import record_streams
 
 _raw_init = CppFuture.__init__
 _raw_set_result = Future.set_result
@@ -48,7 +49,7 @@ def set_result(future, result) -> None:
         if others:
             future.set_exception(ValueError(_elsewhere(others, gpus)))
             return
-        _record_streams(tensors)
+        record_streams(tensors)
         runtime = state.current()
         positions = [
             (gpu.index, runtime.clock.record(gpu.index, runtime.stream_of(gpu)))
@@ -66,22 +67,13 @@ def _elsewhere(*gpus) -> str:
     )
 
 
-def _record_streams(tensors: list[torch.Tensor]) -> None:
-    """Their memory is not used again before the current streams are done with it."""
-    for tensor in tensors:
-        gpu = gpu_of(tensor)
-        for _, block in blocks_of(tensor) if gpu is not None else ():
-            stream = state.current().stream_of(gpu)
-            gpu.memory.record_stream(block, gpu.index, stream)
-
-
 def _wait(positions: list[tuple], tensors: list[torch.Tensor]) -> None:
     """The current streams wait, and then use the tensors."""
     runtime = state.current()
     for index, position in positions:
         stream = runtime.thread.streams.get(index, 0)
         runtime.clock.stream_waits(index, stream, position)
-    _record_streams(tensors)
+    record_streams(tensors)
 
 
 def then(future, callback) -> Future:

@@ -1,7 +1,9 @@
 """Process groups: where one would use NCCL, the simulator carries the values."""
 
+import atexit
 import copy
 import functools
+import operator
 import os
 import sys
 
@@ -21,8 +23,10 @@ from simgpu._compat import (
     raw_new_process_group,
     raw_object_device,
 )
+from simgpu._distributed import fingerprints, flight_recorder, watchdog
 from simgpu._distributed.cluster import Cluster
 from simgpu._distributed.communicator import Communicator
+from simgpu._distributed.group_calls import GroupCall
 from simgpu._errors import NotSimulated
 from simgpu._frames import called_from
 from simgpu._loopback import LOOPBACK
@@ -46,7 +50,9 @@ def nccl_version() -> tuple[int, int, int]:
 def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
     """A process group: where it would use NCCL, the simulator does the work."""
     runtime = state.current()
+    ranks = [operator.index(one) for one in ranks]  # NumPy's, too
     spec = str(backend)
+    call = _note_call(runtime, name, ranks)
     engine = next(filter(_is_engine, _backends(spec).values()), None)
     if engine is None and runtime.peers is not None:
         fake_backend()
@@ -77,6 +83,8 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
     )  # fmt: skip
     if not isinstance(group, dist.ProcessGroup):
         return group, its_store
+    # PyTorch 2.15 would record what the stand-in is told, beside us
+    getattr(process_groups, "pg_flight_recorder_hooks", {}).pop(group, None)
     _call_it_nccl(group)
     process_groups.pg_map[group] = (spec, its_store)  # for get_backend()
     config = ",".join(f"{kind}:{its}" for kind, its in _backends(spec).items())
@@ -84,18 +92,33 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
     if not ranks:
         _begin_job(runtime, store, rank, size)
     bound = kwargs.get("device_id")
-    members = list(ranks) or list(range(size))
+    members = ranks or list(range(size))
     options._timeout, options.group_name = kwargs["timeout"], name
-    options.global_ranks_in_group = list(ranks)
+    options.global_ranks_in_group = ranks
     communicator = _communicate(runtime, group, name, members, rank, bound, options)
-    communicator.engine = engine
+    communicator.engine, communicator.call = engine, call
+    communicator.is_split = call is not None and _is_bound(dist.group.WORLD)
+    if fingerprints.wanted():
+        communicator.fingerprints = fingerprints.Fingerprints(communicator)
     if "gloo" in _backends(spec).values():
         runtime.gloo_groups.append(group)
     if bound is not None:
-        runtime.initialize()
+        runtime.initialize_in_cpp()
         what = f"a process group with device_id ({called_from()})"
         communicator.connect(runtime.gpus[bound.index], runtime.clock, what)
     return group, its_store
+
+
+def _note_call(runtime, name: str, ranks: list[int]) -> GroupCall | None:
+    """This rank makes a group, or takes no part in it; None if nobody counts it."""
+    if not ranks or runtime.cluster is None or not name.isdecimal() or runtime.peers:
+        return None
+    return GroupCall(runtime.cluster.board, name, ranks, called_from())
+
+
+def _is_bound(group: dist.ProcessGroup) -> bool:
+    """Whether it has been made with `device_id`: groups are split from it then."""
+    return group.bound_device_id is not None
 
 
 def _call_it_nccl(group: dist.ProcessGroup) -> None:
@@ -117,6 +140,8 @@ def _communicate(runtime, group, name: str, members, rank: int, bound, options):
         runtime.cluster, own_name, members, rank, bound, options
     )
     runtime.communicators[group.group_name] = communicator
+    nccl = ".".join(map(str, NCCL_VERSION))
+    communicator.record = flight_recorder.begin(runtime, group, members, nccl)
     return communicator
 
 
@@ -181,6 +206,8 @@ def _begin_job(runtime, store, rank: int, size: int) -> None:
     make = Cluster if runtime.peers is None else runtime.peers.LoneCluster
     runtime.cluster = make(dist.PrefixStore(prefix, store), rank, size, topology)
     runtime.sanitizer.is_first = runtime.cluster.board.is_first
+    atexit.unregister(_warn_of_leak)
+    atexit.register(_warn_of_leak)
     if rank == 0 and runtime.jobs == 1 and runtime.peers is None:
         ranks = "1 rank" if size == 1 else f"{size} ranks"
         print(
@@ -188,6 +215,17 @@ def _begin_job(runtime, store, rank: int, size: int) -> None:
             file=sys.stderr,
             flush=True,
         )
+
+
+def _warn_of_leak() -> None:
+    """This process ends: a group that NCCL still has is not destroyed."""
+    runtime = state.running
+    if runtime is None or runtime.cluster is None or not runtime.communicators:
+        return
+    cluster = runtime.cluster
+    if cluster.pid == os.getpid():
+        members = [one.member for one in runtime.communicators.values()]
+        watchdog.warn_of_leak(cluster.rank, min(members), len(runtime.gpus))
 
 
 def _bind_to_loopback() -> None:

@@ -30,12 +30,21 @@ from simgpu._compat import (
     raw_get_backend,
     raw_sequence_number,
 )
-from simgpu._distributed import groups
+from simgpu._distributed import flight_recorder, groups
 from simgpu._distributed.communicator import Communicator
 from simgpu._errors import NotSimulated
 
 _NOT_SET = -(2**31)  # what NCCL calls NCCL_CONFIG_UNDEF_INT
+_UNTIMED = (
+    "ProcessGroupNCCL OnCompletion hook requires recording start and end events which "
+    "require setting TORCH_NCCL_ENABLE_TIMING environment variable. This is only "
+    "available for NCCL version >= 2.4."
+)
 _raw_abort = dist.ProcessGroup.abort
+_raw_hooks = {
+    name: getattr(dist.ProcessGroup, name)
+    for name in ("_register_on_completion_hook", "_wait_for_pending_works")
+}
 _raw_name = dist.ProcessGroup.name
 _raw_set_timeout = getattr(dist.ProcessGroup, "set_timeout", None)  # since 2.14
 
@@ -141,7 +150,7 @@ class _Engine:
     def eager_connect_single_device(self, device) -> None:
         """Connect now and not at the first collective."""
         runtime = state.current()
-        runtime.initialize()
+        runtime.initialize_in_cpp()
         gpu = runtime.gpus[torch.device(device).index]
         self._communicator.connect(gpu, runtime.clock, "eager_connect_single_device")
 
@@ -162,6 +171,14 @@ class _Engine:
         self._communicator.set_limit(timeout.total_seconds())
 
     set_timeout = _set_default_timeout
+
+    def _verify_work_timeout(self, work, timeout: timedelta) -> bool:
+        """Whether a `Work` has this time limit: here all of a group have one."""
+        return timeout == self.options._timeout
+
+    def _set_enable_nan_check(self, enable: bool) -> None:
+        if enable:
+            raise NotSimulated(f"{type(self).__name__}._set_enable_nan_check")
 
     def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
         """A collective waits for others only; it needs no more time than it has."""
@@ -211,7 +228,8 @@ _LEFT_OUT = frozenset({
     "allocate_tensor", "register_mem_pool", "deregister_mem_pool", "mem_allocator",
     "new_window", "suspend", "resume", "memory_stats", "shrink", "merge", "reconfigure",
     "get_reconfigure_handle", "comm_ptr", "_comm_ptr", "register_abort_hook",
-    "unregister_abort_hook", "_start_time_estimate", "_end_time_estimate",
+    "unregister_abort_hook", "allreduce_sparse", "split", "_num_active_channels",
+    "setUsePgForSymmMemRendezvous", "_start_time_estimate", "_end_time_estimate",
 })  # fmt: skip
 
 
@@ -272,10 +290,47 @@ def since_2_14() -> dict[str, object]:
     return {} if _raw_set_timeout is None else {"set_timeout": set_timeout}
 
 
+def flattens(communicator: Communicator) -> bool:
+    """Whether lists of tensors go through one that is made for it."""
+    return not issubclass(_class_of(communicator.engine), ProcessGroupNCCL2)
+
+
 def enable_timing(group: dist.ProcessGroup) -> None:
-    """`_enable_collectives_timing`: the timeline has the times anyway."""
-    if groups.communicator_of(group) is None:
+    """`_enable_collectives_timing`: each `Work` from now on has its duration."""
+    communicator = groups.communicator_of(group)
+    if communicator is None:
         raw_enable_timing(group)
+    else:
+        communicator.is_timed = True
+
+
+def register_on_completion_hook(group: dist.ProcessGroup, hook) -> None:
+    """`_register_on_completion_hook`
+
+    Raises:
+        ValueError: if timing was not enabled, in PyTorch's words.
+        NotSimulated: otherwise; a thread of NCCL's would call the hook.
+    """
+    communicator = groups.communicator_of(group)
+    if communicator is None:
+        _raw_hooks["_register_on_completion_hook"](group, hook)
+        return
+    if not communicator.is_timed:
+        raise ValueError(_UNTIMED)
+    raise NotSimulated(
+        "ProcessGroup._register_on_completion_hook",
+        "Ask Work._get_duration(), or the timeline.",
+    )
+
+
+def wait_for_pending_works(group: dist.ProcessGroup) -> None:
+    """`_wait_for_pending_works`: all that was launched has ended, and its hooks."""
+    if groups.communicator_of(group) is None:
+        _raw_hooks["_wait_for_pending_works"](group)
+        return
+    clock = state.current().clock
+    for collective in groups.communicator_of(group).stashed:
+        clock.wait_for_position(collective.position)
 
 
 def sequence_number(group: dist.ProcessGroup) -> int:
@@ -283,7 +338,7 @@ def sequence_number(group: dist.ProcessGroup) -> int:
     communicator = groups.communicator_of(group)
     if communicator is None:
         return raw_sequence_number(group)
-    return communicator.channel.launched
+    return communicator.launched
 
 
 def begin_sequence(group: dist.ProcessGroup) -> None:
@@ -309,7 +364,7 @@ def abort(group: dist.ProcessGroup) -> None:
 
 
 def unwrapped(raw):
-    """TORCH_DISTRIBUTED_DEBUG=DETAIL: the simulator compares collectives anyway."""
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL: `fingerprints` compares for what stands in."""
 
     def create_process_group_wrapper(wrapped_pg, *args, **kwargs):
         if isinstance(wrapped_pg, FakeProcessGroup):
@@ -319,20 +374,29 @@ def unwrapped(raw):
     return create_process_group_wrapper
 
 
-def recorder_of_gloo_only(name: str) -> Callable:
-    """What the flight recorder tells of NCCL's collectives (since 2.14): nothing here.
+def recorders() -> dict[str, Callable]:
+    """The flight recorder's functions that name a backend (since 2.15).
 
-    Args:
-        name: of the function, whose argument `backend` says whose collectives.
+    Without a name, and before, they tell of gloo, which records for itself.
     """
-    raw = getattr(distributed_C, name)
+    ours = {"_dump_fr_trace": flight_recorder.dump,
+            "_dump_fr_trace_json": flight_recorder.dump_json,
+            "_dump_fr_trace_file": flight_recorder.write_file,
+            "_reset_fr_trace": flight_recorder.reset}  # fmt: skip
+    known = {name: getattr(distributed_C, name, None) for name in ours}
+    return {n: _by_backend(raw, ours[n]) for n, raw in known.items() if raw}
+
+
+def _by_backend(raw: Callable, ours: Callable) -> Callable:
+    """NCCL's recorder answers for its backends, C++ for all others."""
 
     @functools.wraps(raw)
     def told(*args, **kwargs):
         backend = kwargs.get("backend", next((a for a in args if type(a) is str), ""))
-        if backend.startswith("nccl"):
-            raise NotSimulated(f"torch._C._distributed_c10d.{name} of {backend}")
-        return raw(*args, **kwargs)
+        if not backend.startswith("nccl"):
+            return raw(*args, **kwargs)
+        kwargs.pop("backend", None)
+        return ours(*(a for a in args if type(a) is not str), **kwargs)
 
     return told
 

@@ -15,7 +15,7 @@ from torch.distributed import constants, device_mesh, distributed_c10d
 from torch.distributed.rpc import api, internal
 from torch.nn.parallel import DistributedDataParallel
 
-from simgpu._api import refused, sharing
+from simgpu._api import sharing
 from simgpu._api.patch import Patch, patches
 from simgpu._compat import (
     CppFuture,
@@ -29,9 +29,11 @@ from simgpu._compat import (
     rpc_C,
 )
 from simgpu._distributed import (
+    callbacks,
     children,
     collectives,
     ddp,
+    flight_recorder,
     functional,  # noqa: F401 - registers what runs operations
     futures,
     groups,
@@ -39,6 +41,7 @@ from simgpu._distributed import (
     profiling,
     reductions,
     rpc,
+    symmetric_memory,
     work,
 )
 
@@ -72,6 +75,8 @@ def table() -> list[Patch]:
             name=nccl.name, _get_backend=nccl.get_backend,
             _get_backend_name=nccl.backend_name, split_group=groups.split_of,
             _enable_collectives_timing=nccl.enable_timing,
+            _register_on_completion_hook=nccl.register_on_completion_hook,
+            _wait_for_pending_works=nccl.wait_for_pending_works,
             **nccl.since_2_14(),
             _get_sequence_number_for_group=nccl.sequence_number,
             _set_sequence_number_for_group=nccl.begin_sequence,
@@ -82,12 +87,12 @@ def table() -> list[Patch]:
                  __init__=profiling.new_event),
         *patches(distributed_C, "only builds with NCCL have it",
                  _hash_tensors=nccl.hash_tensors,
-                 **{name: refused.refuse(f"torch._C._distributed_c10d.{name}")
-                    for name in ("_dump_nccl_trace", "_dump_nccl_trace_json")},
-                 **{name: nccl.recorder_of_gloo_only(name)
-                    for name in ("_dump_fr_trace", "_dump_fr_trace_json",
-                                 "_dump_fr_trace_file", "_reset_fr_trace")
-                    if hasattr(distributed_C, name)}),
+                 _dump_nccl_trace=flight_recorder.dump,
+                 _dump_nccl_trace_json=flight_recorder.dump_json,
+                 _reset_fr_recording_nccl=flight_recorder.reset,
+                 **nccl.recorders()),
+        *patches(symmetric_memory.SymmetricMemory, "it maps the memory of other GPUs",
+                 **symmetric_memory.doors()),
         *patches(FakeProcessGroup, "the simulator stands for NCCL",
                  supports_coalescing=property(groups.supports_coalescing)),
         *[
@@ -97,19 +102,23 @@ def table() -> list[Patch]:
                                  reduceOp=reductions.noting_factor(options))
         ],
         *patches(CppFuture, "hooks run in our modes, on a stream of their own",
-                 then=work.then),
+                 then=callbacks.then, add_done_callback=callbacks.add_done_callback),
+        *patches(torch.futures, "C++ forgets what a future waits for",
+                 collect_all=callbacks.collect_all, wait_all=callbacks.wait_all),
         *patches(CppFuture, "streams wait, and not the program",
-                 wait=work.future_wait, value=work.future_value),
-        *patches(
-            Work, "streams wait, and not the program",
-            wait=work.wait, synchronize=work.synchronize, get_future=work.get_future,
-            is_completed=work.is_completed, result=work.result,
-        ),
+                 wait=callbacks.wait, value=callbacks.value),
+        *patches(Work, "streams wait, and not the program", **work.methods()),
+        *patches(torch.distributed, "C++ takes several GPUs for one device",
+                 Reducer=ddp.reducer),
         *patches(
             DistributedDataParallel, "its reducer makes tensors in C++",
             **{name: ddp.on_replica(name)
                for name in ("__init__", "__setstate__", "_pre_forward",
                             "_post_forward")},
+        ),
+        *patches(
+            DistributedDataParallel, "C++'s hook copies without a stream that waits",
+            _register_builtin_comm_hook=ddp.register_builtin_hook,
         ),
         *patches(
             DistributedDataParallel, "its stream does not wait for the optimizer",
@@ -121,8 +130,8 @@ def table() -> list[Patch]:
         ),
         *patches(
             torch.distributed, "C++ waits for its collectives",
-            **{name: ddp.waiting(getattr(torch.distributed, name))
-               for name in ("_broadcast_coalesced", "_verify_params_across_processes")},
+            _broadcast_coalesced=ddp.broadcast_coalesced,
+            _verify_params_across_processes=ddp.verify,
         ),
         *patches(torch.futures.Future, "values on GPUs are in the order of streams",
                  __init__=futures.new, set_result=futures.set_result,

@@ -12,7 +12,7 @@ from simgpu._compat import RecordFunctionFast, profiler_enabled
 _raw_new_event = FunctionEvent.__init__
 _NCCL = "nccl:"
 # operation of c10d -> its name there, where it is another
-_NAMES = {
+NAMES = {
     "allreduce_": "all_reduce", "allreduce_coalesced_": "allreduce_coalesced",
     "reduce_": "reduce", "broadcast_": "broadcast",
     "allgather_": "all_gather", "_allgather_base_": "_all_gather_base",
@@ -32,7 +32,7 @@ is_on = profiler_enabled
 def note(operation: str, tensors: list[torch.Tensor]) -> None:
     """Tell a profiler that runs of a collective: an operation of c10d, or its name."""
     if is_on():
-        name = _NCCL + _NAMES.get(operation, operation)
+        name = _NCCL + NAMES.get(operation, operation)
         with RecordFunctionFast(name, tensors):
             pass
 

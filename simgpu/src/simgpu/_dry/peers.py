@@ -55,29 +55,32 @@ class LoneCluster(Cluster):
         while self.under_way:
             self.under_way[0].settle()
 
+    settle_what_is_there = settle
+
 
 class LoneCommunicator(Communicator):
     """A process group as this rank alone takes part in it."""
 
     def connect(self, gpu, clock, what: str, guess: bool = False) -> None:
-        if self.ordinal == gpu.ordinal:
+        if gpu.ordinal in self._numbers:
             self.guessed = self.guessed and guess
             return
+        self._numbers[gpu.ordinal] = len(self._numbers)
         self.ordinal, self.guessed = gpu.ordinal, guess
-        if "context" in gpu.memory.outside and len(self.ranks) > 1:
-            gpu.memory.outside[f"NCCL {self.name}"] = overhead.NCCL_BUFFERS
+        share = gpu.memory.share
+        if "context" in share.outside and len(self.ranks) > 1:
+            share.take_outside(f"NCCL {self.name}", overhead.NCCL_BUFFERS)
 
 
 class LoneCollective(Collective):
     """A collective that starts when this rank is ready."""
 
-    def _post(self) -> None:
+    def _post(self, exchange: ex.Exchange) -> None:
         cluster = self.channel.cluster
         while len(cluster.under_way) >= MOST_UNDER_WAY:
             cluster.under_way[0].settle()
         with ex.plain():
-            deliver(self.exchange, len(self.channel.ranks), self.channel.member)
-        self.exchange = None
+            deliver(exchange, len(self.channel.ranks), self.channel.member)
         cluster.under_way.append(self)
 
     def __str__(self) -> str:

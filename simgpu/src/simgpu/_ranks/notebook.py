@@ -9,6 +9,7 @@ import os
 import pickle
 import threading
 from collections.abc import Callable
+from numbers import Integral
 
 from simgpu import _frames as frames
 from simgpu._ranks import fork_server, pickling, worker
@@ -71,7 +72,7 @@ class Ranks:
         threads: int = 1,
     ):
         global _current
-        if not isinstance(size, int) or isinstance(size, bool):
+        if not isinstance(size, Integral) or isinstance(size, bool):
             raise ValueError(f"the number of ranks is a whole number, not {size!r}")
         if not 1 <= size <= MOST_RANKS:
             raise ValueError(

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+from simgpu._device import ledger
 from simgpu._ranks import fork_server, store
 from simgpu._ranks.listener import Listener, Rendezvous
 from simgpu._ranks.python_process import START_SECONDS, PythonProcess, spawned
@@ -50,6 +51,7 @@ class RankProcesses:
         self._server = fork_server.running() if fork_server.CAN_FORK else None
         inside = self._server.folder if self._server else None
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=inside))
+        ledger.create(self.folder / ledger.FILE)
         self.connections: dict[int, Connection] = {}
         self.pids: dict[int, int] = {}
         self._spawned: dict[int, PythonProcess] = {}

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from simgpu import _frames as frames
+from simgpu._device import ledger
 from simgpu._device.cards import find_card
 from simgpu._rank_variables import Place
 from simgpu._ranks.listener import Rendezvous
@@ -265,6 +266,7 @@ def _be_rank(rank: int, rendezvous: Rendezvous, work: _Work) -> NoReturn:
     os.environ.clear()
     os.environ.update(work.environ, OMP_NUM_THREADS="1")
     os.environ.update(Place(rank, work.ranks, work.nodes).environ(port))
+    os.environ[ledger.VARIABLE] = str(rendezvous.folder / ledger.FILE)
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # it is the machine's own it may hide
     import torch
 

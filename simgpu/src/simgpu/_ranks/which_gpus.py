@@ -6,6 +6,7 @@ It decides without importing PyTorch, which the notebook's process may never nee
 import os
 import sys
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 
 from simgpu._device.cards import find_card, parse_memory, show_bytes
@@ -64,7 +65,7 @@ def choose(
     too_much = memory is not None and parse_memory(memory) > found.total_memory
     if too_much and simulated:
         raise ValueError(f"a {card} does not have {memory} of memory")
-    if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
+    if isinstance(nodes, bool) or not isinstance(nodes, Integral) or nodes < 1:
         raise ValueError(f"the number of nodes is a whole number, not {nodes!r}")
     if size % nodes:
         raise ValueError(f"{size} ranks cannot be shared equally by {nodes} nodes")

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from simgpu import _frames as frames
+from simgpu._device import ledger
 from simgpu._rank_variables import Place
 from simgpu._ranks import pickling
 from simgpu._ranks.job_memory import GpuMemory, memory_of
@@ -60,6 +61,7 @@ def output_file(folder: Path, rank: int) -> Path:
 def run_worker(rank: int, rendezvous: Rendezvous, settings: WorkerSettings) -> NoReturn:
     """Be one rank until the notebook hangs up."""
     _set_environment(rank, settings)
+    os.environ[ledger.VARIABLE] = str(rendezvous.folder / ledger.FILE)
     _keep_little()
     _redirect_output(output_file(rendezvous.folder, rank))
     dump_stack_when_asked(rendezvous.folder, rank)

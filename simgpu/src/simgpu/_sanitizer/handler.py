@@ -21,6 +21,11 @@ def _lines(frame, lookup_lines: bool) -> list[traceback.FrameSummary]:
     return found or [_summary(last)]
 
 
+def program_stack(frame) -> list[traceback.FrameSummary]:
+    """The same with the last call last, as a traceback has it."""
+    return _lines(frame, False)[::-1]
+
+
 def _summary(frame) -> traceback.FrameSummary:
     code = frame.f_code
     return traceback.FrameSummary(

@@ -7,9 +7,10 @@ between GPUs. They go to the `EventHandler` of `torch.cuda._sanitizer`: events a
 from the first stream or event on, reads and writes from the second stream on, because
 one stream alone cannot race. What the default streams wrote until then is remembered
 with one line of the program.
-Leaves out: the host reading pinned memory too early, reads by the default streams
-before the second stream existed, and what an operation writes without saying so in its
-schema (the running statistics of batch normalization).
+The host against copies that it has not waited for is in `host_copies.py`.
+Leaves out: reads by the default streams before the second stream existed, and what an
+operation writes without saying so in its schema (the running statistics of batch
+normalization).
 """
 
 import sys
@@ -23,6 +24,7 @@ import torch
 
 from simgpu._locking import one_at_a_time
 from simgpu._sanitizer.handler import new_handler
+from simgpu._sanitizer.host_copies import HostCopies
 from simgpu._sanitizer.intervals import IntervalMap, runs
 from simgpu._sanitizer.race_report import RaceError, place, stream_name, warning
 
@@ -37,7 +39,8 @@ class StreamSanitizer:
     Args:
         mode: "raise" an error at a race; "show": a racy read gives what the memory
             held before, and other races raise; "warn": each two lines that race are
-            named once on stderr; "off": no access counts.
+            named once on stderr, and values are those of the program's order; "off": no
+            access counts, and a collective that nobody waits for may be seen undone.
     """
 
     def __init__(self, mode: str = "raise"):
@@ -53,6 +56,7 @@ class StreamSanitizer:
         # how often each stream was waited for, or an event was recorded in it
         self._epochs: dict[Key, int] = {}
         self._warned: set[tuple] = set()  # of which lines
+        self.host_copies = HostCopies(self)
         self.is_first = lambda place: True  # of several ranks, to name these lines
 
     # -- what puts work in order -------------------------------------------------------
@@ -80,6 +84,11 @@ class StreamSanitizer:
             self.handler.syncs.update_seq_num(stream_name(*key), self.last[key])
         return stream_name(*key)
 
+    def up_to_date(self, key: Key) -> int:
+        """The name of a stream, of which the `EventHandler` knows all work now."""
+        self.follow_events()
+        return self._sync(key)
+
     def event_recorded(self, event: int, key: Key) -> None:
         """An event has been recorded in a stream."""
         self._epochs[key] = self._epochs.get(key, 0) + 1
@@ -99,6 +108,8 @@ class StreamSanitizer:
         """The host knows that the work before an event is done."""
         if self.handler is not None:
             self.handler._handle_event_synchronization(event)
+            if self.host_copies.unfinished:
+                self.host_copies.host_waited()
 
     @one_at_a_time
     def host_waited(self, keys: list[Key]) -> None:
@@ -108,6 +119,8 @@ class StreamSanitizer:
             self.seen[key] = self.number
             if self.handler is not None:
                 self.handler._handle_stream_synchronization(self._sync(key))
+        if self.host_copies.unfinished:
+            self.host_copies.host_waited()
 
     def forget_event(self, event: int) -> None:
         """Nobody will ask for an event again. May be called at any moment."""
@@ -156,7 +169,10 @@ class StreamSanitizer:
 
     @one_at_a_time
     def access(self, operator: str, key: Key, reads: list, writes: list, new=False):
-        """A kernel reads and writes tensors. Returns the reads that are racy.
+        """A kernel reads and writes tensors. Returns which of them race.
+
+        While races are shown, these are positions in `reads`; while they are warned of,
+        in `[*reads, *writes]`.
 
         Args:
             operator: the schema of the operation.
@@ -167,14 +183,16 @@ class StreamSanitizer:
             CUDASanitizerErrors: at a race; not at a racy read while races are shown.
         """
         aliases: dict[int, list[str]] = {}
-        touched: dict[int, set[int]] = {}  # interval -> positions in reads
+        touched: dict[int, set[int]] = {}  # interval -> positions
+        counted = [reads, writes] if self.mode == "warn" else [reads]
         sets: list[set[int]] = []
         for accesses in (reads, writes):
             intervals = set()
-            for position, (argument, tensor, block) in enumerate(accesses):
+            first = 0 if accesses is reads else len(reads)
+            for position, (argument, tensor, block) in enumerate(accesses, first):
                 for interval in self._intervals_of(tensor, block):
                     aliases.setdefault(interval, []).append(argument)
-                    if accesses is reads:
+                    if any(accesses is its for its in counted):
                         touched.setdefault(interval, set()).add(position)
                     intervals.add(interval)
                     self._forget_reads(interval, key)
@@ -189,14 +207,21 @@ class StreamSanitizer:
         )  # fmt: skip
         self._merge(writes)
         if self.mode == "warn":
-            self._warn(errors)
-            return []
+            self.warn(errors)
+            for error in errors:  # one missing wait is named once, not at each use
+                self._take_as_waited(error.current_access, error.previous_access)
         racy = [error for error in errors if error.data_ptr in touched]
         if errors and (self.mode == "raise" or len(racy) < len(errors)):
             raise RaceError(errors)
         return sorted(set().union(*(touched[error.data_ptr] for error in racy)))
 
-    def _warn(self, errors: list) -> None:
+    def _take_as_waited(self, current, previous) -> None:
+        """From now on as if the one stream had waited for the other's access."""
+        known = self.handler.syncs.current_sync_states[current.stream]
+        seen = known.get(previous.stream, -1)
+        known[previous.stream] = max(seen, previous.seq_num)
+
+    def warn(self, errors: list) -> None:
         """Name the lines that race, if they have not been named yet."""
         for error in errors:
             lines = place(error)
@@ -205,6 +230,16 @@ class StreamSanitizer:
             self._warned.add(lines)
             if self.is_first(str(lines)):
                 print(warning(error), file=sys.stderr, flush=True)
+
+    @one_at_a_time
+    def used_since(self, number: int, tensor, block) -> bool:
+        """Whether a kernel has used a tensor after the kernel of this number."""
+        for piece in self._intervals_of(tensor, block):
+            info = self.handler.tensors_accessed.accesses[piece]
+            accesses = [*info.reads, info.write] if info.write else info.reads
+            if any(access.seq_num > number for access in accesses):
+                return True
+        return False
 
     @one_at_a_time
     def arrived(self, tensor, block) -> None:

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from numbers import Integral
 from typing import NamedTuple
 
 from simgpu._device.cards import Card
@@ -83,7 +84,11 @@ class Topology:
     def __post_init__(self):
         for name in ("nodes", "ranks_per_node"):
             number = getattr(self, name)
-            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            if (
+                isinstance(number, bool)
+                or not isinstance(number, Integral)
+                or number < 1
+            ):
                 raise ValueError(f"{name} must be an integer of 1 or more: {number!r}")
         network = self.network
         if network is None:
@@ -111,7 +116,7 @@ class Topology:
         Raises:
             ValueError: for a rank that the job does not have.
         """
-        if isinstance(rank, bool) or not isinstance(rank, int):
+        if isinstance(rank, bool) or not isinstance(rank, Integral):
             raise ValueError(f"a rank is an integer, not {rank!r}")
         if not 0 <= rank < self.world_size:
             raise ValueError(

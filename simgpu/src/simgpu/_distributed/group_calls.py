@@ -1,0 +1,77 @@
+"""Whether all ranks make the same groups in the same order: calls of `new_group`.
+
+PyTorch numbers the groups of a job as each rank makes them, and NCCL's ranks meet under
+that number. Models: who meets whom. Two groups under one number, or one group under two
+numbers, would hang or connect the wrong ranks; here both calls are named. Leaves out:
+groups whose names do not come from counting (`use_local_synchronization=True`,
+`split_group`), which need no order.
+"""
+
+import torch.distributed as dist
+
+from simgpu._distributed.board import Board
+
+_DIFFERENT = (
+    "the ranks do not make the same groups in the same order. Group number {} is\n"
+    "  rank {}: of ranks {} ({})\n  rank {}: of ranks {} ({})\n"
+    "NCCL would hang, or connect the wrong ranks. Every rank must call new_group() for "
+    "every group, also for those that it is not in, in the same order; or pass "
+    "use_local_synchronization=True, and let the members alone call it."
+)
+
+
+class GroupCall:
+    """One call of `new_group` by this rank, which all others can read.
+
+    Args:
+        board: of the job.
+        number: of the group, as this rank counts them.
+        ranks: of the members in the job, in order.
+        where: the line of the program.
+    """
+
+    def __init__(self, board: Board, number: str, ranks: list[int], where: str):
+        self.board, self.number, self.ranks = board, number, [int(r) for r in ranks]
+        self.where = where
+        board.post(f"made/{number}/{board.rank}", (self.ranks, where))
+
+    def compare(self, is_split: bool, doing: str, limit: float) -> None:
+        """Raise unless the others mean the same group by this number.
+
+        Waits until those whom NCCL would wait for have called `new_group`, too.
+
+        Args:
+            is_split: whether NCCL splits the group from that of all ranks, which are
+                connected already: all take part then, each in a group of its own.
+            doing: what this rank does, for an error.
+            limit: seconds.
+
+        Raises:
+            torch.distributed.DistBackendError: if not, or if one never calls it.
+        """
+        __tracebackhide__ = True
+        if len(self.ranks) == 1 and not is_split:
+            return  # it meets nobody
+        board = self.board
+        if not is_split:
+            own = [board.rank, self.ranks, self.where]
+            rank, ranks, where = board.first(f"group/{self.number}", own)
+            self._check(rank, ranks, where)
+        whom = range(board.size) if is_split else self.ranks
+        keys = {f"made/{self.number}/{rank}": rank for rank in whom}
+        found = board.read(keys, f"{doing}: new_group", limit)
+        for rank, (ranks, where) in zip(whom, found, strict=True):
+            if rank in self.ranks or board.rank in ranks:
+                self._check(rank, ranks, where)
+
+    def _check(self, rank: int, ranks: list[int], where: str) -> None:
+        __tracebackhide__ = True
+        if ranks == self.ranks:
+            return
+        calls = sorted(
+            [(self.board.rank, self.ranks, self.where), (rank, ranks, where)]
+        )
+        said = [(one, ", ".join(map(str, its)), line) for one, its, line in calls]
+        text = _DIFFERENT.format(self.number, *said[0], *said[1])
+        self.board.post("verdict", text)
+        raise dist.DistBackendError(text)
