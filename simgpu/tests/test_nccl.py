@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from datetime import timedelta
@@ -19,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import simgpu
 from simgpu import NotSimulated
 from simgpu._distributed.exchange import Reduction, reduce, reduction_named
+from support.programs import free_port
 
 CUDA = torch.device("cuda")
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -444,9 +444,7 @@ def test_the_profiler_sees_each_collective_once(group):
 @pytest.mark.parametrize("place", ["file://", "tcp://", "FileStore", "TCPStore"])
 def test_ranks_meet_wherever_pytorch_lets_them(place, tmp_path):
     file = str(tmp_path / "store")
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    port = free_port()
     where = {
         "file://": lambda: {"init_method": f"file://{file}"},
         "tcp://": lambda: {"init_method": f"tcp://127.0.0.1:{port}"},
