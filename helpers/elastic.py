@@ -26,6 +26,7 @@ from helpers.processes import (
     MARK,
     JobError,
     children,
+    command_line,
     end,
     environment,
     free_port,
@@ -64,12 +65,18 @@ class Node:
     def pid(self) -> int | None:
         """The process that is torchrun; None if it has not begun.
 
-        On simulated GPUs, it is the only child of the process that `Job` starts.
+        On simulated GPUs, `Job` starts another command, which starts it: the only child
+        whose command line is not that command's own.
         """
         if self._pid is None:
             found = [self.agent.pid]
             if self.job.gpus:
-                found = [child.pid for child in children(self.agent.pid)]
+                own = command_line(self.agent.pid)
+                found = [
+                    child.pid
+                    for child in children(self.agent.pid)
+                    if command_line(child.pid) not in ([], own)
+                ]
             self._pid = next(iter(found), None)
         return self._pid
 

@@ -70,6 +70,14 @@ def children(pid: int) -> list[psutil.Process]:
         return []
 
 
+def command_line(pid: int) -> list[str]:
+    """The command line of a process; empty if it has gone."""
+    try:
+        return psutil.Process(pid).cmdline()
+    except psutil.Error:
+        return []
+
+
 def environment(process: psutil.Process) -> dict[str, str]:
     """Of a process that may be gone, or somebody else's: then nothing."""
     try:

@@ -107,16 +107,9 @@ SELF_STARTING = """
 def test_a_program_that_starts_itself_has_the_gpus_in_both(tmp_path):
     path = tmp_path / "starts.py"
     path.write_text(textwrap.dedent(SELF_STARTING), encoding="utf-8")
-    done = run(tmp_path, "--children", path, free_port())
+    done = run(tmp_path, "--children", path, programs.free_port())
     assert done.stdout == "sum 1.0\n" * 2, done.stderr
     assert done.status == 5
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.create_server(("localhost", 0)) as server:
-        return server.getsockname()[1]
 
 
 CHILDREN = """

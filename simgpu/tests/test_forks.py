@@ -1,7 +1,6 @@
 """Processes that a program forks or spawns have its GPUs, by CUDA's rules."""
 
 import os
-import socket
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import simgpu
+from support.programs import free_port
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 
@@ -29,11 +29,6 @@ def add_up(rank: int, port: int, results) -> None:
     dist.all_reduce(t)
     results.put((rank, str(t.device), t.tolist()))
     dist.destroy_process_group()
-
-
-def free_port() -> int:
-    with socket.create_server(("localhost", 0)) as server:
-        return server.getsockname()[1]
 
 
 def fork(function, *args) -> list:

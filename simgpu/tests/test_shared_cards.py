@@ -35,18 +35,6 @@ def one():
     simgpu.stop()
 
 
-@pytest.fixture(autouse=True)
-def pynvml_is_installed(tmp_path_factory, monkeypatch):
-    """Here and in processes that are started: without the package there is no NVML."""
-    folder = tmp_path_factory.mktemp("packages")
-    (folder / "pynvml.py").write_text("raise ImportError('no library')")
-    monkeypatch.syspath_prepend(folder)
-    before = os.environ.get("PYTHONPATH", "")
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join(filter(None, (str(folder), before)))
-    )
-
-
 # -- the ledger ------------------------------------------------------------------------
 # Its processes need no PyTorch.
 
@@ -289,8 +277,7 @@ def test_the_children_of_this_process_are_told_of_its_cards_until_it_stops(monke
 def test_a_card_is_used_once_cuda_is_asked_for_something_there():
     simgpu.start(4, overhead=True)
     try:
-        import pynvml
-
+        pynvml = torch.cuda.pynvml
         pynvml.nvmlInit()
 
         def used() -> list[int]:
@@ -319,7 +306,6 @@ def test_a_card_is_used_once_cuda_is_asked_for_something_there():
 
 def on_gpu_0(size: int) -> tuple:
     """All ranks take as much of the first GPU of their node as they get."""
-    import pynvml
     import torch.distributed as dist
 
     rank = int(os.environ["RANK"])
@@ -329,6 +315,7 @@ def on_gpu_0(size: int) -> tuple:
     dist.barrier()
     held = torch.empty(size, dtype=torch.uint8, device="cuda:0")
     dist.barrier()
+    pynvml = torch.cuda.pynvml
     pynvml.nvmlInit()
     handle = pynvml.nvmlDeviceGetHandleByIndex(0)
     running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)

@@ -14,6 +14,7 @@ import shutil
 import site
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 import uuid
@@ -98,7 +99,6 @@ class Lab:
             "IPYTHONDIR": str(folder / "ipython"),
             "JUPYTER_CONFIG_DIR": str(folder / "config"),
             "JUPYTER_DATA_DIR": str(folder / "data"),
-            "JUPYTER_RUNTIME_DIR": str(folder / "runtime"),
             "JUPYTERLAB_SETTINGS_DIR": str(folder / "settings"),
             "JUPYTERLAB_WORKSPACES_DIR": str(folder / "workspaces"),
         }
@@ -111,19 +111,23 @@ class Lab:
         command += ["--port=" + self.url.rpartition(":")[2]]
         command += ["--ServerApp.port_retries=0", f"--IdentityProvider.token={TOKEN}"]
         command += ["--LabApp.expose_app_in_browser=True"]
-        try:
-            with open(self.log, "w") as log:
-                server = subprocess.Popen(
-                    command, cwd=self.course, env=self._environment,
-                    stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                )  # fmt: skip
-            self._wait_for(server)
-            yield self
-            server.terminate()
-            server.wait(SECONDS)
-            assert not self.processes(), "the server left processes"
-        finally:
-            end_processes(self.mark)
+        # files as sockets: a port that is free now may be taken when the kernel binds
+        command += ["--KernelManager.transport=ipc"]
+        with tempfile.TemporaryDirectory(prefix="lab-") as runtime:
+            try:
+                with open(self.log, "w") as log:
+                    server = subprocess.Popen(
+                        command, cwd=self.course, stdin=subprocess.DEVNULL,
+                        env={**self._environment, "JUPYTER_RUNTIME_DIR": runtime},
+                        stdout=log, stderr=subprocess.STDOUT,
+                    )  # fmt: skip
+                self._wait_for(server)
+                yield self
+                server.terminate()
+                server.wait(SECONDS)
+                assert not self.processes(), "the server left processes"
+            finally:
+                end_processes(self.mark)
 
     def _wait_for(self, server: subprocess.Popen) -> None:
         late = time.monotonic() + SECONDS

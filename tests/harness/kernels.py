@@ -1,5 +1,11 @@
-"""A kernel that notices its own death, says how it died, and leaves no process."""
+"""A kernel that notices its own death, says how it died, and leaves no process.
 
+Its sockets are files of its own where there are such sockets. Jupyter's usual ports are
+chosen before the kernel binds them, and a suite that opens hundreds of connections
+meanwhile takes one of them now and then.
+"""
+
+import os
 import signal
 import site
 import tempfile
@@ -7,11 +13,30 @@ import time
 from pathlib import Path
 from queue import Empty
 
-from nbval.kernel import CURRENT_ENV_KERNEL_NAME, RunningKernel, start_new_kernel
+from jupyter_client.manager import KernelManager
+from nbval.kernel import (
+    CURRENT_ENV_KERNEL_NAME,
+    NbvalKernelspecManager,
+    RunningKernel,
+)
 
 from tests.harness.processes import end_processes, kernel_environment
 
 SECONDS_TO_STOP = 3  # that a kernel gets to end by itself
+
+
+def kernel_settings(folder: Path) -> dict:
+    """Returns the arguments of Jupyter's kernel managers for a kernel of this Python.
+
+    Args:
+        folder: an empty one, with a short name: a socket's may have 107 characters.
+    """
+    sockets = {"transport": "ipc", "ip": str(folder / "socket")}
+    return {
+        "kernel_name": CURRENT_ENV_KERNEL_NAME,
+        "kernel_spec_manager": NbvalKernelspecManager(),
+        **(sockets if os.name == "posix" else {}),
+    }
 
 
 class KernelDied(Exception):
@@ -41,16 +66,19 @@ class Kernel(RunningKernel):
             # packages of `pip install --user` are still found
             environment |= {"HOME": str(home), "PYTHONUSERBASE": site.getuserbase()}
         self.log = tempfile.TemporaryFile()
+        self.sockets = tempfile.TemporaryDirectory(prefix="kernel-")
         try:
-            self.km, self.kc = start_new_kernel(
-                startup_timeout,
-                CURRENT_ENV_KERNEL_NAME,
+            self.km = KernelManager(**kernel_settings(Path(self.sockets.name)))
+            self.km.start_kernel(
                 cwd=str(folder),
                 env=environment,
                 stdout=self.log,
                 stderr=self.log,
                 extra_arguments=["--HistoryManager.hist_file=:memory:"],
             )
+            self.kc = self.km.client()
+            self.kc.start_channels()
+            self.kc.wait_for_ready(timeout=startup_timeout)
             self._ensure_iopub_up()
         except Exception as error:
             what = f"the kernel did not start: {error}\n{self.last_lines()}"
@@ -86,12 +114,15 @@ class Kernel(RunningKernel):
 
     def stop(self) -> None:
         """Asks the kernel to end, then ends what is left."""
-        if hasattr(self, "km"):
+        if hasattr(self, "kc"):
             self.kc.shutdown()
             deadline = time.monotonic() + SECONDS_TO_STOP
             while self.is_alive() and time.monotonic() < deadline:
                 time.sleep(0.05)
             self.kc.stop_channels()
+            del self.kc
+        if hasattr(self, "km"):
             self.km.shutdown_kernel(now=True)
             del self.km
+        self.sockets.cleanup()
         self.left += end_processes(self.mark)

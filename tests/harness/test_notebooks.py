@@ -43,6 +43,11 @@ def test_a_real_run_finds_all_settings_and_keeps_notebooks_together(tmp_path):
         # ends comes too late for nbval, so the output of a child is no test.
         cell("import sys\nsys.stdout.watch_fd_thread.is_alive()", result(plain="True")),
         cell("print(1)", stream("2\n"), tag="nbval-ignore-output"),
+        # no port that another process could have taken before the kernel binds it
+        cell(
+            "import ipykernel\nipykernel.get_connection_info(unpack=True)['transport']",
+            result(plain="'ipc'"),
+        ),
     )
     for name in ("02", "03"):
         course.add(name, "a = 0", *["a = a + 1"] * 4, "assert a == 4")
@@ -57,8 +62,8 @@ def test_a_real_run_finds_all_settings_and_keeps_notebooks_together(tmp_path):
         timeout=120,
     )
     assert done.returncode == 0, done.stdout
-    assert "19 passed" in done.stdout
-    assert "outputs compared: 3 of 4 (75 %)" in done.stdout
+    assert "20 passed" in done.stdout
+    assert "outputs compared: 4 of 5 (80 %)" in done.stdout
 
 
 def test_real_gpus_with_lax_only(course, run, monkeypatch):

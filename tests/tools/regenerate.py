@@ -18,6 +18,7 @@ import io
 import itertools
 import re
 import sys
+import tempfile
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -27,10 +28,10 @@ from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
-from nbval.kernel import CURRENT_ENV_KERNEL_NAME, NbvalKernelspecManager
 from nbval.plugin import get_sanitize_patterns
 from PIL import Image, ImageChops
 
+from tests.harness.kernels import kernel_settings
 from tests.harness.notebooks import SANITIZER
 from tests.harness.processes import end_processes, fix_environment, kernel_environment
 from tests.lesson_rules import CELL_METADATA, METADATA
@@ -50,20 +51,18 @@ RANDOM_ID = re.compile(r"[0-9a-f]{8}(-?[0-9a-f]{4}){0,3}(-?[0-9a-f]{12})?")
 def execute(nb: NotebookNode, folder: Path) -> None:
     """Runs all cells in a fresh kernel, which leaves no process behind."""
     mark = uuid.uuid4().hex
-    client = NotebookClient(
-        nb,
-        km=AsyncKernelManager(
-            kernel_name=CURRENT_ENV_KERNEL_NAME,
-            kernel_spec_manager=NbvalKernelspecManager(),
-        ),
-        timeout=SECONDS_PER_CELL,
-        record_timing=False,
-        resources={"metadata": {"path": str(folder)}},
-    )
-    try:
-        client.execute(env=kernel_environment(mark), cleanup_kc=True)
-    finally:
-        end_processes(mark)
+    with tempfile.TemporaryDirectory(prefix="kernel-") as sockets:
+        client = NotebookClient(
+            nb,
+            km=AsyncKernelManager(**kernel_settings(Path(sockets))),
+            timeout=SECONDS_PER_CELL,
+            record_timing=False,
+            resources={"metadata": {"path": str(folder)}},
+        )
+        try:
+            client.execute(env=kernel_environment(mark), cleanup_kc=True)
+        finally:
+            end_processes(mark)
 
 
 # -- tidy ------------------------------------------------------------------------------

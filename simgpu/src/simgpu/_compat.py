@@ -170,6 +170,7 @@ _NAMES: dict[str, dict[str, str]] = {
     "stray contexts": {"check_stray_context": "torch.cuda._check_stray_context"},
     "torch.distributed": {
         "distributed_C": "torch._C._distributed_c10d",
+        "SymmetricMemory": "torch._C._distributed_c10d._SymmetricMemory",
         "FakeProcessGroup": "torch._C._distributed_c10d.FakeProcessGroup",
         "Work": "torch._C._distributed_c10d.Work",
         "ErrorType": "torch._C._distributed_c10d.ErrorType",

@@ -108,7 +108,8 @@ class _Guard:
     """A process that ends what the command has started if that is killed.
 
     It is told when the block ends; else it finds the processes by their environment,
-    which names the command's own folder, and removes that. On Linux only.
+    which names the command's own folder, and removes that. It is no child of the
+    command, whose only one is what it starts. On Linux only.
 
     Args:
         folder: of the command.
@@ -119,22 +120,27 @@ class _Guard:
 
     def __enter__(self) -> None:
         wait, self._tell = os.pipe()
-        self._pid = os.fork()
-        if self._pid == 0:
-            os.close(self._tell)
-            os.setsid()  # Ctrl-C at a terminal is not for it
+        self._over, over = os.pipe()
+        between = os.fork()
+        if between == 0:
             try:
-                if not os.read(wait, 1):
-                    _end_all(self.folder)
+                if os.fork() == 0:
+                    os.close(self._tell)
+                    os.setsid()  # Ctrl-C at a terminal is not for it
+                    if not os.read(wait, 1):
+                        _end_all(self.folder)
             finally:
                 os._exit(0)
+        os.waitpid(between, 0)
         os.close(wait)
+        os.close(over)
 
     def __exit__(self, *raised) -> None:
         with contextlib.suppress(BrokenPipeError):
             os.write(self._tell, b"x")
         os.close(self._tell)
-        os.waitpid(self._pid, 0)
+        os.read(self._over, 1)  # nothing comes but its end
+        os.close(self._over)
 
 
 def _end_all(folder: str) -> None:

@@ -5,11 +5,14 @@ A server that has imported PyTorch forks each process, which then does what
 depend on how Python itself begins and ends asks for a new one.
 """
 
+import contextlib
 import faulthandler
 import functools
 import multiprocessing
 import os
+import random
 import runpy
+import socket
 import subprocess
 import sys
 import tempfile
@@ -30,6 +33,15 @@ if hasattr(os, "fork"):
             "torch.distributed.fsdp",
         ]
     )
+
+
+def free_port() -> int:
+    """A port that nobody uses, below those that the system gives to connections."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 30_000)
+        with socket.socket() as door, contextlib.suppress(OSError):
+            door.bind(("", port))
+            return port
 
 
 class Done(NamedTuple):

@@ -73,11 +73,8 @@ class PartOfBlock:
     __slots__ = ("whole", "address", "stream", "stream_uses", "before", "written_since")
 
     def __init__(self, whole, first: int):
-        self.whole, self.address, self.stream = (
-            whole,
-            whole.address + first,
-            whole.stream,
-        )
+        self.whole, self.stream = whole, whole.stream
+        self.address = whole.address + first
         self.stream_uses = self.before = self.written_since = None
 
     @property

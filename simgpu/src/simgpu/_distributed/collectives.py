@@ -92,10 +92,8 @@ def run_collective(call: Call):
         launched[0].given.append(flat)
     outputs = args[0]
     written = [x for x in tree_leaves(outputs) if isinstance(x, torch.Tensor)]
-    done = work.new(
-        launched, written, name, flat=flat if name == "allgather_" else None,
-        is_new_engine=not nccl.flattens(communicator),
-    )  # fmt: skip
+    flat = flat if name == "allgather_" else None
+    done = _work(communicator, launched, written, name, flat=flat)
     _wait_where_nobody_will(call.runtime, done, is_async)
     return _results(call, outputs, done)
 
@@ -114,6 +112,13 @@ def _flat_copy(name: str, args, gpu) -> torch.Tensor | None:
     with exchanges.plain():
         flat = torch.empty((len(tensors), *like.shape), dtype=like.dtype)
     return place(flat, gpu)
+
+
+def _work(communicator: Communicator, launched: list, written: list, *how,
+          **more) -> Work:  # fmt: skip
+    """A `Work` as the engine of the group makes it; `work.Launched` says of what."""
+    is_new_engine = not nccl.flattens(communicator)
+    return work.new(launched, written, *how, is_new_engine=is_new_engine, **more)
 
 
 def _argument(call: Call, name: str, default):
@@ -173,10 +178,7 @@ def _run_barrier(call: Call, communicator: Communicator):
     if communicator.record is not None:
         sides = flight_recorder.BARRIER
         flight_recorder.note(runtime, communicator, "barrier", sides, [launched])
-    done = work.new(
-        [launched], [], "barrier", host_waits=True,
-        is_new_engine=not nccl.flattens(communicator),
-    )  # fmt: skip
+    done = _work(communicator, [launched], [], "barrier", host_waits=True)
     if not is_async:
         work.wait(done)
     return Work.boxed(done)
@@ -206,8 +208,7 @@ def _run_message(call: Call, communicator: Communicator, gpu):
             call.runtime, communicator, arrow, tensor, launched
         )
     name = "send" if sends else "recv_"
-    is_new = not nccl.flattens(communicator)
-    return Work.boxed(work.new([launched], [tensor], name, is_new_engine=is_new))
+    return Work.boxed(_work(communicator, [launched], [tensor], name))
 
 
 def _launch_in_batch(runtime, communicator, gpu, exchange, channel) -> Collective:
@@ -238,7 +239,7 @@ def end_coalescing(group, device) -> Work:
     batch, communicator.batch = communicator.batch, None
     if communicator.record is not None:
         flight_recorder.note_batch(state.current(), communicator, batch)
-    return work.new(batch, [], is_new_engine=not nccl.flattens(communicator))
+    return _work(communicator, batch, [])
 
 
 # -- launching -------------------------------------------------------------------------

@@ -27,7 +27,7 @@ _raw_reducer = dist.Reducer
 _FIRST_BUCKET = 2**20  # bytes of the first bucket, as PyTorch has it
 
 _BUILTIN = "_register_builtin_comm_hook"
-_raw_register_builtin_hook = getattr(DistributedDataParallel, _BUILTIN)
+_raw_register_builtin_hook = getattr(DistributedDataParallel, _BUILTIN, None)
 
 
 @contextlib.contextmanager

@@ -7,14 +7,13 @@ all that it does goes through one class of C++ or an operation of its own.
 from collections.abc import Callable
 
 from simgpu._api.refused import refuse
-from simgpu._compat import distributed_C
+from simgpu._compat import SymmetricMemory, is_absent
 from simgpu._dispatch.operation import handles
 from simgpu._dispatch.operation_call import Call
 from simgpu._errors import NotSimulated
 
 _WHAT = "symmetric memory"
 _WHY = "All ranks would map the memory of one another's GPUs; use torch.distributed."
-SymmetricMemory = vars(distributed_C)["_SymmetricMemory"]
 # function of C++ -> what a program calls, in `torch.distributed._symmetric_memory`
 _DOORS = {
     "empty_strided_p2p": "empty", "rendezvous": "rendezvous",
@@ -28,6 +27,8 @@ _DOORS = {
 
 def doors() -> dict[str, Callable]:
     """What stands for the functions of C++ that this PyTorch has."""
+    if is_absent(SymmetricMemory):
+        return {}
     known = {name: call for name, call in _DOORS.items()
              if hasattr(SymmetricMemory, name)}  # fmt: skip
     return {
