@@ -81,7 +81,6 @@ class Watch:
                 if parameter.grad is not None:
                     self._tag(parameter.grad, "gradients")
         self._tag_states(optimizer)
-        self.optimizer = optimizer
 
     def _tag_states(self, optimizer) -> None:
         for its in optimizer.state.values():
@@ -89,10 +88,11 @@ class Watch:
                 if isinstance(value, torch.Tensor):
                     self._tag(value, "optimizer")
 
-    def note_step(self) -> None:
+    def step_is_over(self, optimizer) -> None:
+        """After it: what are its states, made in its first step."""
         self.memory._take_back_freed()
         self._follow()
-        self._tag_states(self.optimizer)
+        self._tag_states(optimizer)
 
     def _tag(self, tensor, kind: str) -> None:
         for part in [tensor] if is_plain(tensor) else inner_tensors(tensor):

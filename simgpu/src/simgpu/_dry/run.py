@@ -88,12 +88,12 @@ class DryRun:
             self._leave()
         return made
 
-    def _step_is_over(self) -> None:
+    def _step_is_over(self, optimizer) -> None:
         clock = self.runtime.clock
         self.runtime.cluster and self.runtime.cluster.settle()
         self.moments.append((clock.total(), clock.host, len(self.events)))
         self.real.append(time.perf_counter())
-        self.watch.note_step()
+        self.watch.step_is_over(optimizer)
 
     def _leave(self) -> None:
         if torch.distributed.is_initialized():

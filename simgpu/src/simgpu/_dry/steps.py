@@ -4,6 +4,7 @@ A step lasts from one call's end to the next one's, of the optimizer that was fi
 step; so it has all that the program does once for each batch.
 """
 
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -29,7 +30,8 @@ class Steps:
     def __init__(self, most: int, before: Callable, after: Callable):
         self.most, self.done = most, 0
         self._before, self._after = before, after
-        self._first: torch.optim.Optimizer | None = None
+        # weak: the program may drop it, and all that it has
+        self._first: Callable[[], torch.optim.Optimizer | None] = lambda: None
         self._hooks = [
             register_optimizer_step_pre_hook(self._begins),
             register_optimizer_step_post_hook(self._ends),
@@ -39,11 +41,11 @@ class Steps:
         self._before(optimizer)
 
     def _ends(self, optimizer, args, kwargs) -> None:
-        if self._first is None:
-            self._first = optimizer
-        if optimizer is self._first:
+        if self._first() is None:
+            self._first = weakref.ref(optimizer)
+        if optimizer is self._first():
             self.done += 1
-            self._after()
+            self._after(optimizer)
             if self.done >= self.most:
                 raise Over
 
