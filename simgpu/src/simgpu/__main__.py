@@ -6,6 +6,7 @@
     python -m simgpu --gpus 4 accelerate launch --num_processes 4 script.py [args]
     torchrun --nproc-per-node=4 -m simgpu script.py [args]
     python -m simgpu prove script.py --worlds 1,2,4
+    python -m simgpu dry-run --world 1024 --card H100 script.py [args]
     torchrun --nproc-per-node=8 -m simgpu --nodes 2 --network "100 Gbit/s" script.py
 
 The launcher may stand behind the command or before it. Behind it, `--gpus` counts the
@@ -51,7 +52,7 @@ _MACHINERY = {__file__, runpy.run_path.__code__.co_filename}
 
 
 # `simgpu prove ...` is not a program called "prove", which is `./prove`
-_SUBCOMMANDS = {"prove": "simgpu._prove.command"}
+_SUBCOMMANDS = {"prove": "simgpu._prove.command", "dry-run": "simgpu._dry.command"}
 
 
 def main() -> None:

@@ -43,6 +43,7 @@ class Channel:
                  title: str, limit: float, is_pair: bool = False):  # fmt: skip
         self.is_pair = is_pair
         self.cluster, self.name, self.ranks, self.member = cluster, name, ranks, member
+        self.everyone, self.place = ranks, member  # also those that do not run
         self.title, self.limit = title, limit
         self.launched = 0  # collectives so far
         self.settled = 0  # all before this number are settled

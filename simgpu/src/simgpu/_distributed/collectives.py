@@ -237,6 +237,7 @@ def end_coalescing(group, device) -> Work:
     if communicator is None or communicator.batch is None:
         return raw_end_coalescing(group, device)
     batch, communicator.batch = communicator.batch, None
+    communicator.end_batch(batch)
     if communicator.record is not None:
         flight_recorder.note_batch(state.current(), communicator, batch)
     return _work(communicator, batch, [])
@@ -284,8 +285,8 @@ def launch(runtime, communicator: Communicator, gpu, exchange: exchanges.Exchang
     exchange = _tell_sanitizer(runtime, key, exchange, written)
     seconds = collective_cost.collective_seconds(
         exchange.name,
-        exchange.nbytes,
-        list(dict.fromkeys(channel.ranks)),
+        communicator.bytes_of(exchange),
+        list(dict.fromkeys(channel.everyone)),
         communicator.cluster.topology,
     )
     title = _title(communicator, exchange, channel)
@@ -337,9 +338,9 @@ def _title(communicator, exchange: exchanges.Exchange, channel: Channel) -> str:
         return f"{exchange.name} {subjects.sharded_module()}".rstrip()
     if exchange.name != "send":
         return exchange.name
-    if channel.member == 0 and exchange.gives:
-        return f"send to {channel.ranks[1]}"
-    return f"recv from {channel.ranks[0]}"
+    if channel.place == 0 and exchange.gives:
+        return f"send to {channel.everyone[1]}"
+    return f"recv from {channel.everyone[0]}"
 
 
 def _wait_where_nobody_will(runtime, done: Work, is_async: bool) -> None:

@@ -45,7 +45,7 @@ class Communicator:
         options: of NCCL, such as how long a collective may wait for the others.
     """
 
-    collective = Collective  # what it launches
+    channel_kind = Channel  # of its collectives
 
     def __init__(self, cluster: Cluster, name: str, ranks: list[int], member: int,
                  bound: torch.device | None, options):  # fmt: skip
@@ -96,7 +96,7 @@ class Communicator:
         number = self._numbers[gpu.ordinal]
         while len(self._channels) <= number:
             which = len(self._channels)
-            self._channels.append(Channel(
+            self._channels.append(self.channel_kind(
                 self.cluster, f"{self.name}/{which}" if which else self.name,
                 self.ranks, self.member, self.title, self.limit,
             ))  # fmt: skip
@@ -109,10 +109,26 @@ class Communicator:
             ranks = [self.ranks[source], self.ranks[target]]
             title = f"rank {ranks[0]} to rank {ranks[1]}"
             name = f"{self.name}/{source}>{target}"
-            self._pairs[key] = Channel(
+            self._pairs[key] = self.channel_kind(
                 self.cluster, name, ranks, 0 if sends else 1, title, self.limit, True
             )
         return self._pairs[key]
+
+    @property
+    def present(self) -> dict[int, int]:
+        """Number in the group -> rank in the job, of the members that run."""
+        return dict(enumerate(self.ranks))
+
+    def collective(self, *args) -> Collective:
+        """What it launches; takes what `Collective` takes."""
+        return Collective(*args)
+
+    def bytes_of(self, exchange) -> int:
+        """Of an exchange, as this rank counts them."""
+        return exchange.nbytes
+
+    def end_batch(self, batch: list) -> None:
+        """All messages of a batch have been told."""
 
     def gpu_of_barrier(self, devices: list[int], gpus: list):
         """Which GPU a barrier takes, which has no tensor to tell.
@@ -159,25 +175,34 @@ class Communicator:
         self.attempts += 1  # one that fails may be followed by a better one
         self.cluster.connecting.add(self.name)
         board.post(f"{here}/{me}", (machine, gpu.ordinal, clock.host))
-        keys = {f"{here}/{i}": rank for i, rank in enumerate(self.ranks)}
-        all_here = board.read(keys, doing, self.limit)
+        keys = {f"{here}/{i}": rank for i, rank in self.present.items()}
+        found = board.read(keys, doing, self.limit)
+        all_here = dict(zip(self.present, found, strict=True))
         seen: dict[tuple, int] = {}
-        for member, (its_machine, ordinal, _) in enumerate(all_here):
+        for member, (its_machine, ordinal, _) in all_here.items():
             first = seen.setdefault((its_machine, ordinal), member)
             if first != member and me in (first, member):
                 both = _DUPLICATE.format(me, first + member - me, gpu.ordinal)
                 raise dist.DistBackendError(both)
+        self.take_buffers(gpu)
+        self._numbers[gpu.ordinal] = len(self._numbers)
+        self.ordinal, self.guessed = gpu.ordinal, guess
+        self.cluster.connecting.remove(self.name)
+        last = max(all_here, key=lambda i: (all_here[i][2], -i))
+        clock.host_waits(
+            all_here[last][2], f"connect, wait for rank {self.ranks[last]}"
+        )
+
+    def take_buffers(self, gpu) -> None:
+        """NCCL has buffers on each card that is connected.
+
+        Raises:
+            torch.distributed.DistBackendError: if there is no room for them.
+        """
         share = gpu.memory.share
         if "context" in share.outside and len(self.ranks) > 1:
             if not share.take_outside(f"NCCL {self.name}", overhead.NCCL_BUFFERS):
                 raise dist.DistBackendError(_NO_ROOM)
-        self._numbers[gpu.ordinal] = len(self._numbers)
-        self.ordinal, self.guessed = gpu.ordinal, guess
-        self.cluster.connecting.remove(self.name)
-        last = max(range(len(all_here)), key=lambda i: (all_here[i][2], -i))
-        clock.host_waits(
-            all_here[last][2], f"connect, wait for rank {self.ranks[last]}"
-        )
 
     def set_limit(self, seconds: float) -> None:
         """From now on a collective may wait so long for the others."""

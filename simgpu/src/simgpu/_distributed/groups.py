@@ -135,7 +135,7 @@ def _communicate(runtime, group, name: str, members, rank: int, bound, options):
     # ranks that make groups of their own at the same time give them one name
     which = f"{hash(tuple(members)) & 0xFFFFFFFF:x}"
     own_name = runtime.thread.name_of_group or f"{name}.{life}.{which}"
-    make = Communicator if runtime.peers is None else runtime.peers.LoneCommunicator
+    make = Communicator if runtime.peers is None else runtime.peers.communicator
     communicator = make(
         runtime.cluster, own_name, members, rank, bound, options
     )
@@ -203,8 +203,11 @@ def _begin_job(runtime, store, rank: int, size: int) -> None:
     prefix = f"simgpu {runtime.jobs}"
     runtime.jobs += 1
     runtime.lives.clear()  # names count from 0 again, and not on all ranks alike before
-    make = Cluster if runtime.peers is None else runtime.peers.LoneCluster
-    runtime.cluster = make(dist.PrefixStore(prefix, store), rank, size, topology)
+    if runtime.peers is None:
+        job = Cluster(dist.PrefixStore(prefix, store), rank, size, topology)
+    else:
+        job = runtime.peers.cluster(prefix, rank, size, topology)
+    runtime.cluster = job
     runtime.sanitizer.is_first = runtime.cluster.board.is_first
     atexit.unregister(_warn_of_leak)
     atexit.register(_warn_of_leak)

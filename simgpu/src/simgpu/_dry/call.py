@@ -1,11 +1,18 @@
 """An operation in a dry run: computed where its values are known, else not."""
 
+import sys
 import weakref
+from types import FrameType
 
 import torch
+from torch.nn.modules._functions import SyncBatchNorm
 
 from simgpu import _runtime as state
-from simgpu._compat import DisableTorchDispatch, DisableTorchFunction
+from simgpu._compat import (
+    DisableTorchDispatch,
+    DisableTorchFunction,
+    current_graph_task_id,
+)
 from simgpu._dispatch.operation import operation_of
 from simgpu._dispatch.operation_call import Call
 from simgpu._dry import values
@@ -17,6 +24,8 @@ _READERS = {"_local_scalar_dense", "is_nonzero", "equal", "allclose"}
 _ASSUMED = {"isnan": False, "isinf": False, "isfinite": True, "any": False, "all": True,
             "isneginf": False, "isposinf": False}  # fmt: skip
 _MESSAGES = ("c10d", "_c10d_functional")
+_CHOOSES = {"topk", "max", "argmax"}
+_WRITTEN = {"running_mean", "running_var"}  # by batch norm, whatever its schema says
 _MASKS = (torch.bool, torch.uint8)
 
 
@@ -37,6 +46,15 @@ class DryCall(Call):
     @func.setter
     def func(self, func) -> None:
         self._func = func
+
+    def log(self, gpu, out, outputs, blocks) -> None:
+        super().log(gpu, out, outputs, blocks)
+        dry, name = self.runtime.dry, self.operation.name
+        if name == "embedding":
+            dry.tokens.note(*self.args[:2])
+        if current_graph_task_id() != -1 and torch.is_grad_enabled():
+            # a forward pass in backward: of an activation checkpoint
+            dry.recomputed += dry.events[-1].flops if dry.events else 0
 
     def _execute(self, func, args, kwargs):
         __tracebackhide__ = True
@@ -90,10 +108,9 @@ class DryCall(Call):
 
     def _shaper(self, func):
         """What tells the shapes: the operation, or what computes it in its place."""
-        func = getattr(func, "computes", func)
-        func = func._func if isinstance(func, _Function) else func
-        is_operation = isinstance(func, torch._ops.OpOverload)
-        return func if is_operation else self.operation.func
+        while isinstance(func, _Function) or hasattr(func, "computes"):
+            func = func._func if isinstance(func, _Function) else func.computes
+        return func
 
     # -- what is not -------------------------------------------------------------------
 
@@ -101,6 +118,8 @@ class DryCall(Call):
         __tracebackhide__ = True
         if not operation.makes:
             return self._skip_in_place(operation, args, kwargs)
+        if operation.name == "index":
+            args = _with_places(args)
         if self._is_dynamic(operation, args):
             raise NotSimulated(
                 f"{operation.name}, whose shape depends on values that a dry run does "
@@ -109,7 +128,13 @@ class DryCall(Call):
         found = values.result_of(self._shaper(func), args, kwargs)
         if found is None:
             raise NotSimulated(f"{operation.func.name()} in a dry run")
+        for name in {*operation.writes, *_WRITTEN} & operation.arguments.keys():
+            written = self.argument(list(operation.arguments).index(name), name)
+            if written is not None:
+                values.forget(written)
         out = found.made()
+        if operation.name in _CHOOSES and state.current().dry.job.routing == "even":
+            _choose_evenly(out, args)
         if operation.name in _ASSUMED:
             values.forget(out, _ASSUMED[operation.name])
         return out
@@ -163,6 +188,53 @@ class _Function:
 
     def __getattr__(self, name: str):
         return getattr(self._func, name)
+
+
+def _with_places(args: tuple) -> tuple:
+    """Arguments of `index`, with the places that masks name in their stead.
+
+    `SyncBatchNorm` leaves out ranks without rows, by a mask that is not known: of
+    ranks that do the same, none is left out.
+    """
+    found: list = []
+    for index in args[1]:
+        if index is None or index.dtype not in _MASKS:
+            found.append(index)
+        elif not values.is_unknown(index):
+            found += index.nonzero(as_tuple=True)
+        elif _is_called_by(SyncBatchNorm.forward.__code__):
+            found.append(torch.arange(index.numel()))
+        else:
+            return args
+    return args[0], found
+
+
+def _is_called_by(code) -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _choose_evenly(out, args) -> None:
+    """The indices that `topk`, `max` or `argmax` returns are spread evenly.
+
+    So a router sends as many tokens to each expert: token t's choices are t * k, ...,
+    t * k + k - 1, counted round.
+    """
+    indices = out[1] if isinstance(out, tuple) else out
+    given = args[0]
+    if indices.dtype is not torch.int64 or not given.dim():
+        return
+    if not values.fits(indices.nbytes, indices.dtype, False):
+        return
+    dim = next((a for a in args[1:] if isinstance(a, int)), -1)
+    if indices.dim() == given.dim():  # topk, or with keepdim
+        dim = next((d for d in reversed(range(given.dim()))
+                    if indices.shape[d] != given.shape[d]), dim)  # fmt: skip
+    count = torch.arange(indices.numel()).view(indices.shape) % given.shape[dim]
+    indices.copy_(count)
+    values.know(indices)
 
 
 # what keeps its values although the operation is not computed: no gradient is infinite

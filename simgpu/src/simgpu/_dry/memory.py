@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from simgpu._compat import current_graph_task_id
+from simgpu._device import workspaces
 from simgpu._device.history import History
 from simgpu._dispatch.placement import block_of, is_plain, inner_tensors
 from simgpu._frames import is_program_code, shown
@@ -14,7 +15,7 @@ from simgpu._frames import is_program_code, shown
 _DISTRIBUTED = str(Path(torch.distributed.__file__).parent)
 _OPTIM = str(Path(torch.__file__).parent / "optim")
 KINDS = ("parameters", "gradients", "optimizer", "buffers", "activations",
-         "communication", "other")  # fmt: skip
+         "communication", "workspaces", "other")  # fmt: skip
 
 
 class _Lines(History):
@@ -24,27 +25,40 @@ class _Lines(History):
         frame, kind = sys._getframe(1), ""
         while frame is not None:
             file = frame.f_code.co_filename
-            if not kind and file.startswith(_DISTRIBUTED):
+            if not kind and file == workspaces.__file__:
+                kind = "workspaces"
+            elif not kind and file.startswith(_DISTRIBUTED):
                 kind = "communication"
             elif not kind and file.startswith(_OPTIM):
                 kind = "optimizer"
             if is_program_code(file):
                 break
             frame = frame.f_back
-        if frame is None:
-            line = "PyTorch"
-        else:
-            name = shown(frame.f_code.co_filename).replace("\\", "/").rpartition("/")[2]
-            line = f"{name}:{frame.f_lineno}"
         if not kind and current_graph_task_id() != -1:
             kind = "backward"
-        return [{"line": line, "kind": kind}]
+        if frame is None:
+            return [{"filename": "PyTorch", "line": 0, "name": "", "kind": kind}]
+        code = frame.f_code
+        return [{"filename": code.co_filename, "line": frame.f_lineno,
+                 "name": code.co_name, "kind": kind}]  # fmt: skip
+
+
+def _named(frame: dict) -> str:
+    """A line of the program: "train.py:12"."""
+    name = shown(frame["filename"]).replace("\\", "/").rpartition("/")[2]
+    return f"{name}:{frame['line']}" if frame["line"] else name
 
 
 class Watch:
-    """Watches the allocator of a GPU."""
+    """Watches the allocator of a GPU.
 
-    def __init__(self, gpu):
+    Args:
+        gpu: whose.
+        keep: whether a snapshot will be asked for, for which all events are kept.
+    """
+
+    def __init__(self, gpu, keep: bool = False):
+        self._kept: list[dict] | None = [] if keep else None
         self.memory = gpu.memory
         self.memory.history = _Lines(self.memory)
         self.memory.history.record(10**8, "alloc")
@@ -59,10 +73,12 @@ class Watch:
         events = self.memory.history.events
         while events:
             event = events.popleft()
+            if self._kept is not None:
+                self._kept.append(event)
             action, address = event["action"], event.get("addr")
             if action == "alloc":
                 number = len(self._made)
-                where = event["frames"][0] if event["frames"] else {"line": "", "kind": ""}
+                where = event["frames"][0]
                 self._made.append((event["size"], where))
                 self._live[address] = number
                 self._moves.append((number, 1))
@@ -94,13 +110,25 @@ class Watch:
         self._follow()
         self._tag_states(optimizer)
 
+    def snapshot(self) -> dict:
+        """What `torch.cuda.memory._snapshot` returns, of this card alone."""
+        self.memory._take_back_freed()
+        self._follow()
+        traces: list[list[dict]] = [[] for _ in range(self.memory.index)]
+        return {
+            "segments": self.memory.history.snapshot(),
+            "device_traces": [*traces, self._kept or []],
+            "external_annotations": [],
+            "allocator_settings": {},
+        }
+
     def _tag(self, tensor, kind: str) -> None:
         for part in [tensor] if is_plain(tensor) else inner_tensors(tensor):
             block = block_of(part)
             if block is not None and block.address in self._live:
                 self._kinds.setdefault(self._live[block.address], kind)
 
-    def peak(self) -> tuple[int, dict[str, int], list[tuple[str, str, int]]]:
+    def peak(self) -> tuple[int, dict[str, int], list[dict]]:
         """The most bytes that tensors took, by kind, and by kind and line."""
         self.memory._take_back_freed()
         self._follow()
@@ -118,7 +146,9 @@ class Watch:
             kind = self._kinds.get(number) or where["kind"] or "activations"
             kind = {"backward": "other"}.get(kind, kind)
             kinds[kind] += size
-            lines[kind, where["line"]] += size
-        return most, {k: kinds[k] for k in KINDS if kinds[k]}, [
-            (kind, line, size) for (kind, line), size in lines.most_common()
+            lines[kind, _named(where)] += size
+        rows = [
+            {"kind": kind, "line": line, "bytes": size}
+            for (kind, line), size in lines.most_common()
         ]
+        return most, {k: kinds[k] for k in KINDS if kinds[k]}, rows

@@ -1,109 +1,226 @@
 """What came out of a dry run, for people and for programs."""
 
-from collections import defaultdict
-from dataclasses import asdict, dataclass, field
+import dataclasses
+import pickle
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
 
-GIB = 2**30
+from simgpu._timing.job import JobTimeline, log_of
+
+_MIB, _GIB = 2**20, 2**30
+_LINES = 12  # that a report shows of each table
+_MATMUL = ("bfloat16", "float16")
+
+
+class Moment(NamedTuple):
+    """The end of a step."""
+
+    time: float  # simulated seconds
+    events: int  # until then
+    recomputed: int  # floating-point operations of forward done again, until then
+    tokens: int  # of the step, of this rank
+
+
+class Kept(NamedTuple):
+    """Files that are written beside the report; of the first rank that runs."""
+
+    timeline: Path | None = None
+    snapshot: Path | None = None
+
+    def write(self, dry) -> None:
+        if dry.rank != dry.job.found.ranks[0]:
+            return
+        if self.timeline is not None:
+            log = log_of(dry.runtime.clock, dry.rank, settle=False)
+            JobTimeline([log], {}).export_chrome_trace(self.timeline)
+        if self.snapshot is not None:
+            self.snapshot.write_bytes(pickle.dumps(dry.watch.snapshot()))
+
+
+NOTHING = Kept()
 
 
 @dataclass
 class DryReport:
     """What one rank of a job would need, and how long its step would take.
 
+    Of several kinds of ranks, the memory is that of the one with the highest peak, and
+    the times are those of the one that computes longest. All times are simulated.
+
     Attributes:
-        fits: whether it ran without running out of memory.
+        world: ranks of the job.
+        ranks: that ran.
+        card: its name.
+        fits: whether no rank that ran has run out of memory.
         peak_bytes: the most that tensors took at a time.
         reserved_bytes: the most that the caching allocator held.
         total_bytes: of the card.
-        step_seconds: of a steady step; None if no two steps were seen.
+        memory_by_kind: bytes at the peak: parameters, gradients, optimizer, buffers,
+            activations, communication, other.
+        memory_by_line: the same by kind and line, largest first.
+        steps: that were seen.
+        step_seconds: of the last one; None if fewer than two were seen. So of all
+            that follow.
+        compute_seconds: of it in which a kernel ran or a copy.
+        exposed_seconds: in which nothing but messages did.
+        exposed_by_group: the same by collective and group, longest first.
+        host_seconds: in which the card waited for the program.
+        binds: "memory", "computing", "messages" or "the host".
+        tokens: of a step of the whole job; None if that is not known.
+        tokens_per_second: of the whole job.
+        mfu: floating-point operations of the model, without those that activation
+            checkpoints do again, over what the card could do in the time.
+        unknown_reads: values that the program has read and a dry run does not know.
+        error: of the out-of-memory.
+        kinds: reports of each rank, if several ran.
     """
 
     world: int
-    rank: int
+    ranks: list[int]
     card: str
     fits: bool
     peak_bytes: int
     reserved_bytes: int
     total_bytes: int
-    step_seconds: float | None
-    compute_seconds: float | None
-    exposed_seconds: float | None
-    host_seconds: float | None
-    tokens_per_second: float | None
-    mfu: float | None
-    unknown_reads: list
-    memory_by_kind: dict
-    memory_by_line: list
-    exposed_by_group: dict
-    error: str = ""
+    memory_by_kind: dict[str, int]
+    memory_by_line: list[dict]
     steps: int = 0
+    step_seconds: float | None = None
+    compute_seconds: float | None = None
+    exposed_seconds: float | None = None
+    exposed_by_group: dict[str, float] = field(default_factory=dict)
+    host_seconds: float | None = None
+    binds: str = ""
+    tokens: int | None = None
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    unknown_reads: list[dict] = field(default_factory=list)
+    compiled: str = ""
+    error: str = ""
+    kinds: list["DryReport"] = field(default_factory=list)
 
-    def as_dict(self) -> dict:
-        return asdict(self)
+    def as_dict(self) -> dict[str, Any]:
+        """The same as JSON has it."""
+        return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        lines = [f"rank {self.rank} of {self.world}, {self.card}: "
-                 + ("fits" if self.fits else "does not fit")]
-        lines.append(f"peak {self.peak_bytes / GIB:.2f} GiB, reserved "
-                     f"{self.reserved_bytes / GIB:.2f} of {self.total_bytes / GIB:.2f}")
-        for kind, size in self.memory_by_kind.items():
-            lines.append(f"  {kind:14}{size / GIB:8.2f} GiB")
-        if self.step_seconds:
-            lines.append(f"step {self.step_seconds * 1e3:.1f} ms: computing "
-                         f"{self.compute_seconds * 1e3:.1f}, messages that nothing hides "
-                         f"{self.exposed_seconds * 1e3:.1f}, host {self.host_seconds * 1e3:.1f}")
-        if self.mfu:
-            lines.append(f"MFU {self.mfu:.1%}")
-        for read in self.unknown_reads:
-            lines.append(f"{read}")
-        if self.error:
-            lines.append(self.error)
-        return "\n".join(lines)
+        return "\n".join(_lines(self))
 
 
-def make(dry, out_of_memory) -> DryReport:
-    runtime, gpu = dry.runtime, dry.gpu
-    peak, kinds, lines = dry.watch.peak()
-    step = compute = exposed = host = mfu = None
-    groups: dict[str, float] = {}
+def of(dry, full: Exception | None) -> DryReport:
+    """The report of one rank.
+
+    Args:
+        dry: what has been seen.
+        full: the card's memory was.
+    """
+    job, gpu = dry.job, dry.gpu
+    peak, by_kind, by_line = dry.watch.peak()
+    made = DryReport(
+        job.world, [dry.rank], gpu.card.name, full is None, peak,
+        gpu.memory.both.reserved_bytes.peak, gpu.memory.total, by_kind, by_line,
+        len(dry.moments), compiled=job.compile,
+        unknown_reads=[
+            {"line": line, "value": value, "times": n}
+            for (line, value), n in dry.reads.items()
+        ],
+        error=str(full or ""),
+    )  # fmt: skip
     if len(dry.moments) > 1:
-        (first, _, i), (last, _, j) = dry.moments[-2:]
-        step = last - first
-        compute, groups = split(dry.events, first, last)
-        exposed = sum(groups.values())
-        host = max(step - compute - exposed, 0.0)
-        flops = sum(e.flops for e in dry.events[i:j] if e.kind == "kernel")
-        mfu = flops / step / gpu.card.peak_flops("bfloat16") if hasattr(gpu.card, "peak_flops") else None
-    return DryReport(
-        dry.world, dry.rank, gpu.card.name, out_of_memory is None, peak,
-        gpu.memory.both.reserved_bytes.peak, gpu.memory.total, step, compute, exposed,
-        host, None, mfu,
-        [{"line": line, "value": v, "times": n} for (line, v), n in dry.reads.items()],
-        kinds, lines[:20], groups, str(out_of_memory or ""), len(dry.moments),
+        _time(made, dry)
+    if full is not None:
+        made.binds = "memory"
+    return made
+
+
+def _time(made: DryReport, dry) -> None:
+    """What the last step took."""
+    before, now = dry.moments[-2:]
+    events = dry.events[before.events : now.events]
+    made.step_seconds = seconds = now.time - before.time
+    made.compute_seconds, made.exposed_by_group = _split(events, before.time, now.time)
+    made.exposed_seconds = sum(made.exposed_by_group.values())
+    rest = seconds - made.compute_seconds - made.exposed_seconds
+    made.host_seconds = max(rest, 0.0)
+    parts = {"computing": made.compute_seconds, "messages": made.exposed_seconds,
+             "the host": made.host_seconds}  # fmt: skip
+    made.binds = max(parts, key=parts.__getitem__)
+    flops = sum(e.flops for e in events if e.kind == "kernel")
+    flops -= now.recomputed - before.recomputed
+    card = dry.gpu.card
+    rate = max(card.flops[name] for name in _MATMUL)
+    made.mfu = flops / seconds / rate
+    made.tokens = dry.job.tokens
+    if made.tokens is None and now.tokens:
+        made.tokens = now.tokens * dry.job.world // dry.tokens.sharing
+    if made.tokens is not None:
+        made.tokens_per_second = made.tokens / seconds
+
+
+def merged(kinds: list[DryReport]) -> DryReport:
+    """Of several ranks that ran together, one report."""
+    highest = max(kinds, key=lambda its: its.peak_bytes)
+    busiest = max(kinds, key=lambda its: its.compute_seconds or 0.0)
+    fails = next((its for its in kinds if not its.fits), None)
+    tokens = max((its.tokens or 0 for its in kinds), default=0) or None
+    seconds = busiest.step_seconds
+    reads: dict[tuple, int] = Counter()
+    for its in kinds:
+        for read in its.unknown_reads:
+            reads[read["line"], read["value"]] += read["times"]
+    return dataclasses.replace(
+        busiest,
+        ranks=[rank for its in kinds for rank in its.ranks],
+        fits=fails is None,
+        peak_bytes=highest.peak_bytes,
+        reserved_bytes=max(its.reserved_bytes for its in kinds),
+        memory_by_kind=highest.memory_by_kind,
+        memory_by_line=highest.memory_by_line,
+        tokens=tokens,
+        tokens_per_second=tokens / seconds if tokens and seconds else None,
+        binds=busiest.binds if fails is None else "memory",
+        unknown_reads=[
+            {"line": line, "value": value, "times": n}
+            for (line, value), n in reads.items()
+        ],
+        error=fails.error if fails is not None else "",
+        kinds=kinds,
     )
 
 
-def split(events, first: float, last: float) -> tuple[float, dict[str, float]]:
-    """Seconds in which kernels run, and in which only messages do, by group and kind."""
-    kernels = merged((e.start, e.end) for e in events
-                     if e.kind != "collective" and e.end > first and e.start < last)
-    kernels = [(max(a, first), min(b, last)) for a, b in kernels]
-    busy = sum(b - a for a, b in kernels)
-    alone: dict[str, float] = defaultdict(float)
-    taken = list(kernels)
-    for event in sorted((e for e in events if e.kind == "collective"
-                         and e.end > first and e.start < last), key=lambda e: e.start):
-        start, end = max(event.start, first), min(event.end, last)
-        free = end - start - covered(taken, start, end)
-        if free > 0:
+# -- a step ----------------------------------------------------------------------------
+
+
+def _split(events, first: float, last: float) -> tuple[float, dict[str, float]]:
+    """Seconds in which kernels ran, and in which only messages did, by group."""
+    messages = [e for e in events if e.kind == "collective"]
+    kernels = [e for e in events if e.kind != "collective"]
+    busy = _spans((max(e.start, first), min(e.end, last)) for e in kernels)
+    alone: Counter[str] = Counter()
+    reached = 0  # of `busy`
+    until = first  # all messages before have been counted
+    for event in sorted(messages, key=lambda e: (e.start, e.end)):
+        start, end = max(event.start, until), min(event.end, last)
+        if end <= start:
+            continue
+        until = end
+        while reached < len(busy) and busy[reached][1] <= start:
+            reached += 1
+        free, i = end - start, reached
+        while i < len(busy) and busy[i][0] < end:
+            free -= min(busy[i][1], end) - max(busy[i][0], start)
+            i += 1
+        if free > 1e-12:
             alone[f"{event.name.split()[0]}, {event.group}"] += free
-            taken = merged([*taken, (start, end)])
-    return busy, dict(sorted(alone.items(), key=lambda item: -item[1]))
+    return sum(end - start for start, end in busy), dict(alone.most_common())
 
 
-def merged(spans) -> list[tuple[float, float]]:
+def _spans(pieces) -> list[tuple[float, float]]:
+    """Times that may overlap, as ones that do not, in order."""
     found: list[tuple[float, float]] = []
-    for start, end in sorted(spans):
+    for start, end in sorted(piece for piece in pieces if piece[1] > piece[0]):
         if found and start <= found[-1][1]:
             found[-1] = (found[-1][0], max(found[-1][1], end))
         else:
@@ -111,5 +228,80 @@ def merged(spans) -> list[tuple[float, float]]:
     return found
 
 
-def covered(spans, start, end) -> float:
-    return sum(max(min(b, end) - max(a, start), 0.0) for a, b in spans)
+# -- words -----------------------------------------------------------------------------
+
+
+def _bytes(size: float) -> str:
+    return f"{size / _GIB:.2f} GiB" if size >= _GIB / 10 else f"{size / _MIB:.1f} MiB"
+
+
+def _time_of(seconds: float) -> str:
+    return f"{seconds * 1e3:,.1f} ms" if seconds < 100 else f"{seconds:,.1f} s"
+
+
+def _lines(report: DryReport) -> list[str]:
+    ranks = ", ".join(map(str, report.ranks))
+    which = f"rank {ranks}" if len(report.ranks) == 1 else f"ranks {ranks}"
+    left = report.total_bytes - report.reserved_bytes
+    lines = [f"{which} of {report.world:,} on {report.card}, simulated, without values"]
+    if report.fits:
+        lines.append(f"fits: {_bytes(left)} of {_bytes(report.total_bytes)} are left")
+    else:
+        lines.append(f"does not fit: {report.error.splitlines()[0]}")
+    lines += ["", f"memory at the peak   {_bytes(report.peak_bytes):>12}"
+              f"   ({_bytes(report.reserved_bytes)} reserved)"]  # fmt: skip
+    lines += [f"  {kind:<19}{_bytes(size):>12}"
+              for kind, size in report.memory_by_kind.items()]  # fmt: skip
+    lines += _largest(report)
+    if report.step_seconds is None:
+        lines += ["", "no step to time: fewer than two calls of Optimizer.step were seen"]
+    else:
+        lines += _step(report)
+    if report.unknown_reads:
+        lines += ["", "values that were read and are not known here:"]
+        for read in report.unknown_reads[:_LINES]:
+            times = "" if read["times"] == 1 else f", {read['times']:,} times"
+            lines.append(f"  {read['line']}: {read['value']}{times}")
+        if more := report.unknown_reads[_LINES:]:
+            lines.append(f"  and on {len(more)} other lines")
+    if len(report.kinds) > 1:
+        lines += ["", "each rank that ran        peak     computing      messages"]
+        for its in report.kinds:
+            times = [its.compute_seconds or 0.0, its.exposed_seconds or 0.0]
+            shown = "".join(f"{_time_of(t):>14}" for t in times)
+            lines.append(f"  rank {its.ranks[0]:<10}{_bytes(its.peak_bytes):>13}{shown}")
+    return lines
+
+
+def _largest(report: DryReport) -> list[str]:
+    rows = [row for row in report.memory_by_line if row["bytes"] > report.peak_bytes / 50]
+    if not rows:
+        return []
+    return ["  the lines that hold most:"] + [
+        f"    {row['line']:<28}{row['kind']:<15}{_bytes(row['bytes']):>12}"
+        for row in rows[:_LINES]
+    ]
+
+
+def _step(report: DryReport) -> list[str]:
+    seconds = report.step_seconds
+    assert seconds is not None
+
+    def share(words: str, part: float) -> str:
+        return f"  {words:<26}{_time_of(part):>14}  {part / seconds:4.0%}"
+
+    lines = ["", f"a step                    {_time_of(seconds):>16}"]
+    lines.append(share("computing", report.compute_seconds or 0.0))
+    lines.append(share("messages, nothing else", report.exposed_seconds or 0.0))
+    lines += [f"    {name:<38}{_time_of(part):>14}"
+              for name, part in list(report.exposed_by_group.items())[:4]]  # fmt: skip
+    lines.append(share("the host keeps it waiting", report.host_seconds or 0.0))
+    lines.append(f"  what binds: {report.binds}")
+    if report.tokens_per_second:
+        each = report.tokens_per_second / report.world
+        lines.append(f"  {report.tokens_per_second:,.0f} tokens/s, {each:,.0f} of a rank "
+                     f"({report.tokens:,} tokens a step)")  # fmt: skip
+    lines.append(f"  MFU {report.mfu:.1%}" if report.mfu else "  MFU: no matrix product")
+    if report.compiled == "eager":
+        lines.append("  torch.compile gave back what it was given (--no-compile)")
+    return lines

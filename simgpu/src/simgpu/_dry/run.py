@@ -1,121 +1,200 @@
 """One dry run: it is started, watches the program, and makes the report."""
 
 import contextlib
-import gc
 import os
-import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch._dynamo  # noqa: F401 - what optimizers import in their constructor
 
 from simgpu import _runtime as state
 from simgpu import _startup as startup
-from simgpu._device.cards import find_card, parse_memory
-from simgpu._dry import peers, report
+from simgpu._device.cards import Card, find_card, parse_memory
+from simgpu._dry import kinds as kinds_of_ranks
+from simgpu._dry import report, tokens
 from simgpu._dry.call import DryCall
 from simgpu._dry.memory import Watch
+from simgpu._dry.peers import Peers, objects_of
+from simgpu._dry.progress import Progress
 from simgpu._dry.steps import Over, Steps
 from simgpu._frames import called_from
 from simgpu._rank_variables import Place
 from simgpu._request import Request
 from simgpu._runtime import Runtime
+from simgpu._timing.topology import Topology
+
+ROUTING = ("even", "refuse")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is asked of a dry run.
+
+    Attributes:
+        world: ranks of the job.
+        node: of them on a node; None: at most 8.
+        rank: which one runs.
+        card: of every rank.
+        memory: of it, bytes or text; None is all it has.
+        network: of a node, as `Topology` takes it.
+        steps: after which the program is left.
+        kinds: which ranks run where ranks differ, see `kinds.parse`.
+        routing: "even": the indices that `topk`, `max` and `argmax` find are spread
+            evenly, as a router's would be; "refuse": they are not known.
+        compile: what `torch.compile` does, as `simgpu.start` takes it.
+        tokens: of a step of the whole job; None: counted, see `tokens.py`.
+
+    Raises:
+        ValueError: for what cannot be, with what to do.
+    """
+
+    world: int = 1
+    node: int | None = None
+    rank: int = 0
+    card: str | Card = "H100"
+    memory: int | str | None = None
+    network: float | str | None = None
+    steps: int = 3
+    kinds: str | None = None
+    routing: str = "even"
+    compile: str = "refuse"
+    tokens: int | None = None
+    found: kinds_of_ranks.Kinds = field(init=False, repr=False)
+
+    def __post_init__(self):
+        world, node = self.world, self.node
+        if world < 1:
+            raise ValueError(f"a job of {world} ranks; choose 1 or more")
+        if node is None:
+            node = min(world, 8)
+        if node < 1 or world % node:
+            raise ValueError(
+                f"{world} ranks cannot be spread over nodes of {node}; choose a world "
+                "that the node size divides"
+            )
+        if not 0 <= self.rank < world:
+            raise ValueError(
+                f"there is no rank {self.rank} among {world}; choose 0 to {world - 1}"
+            )
+        if self.steps < 2:
+            raise ValueError(
+                f"{self.steps} steps cannot tell a steady one from the first; choose 2 "
+                "or more"
+            )
+        if self.routing not in ROUTING:
+            raise ValueError(f"routing={self.routing!r}; use one of {ROUTING}")
+        object.__setattr__(self, "node", node)  # frozen
+        found = kinds_of_ranks.parse(self.kinds, world, self.rank)
+        object.__setattr__(self, "found", found)
+        Topology(find_card(self.card), node, world // node, self.network)
+        self.request()
+
+    def request(self) -> Request:
+        card = find_card(self.card)
+        total = card.total_memory if self.memory is None else parse_memory(self.memory)
+        if total > card.total_memory:
+            raise ValueError(f"a {self.card} does not have {self.memory} of memory")
+        whole = self.memory is None
+        return Request(self.node, card, total, "off", whole, self.compile)
+
+
+def run(job: Job, program: Callable[[], Any], progress: Progress | None = None,
+        keep: report.Kept = report.NOTHING) -> "report.DryReport":  # fmt: skip
+    """Run a program without its values, as the ranks of `job` that run.
+
+    Args:
+        job: what is asked for.
+        program: is called once in each rank that runs.
+        progress: says how far it is.
+        keep: what else is wanted of it.
+
+    Raises:
+        kinds.KindFailed: if several ranks run and the program failed in one.
+        Exception: what the program raises, if one rank runs.
+    """
+    ranks = job.found.ranks
+
+    def one(rank: int, store: tuple[str, int] | None = None) -> "report.DryReport":
+        shown = progress if rank == ranks[0] else None
+        return DryRun(job, rank, store, shown).run(program, keep)
+
+    if len(ranks) == 1:
+        return one(ranks[0])
+    found = kinds_of_ranks.run_all(ranks, one)
+    return report.merged([its for its in found if its is not None])
 
 
 class DryRun:
-    """What is asked of a dry run, and what it has seen so far.
+    """One rank of a dry run, and what has been seen of it so far."""
 
-    Args:
-        world: ranks of the job.
-        node: of them on a node.
-        rank: which one runs.
-        card: its name.
-        memory: of it; None is all it has.
-        network: of a node.
-        steps: after which the program is left.
-        compile: "refuse" or "eager".
-    """
-
-    def __init__(self, world: int = 1, node: int | None = None, rank: int = 0,
-                 card: str = "H100", memory: int | str | None = None,
-                 network: str | None = None, steps: int = 3,
-                 compile: str = "refuse", tokens: int | None = None):  # fmt: skip
-        node = min(world, 8) if node is None else node
-        check(world, node, rank, steps)
-        self.world, self.node, self.rank, self.steps = world, node, rank, steps
-        self.tokens = tokens
-        found = find_card(card)
-        total = found.total_memory if memory is None else parse_memory(memory)
-        request = Request(node, found, total, "off", memory is None, compile)
-        self.runtime = Runtime(request, False)
-        self.runtime.call_kind, self.runtime.peers = DryCall, peers
-        self.runtime.dry, self.runtime.network = self, network
+    def __init__(self, job: Job, rank: int, store: tuple[str, int] | None = None,
+                 progress: Progress | None = None):  # fmt: skip
+        self.job, self.rank, self.progress = job, rank, progress
+        self.runtime = Runtime(job.request(), False)
+        self.runtime.call_kind = DryCall
+        self.runtime.peers = Peers(job.found, store)
+        self.runtime.dry, self.runtime.network = self, job.network
+        self.gpu = self.runtime.gpus[rank % job.node]
         self.reads: Counter[tuple[str, object]] = Counter()
-        self.moments: list[float] = []  # simulated, at the end of each step
-        self.real = []
+        self.moments: list[report.Moment] = []  # the end of each step
         self.events: list = []
-        self.watch: Watch | None = None
+        self.recomputed = 0  # floating-point operations of forward done again
+        self.tokens = tokens.Counted()
 
     def note_read(self, value: object) -> None:
         """The program has read a value that nobody knows."""
         self.reads[called_from(), value] += 1
 
-    def run(self, program: Callable[[], Any]) -> "report.DryReport":
+    def run(self, program: Callable[[], Any], keep: report.Kept) -> "report.DryReport":
         """Run the program, up to enough steps, and say what came of it."""
-        environ = Place(self.rank, self.world, self.world // self.node).environ()
+        job, clock = self.job, self.runtime.clock
+        environ = Place(self.rank, job.world, job.world // job.node).environ()
         environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-        out_of_memory = None
-        with _environment(environ), startup.apart(self.runtime):
-            self.gpu = self.runtime.gpus[self.rank % self.node]
-            self.watch = Watch(self.gpu)
-            recording: list = []
-            self.runtime.clock.recordings.append(recording)
-            self.events = recording
-            steps = Steps(self.steps, self.watch.optimizer_steps, self._step_is_over)
+        full = None
+        with (
+            _environment(environ), self.tokens.watching(), objects_of(job.found),
+            startup.apart(self.runtime),
+        ):  # fmt: skip
+            self.watch = Watch(self.gpu, keep.snapshot is not None)
+            clock.recordings.append(self.events)
+            steps = Steps(job.steps, self.watch.optimizer_steps, self._step_is_over)
+            if self.progress is not None:
+                self.progress.begin(self)
             try:
                 program()
             except Over:
                 pass
             except torch.OutOfMemoryError as error:
-                out_of_memory = error
+                full = error
             finally:
                 steps.close()
-                self.runtime.clock.recordings.remove(recording)
-            self.runtime.clock.settle()
-            made = report.make(self, out_of_memory)
+                if self.progress is not None:
+                    self.progress.end()
+            if full is None:
+                clock.settle()
+            clock.recordings.remove(self.events)
+            made = report.of(self, full)
+            keep.write(self)
             self._leave()
         return made
 
     def _step_is_over(self, optimizer) -> None:
         clock = self.runtime.clock
-        self.runtime.cluster and self.runtime.cluster.settle()
-        self.moments.append((clock.total(), clock.host, len(self.events)))
-        self.real.append(time.perf_counter())
+        if self.runtime.cluster is not None:
+            self.runtime.cluster.settle()
+        counted = self.tokens.take()
+        self.moments.append(
+            report.Moment(clock.total(), len(self.events), self.recomputed, counted)
+        )
         self.watch.step_is_over(optimizer)
 
     def _leave(self) -> None:
         if torch.distributed.is_initialized():
             with contextlib.suppress(Exception):
                 torch.distributed.destroy_process_group()
-
-
-def check(world: int, node: int, rank: int, steps: int) -> None:
-    """Raise for numbers that cannot be.
-
-    Raises:
-        ValueError: with what to do.
-    """
-    if world < 1 or node < 1 or world % node:
-        raise ValueError(
-            f"{world} ranks cannot be spread over nodes of {node}; choose a world that "
-            "the node size divides"
-        )
-    if not 0 <= rank < world:
-        raise ValueError(f"there is no rank {rank} among {world}; choose 0 to {world - 1}")
-    if steps < 2:
-        raise ValueError(f"{steps} steps cannot tell a steady one from the first; 2 or more")
 
 
 @contextlib.contextmanager

@@ -14,9 +14,9 @@ from simgpu._dispatch.named_devices import META
 from simgpu._dispatch.placement import storage_of, tensors_in
 from simgpu._errors import NotSimulated
 
-SMALL = 2**20  # bytes up to which values are computed
+SMALL = 2**20  # bytes up to which values are computed, and travel between ranks
 _SMALL_FLOATS = 2**10  # of floating-point numbers on a GPU: scales, rates, counts
-_SMALL_ON_HOST = 2**26  # of whole numbers that the host has: ids, indices, offsets
+_SMALL_WHOLE = 2**26  # of whole numbers: token ids, indices, offsets
 
 
 def is_unknown(tensor: torch.Tensor) -> bool:
@@ -66,9 +66,9 @@ def read(tensor: torch.Tensor) -> Any:
 def fits(nbytes: int, dtype: torch.dtype, on_host: bool) -> bool:
     """Whether a tensor of so many bytes is small enough to have values."""
     whole = not (dtype.is_floating_point or dtype.is_complex)
-    if on_host:
-        return nbytes <= (_SMALL_ON_HOST if whole else SMALL)
-    return nbytes <= (SMALL if whole else _SMALL_FLOATS)
+    if whole:
+        return nbytes <= _SMALL_WHOLE
+    return nbytes <= (SMALL if on_host else _SMALL_FLOATS)
 
 
 # -- the shapes of results -------------------------------------------------------------

@@ -1,0 +1,206 @@
+"""The command: `simgpu dry-run --world 1024 --card H100 train.py --batch 4`.
+
+Exit status: 0 if it fits, 3 if it does not, 1 if the program failed, 2 for a command
+line that cannot be.
+"""
+
+import argparse
+import json
+import os
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+FITS, FAILED, WRONG, FULL = 0, 1, 2, 3
+_WITH_VALUE = {
+    "--world", "--node", "--rank", "--card", "--memory", "--network", "--steps",
+    "--kinds", "--routing", "--tokens", "--json", "--timeline", "--memory-snapshot",
+}  # fmt: skip
+_NEVER = (
+    "the program ended after {} of {} steps: a step is a call of Optimizer.step, and two "
+    "are needed to time one"
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of what stands before the program."""
+    made = argparse.ArgumentParser(
+        prog="simgpu dry-run",
+        usage="%(prog)s --world N [--node N] [--card CARD] [--network BANDWIDTH] "
+        "[--rank R] [--memory SIZE] [--kinds KINDS] [--routing HOW] [--steps N] "
+        "[--tokens N] [--no-compile] [--json FILE] [--timeline FILE] "
+        "[--memory-snapshot FILE] (SCRIPT | -m MODULE | torchrun ...) [ARGUMENT ...]",
+        description="Run a training script as one rank of any number, without values: "
+        "what memory it needs, and how long a step takes.",
+        allow_abbrev=False,
+    )
+    add = made.add_argument
+    add("--world", type=int, metavar="N", help="ranks of the job")
+    add("--node", type=int, metavar="N", help="ranks of a node (default: at most 8)")
+    add("--rank", type=int, default=0, metavar="R", help="that runs (default 0)")
+    add("--card", default="H100", help="of every rank (default H100)")
+    add("--memory", metavar="SIZE", help='of each card: "40GB"; default: all it has')
+    add("--network", metavar="BANDWIDTH", help='of a node: "400 Gbit/s"')
+    add("--steps", type=int, default=3, metavar="N", help="to run (default 3)")
+    add("--kinds", metavar="KINDS",
+        help='where ranks differ, which of them run: "pp=4" for stages of as many ranks '
+        'each, or the ranks themselves, "0,16"; "same": a message to another rank is '
+        "like that rank's own")  # fmt: skip
+    add("--routing", default="even", metavar="HOW",
+        help="of tokens to experts: even (default), or refuse")  # fmt: skip
+    add("--tokens", type=int, metavar="N",
+        help="of a step of the whole job (default: counted at the embedding)")  # fmt: skip
+    add("--no-compile", action="store_true",
+        help="torch.compile gives back what it is given")  # fmt: skip
+    add("--json", type=Path, metavar="FILE", help="the report for programs; - is stdout")
+    add("--timeline", type=Path, metavar="FILE", help="a trace, for ui.perfetto.dev")
+    add("--memory-snapshot", type=Path, metavar="FILE",
+        help="for PyTorch's viewer, pytorch.org/memory_viz")  # fmt: skip
+    add("-m", dest="module", action="store_true", help="as in python")
+    add("program", help="a script, a module with -m, or torchrun with its own words")
+    return made
+
+
+def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Our words, with the program, and the program's own."""
+    words, place = list(words), 0
+    while place < len(words) and words[place].startswith("-"):
+        place += 2 if words[place] in _WITH_VALUE else 1
+    return words[: place + 1], words[place + 1 :]
+
+
+def read(words: Sequence[str]) -> SimpleNamespace:
+    """Read the command line.
+
+    Returns:
+        The options, and `arguments` of the program.
+    """
+    ours, theirs = split(words)
+    made = parser()
+    options = made.parse_args(ours)
+    options.arguments = theirs
+    if os.path.basename(options.program) == "torchrun" and not options.module:
+        _look_behind_torchrun(options, made)
+    if options.world is None:
+        made.error("--world N is missing: of how many ranks is the job?")
+    if not options.module and not os.path.isfile(options.program):
+        made.error(f"there is no script {options.program}")
+    for path in (options.json, options.timeline, options.memory_snapshot):
+        if path is not None and str(path) != "-" and not path.absolute().parent.is_dir():
+            made.error(f"there is no folder {path.absolute().parent}")
+    return options
+
+
+def _look_behind_torchrun(options, made: argparse.ArgumentParser) -> None:
+    """What stands behind torchrun is the program; torchrun says how many ranks."""
+    from torch.distributed.run import get_args_parser
+
+    theirs = get_args_parser().parse_args(options.arguments)
+    if not theirs.training_script:
+        made.error("torchrun is followed by no script")
+    each = str(theirs.nproc_per_node)
+    nodes = str(theirs.nnodes).rpartition(":")[2]
+    if options.world is None and each.isdecimal() and nodes.isdecimal():
+        options.world = int(each) * int(nodes)
+        options.node = options.node or int(each)
+    options.program, options.module = theirs.training_script, theirs.module
+    options.arguments = theirs.training_script_args
+
+
+def job_of(options):
+    """What is asked for, checked.
+
+    Raises:
+        ValueError: for what cannot be.
+    """
+    from simgpu._dry.run import Job
+
+    return Job(
+        options.world, options.node, options.rank, options.card, options.memory,
+        options.network, options.steps, options.kinds, options.routing,
+        "eager" if options.no_compile else "refuse", options.tokens,
+    )  # fmt: skip
+
+
+def program_of(options) -> Callable[[], None]:
+    """The program, as `python` would run it."""
+
+    def be() -> None:
+        sys.argv = [options.program, *options.arguments]
+        if options.module:
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(options.program, run_name="__main__", alter_sys=True)
+            return
+        path = os.path.abspath(options.program)
+        sys.path.insert(0, os.path.dirname(path))
+        runpy.run_path(path, run_name="__main__")
+
+    return be
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the program without its values, and say what came of it.
+
+    Args:
+        words: after `simgpu dry-run`.
+
+    Returns:
+        The exit status.
+    """
+    options = read(words)
+    from simgpu._dry import kinds, report, run
+    from simgpu._dry.progress import Progress
+    from simgpu._failures import report as say_failed
+
+    try:
+        job = job_of(options)
+    except ValueError as error:
+        print(f"simgpu dry-run: {error}", file=sys.stderr)
+        return WRONG
+    timeline, snapshot = options.timeline, options.memory_snapshot
+    keep = report.Kept(timeline and timeline.absolute(), snapshot and snapshot.absolute())
+    to = options.json and (options.json if str(options.json) == "-" else
+                           options.json.absolute())  # fmt: skip
+    try:
+        found = run.run(job, program_of(options), Progress(), keep)
+    except kinds.KindFailed as error:
+        print(error, file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print("simgpu dry-run: interrupted", file=sys.stderr)
+        return 130
+    except SystemExit as error:
+        print(f"simgpu dry-run: the program ended with exit status {error.code}",
+              file=sys.stderr)  # fmt: skip
+        return FAILED
+    except BaseException as error:
+        say_failed(type(error), error, _own_part(error), sys.excepthook)
+        return FAILED
+    _write(found, to)
+    if found.fits and found.steps < 2:
+        print(_NEVER.format(found.steps, job.steps), file=sys.stderr)
+        return FAILED
+    return FITS if found.fits else FULL
+
+
+def _own_part(error: BaseException):
+    """The traceback from the program's first line on."""
+    from simgpu._frames import is_program_code
+
+    trace = error.__traceback__
+    own = trace
+    while own is not None and not is_program_code(own.tb_frame.f_code.co_filename):
+        own = own.tb_next
+    return own or trace
+
+
+def _write(found, to: Path | None) -> None:
+    words = None if to is None else json.dumps(found.as_dict(), indent=1, default=str)
+    if str(to) == "-":
+        print(words)
+        return
+    if to is not None:
+        to.write_text(words + "\n", encoding="utf-8")
+    print(found)

@@ -1,0 +1,156 @@
+"""Which ranks of a job run in a dry run, and how those that do run together.
+
+Ranks that do the same are of one kind, and one of them is enough. Where ranks differ,
+as the stages of a pipeline do, one of each kind runs, in a process of its own; in what
+they call together they meet, as ranks on simulated GPUs do.
+"""
+
+import multiprocessing
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple
+
+SAME = "same"
+_SECONDS_TO_END = 10.0
+
+
+class Kinds(NamedTuple):
+    """What `--kinds` says.
+
+    Attributes:
+        ranks: that run, one for each kind.
+        same: whether all others do what the one that runs does, messages included.
+    """
+
+    ranks: tuple[int, ...]
+    same: bool = False
+
+
+def parse(text: str | None, world: int, rank: int) -> Kinds:
+    """Read `--kinds`.
+
+    Args:
+        text: "pp=4", for stages of as many ranks each, one after the other; "0,16,32",
+            the ranks that run; "same"; or None.
+        world: ranks of the job.
+        rank: the one that runs; of stages, the one at its place in each.
+
+    Raises:
+        ValueError: with what to write instead.
+    """
+    if text is None or text == SAME:
+        return Kinds((rank,), text == SAME)
+    name, _, number = text.partition("=")
+    if number:
+        if not number.isdecimal() or not name or not int(number):
+            raise ValueError(f"--kinds {text}: write pp=4, for four stages")
+        stages = int(number)
+        if world % stages:
+            raise ValueError(
+                f"--kinds {text}: {world} ranks cannot be shared equally by {stages}"
+            )
+        each = world // stages
+        return Kinds(tuple(rank % each + stage * each for stage in range(stages)))
+    try:
+        ranks = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise ValueError(
+            f'--kinds {text}: write "pp=4" for stages, ranks such as "0,16", or "same"'
+        ) from None
+    wrong = [r for r in ranks if not 0 <= r < world]
+    if wrong:
+        raise ValueError(f"--kinds {text}: there is no rank {wrong[0]} among {world}")
+    if len(set(ranks)) < len(ranks):
+        raise ValueError(f"--kinds {text}: a rank is named twice")
+    return Kinds(ranks)
+
+
+class KindFailed(RuntimeError):
+    """The program failed in a process of its own, which has said why."""
+
+
+def run_all(ranks: tuple[int, ...], run: Callable[[int, tuple[str, int]], Any]) -> list:
+    """Run each rank in a process of its own.
+
+    Args:
+        ranks: of the kinds.
+        run: what a process does, with its rank and where the ranks find their store;
+            it is forked, so it may be any function. What it returns must be pickled.
+
+    Returns:
+        What `run` returned, for each rank; None where the program failed because
+        another rank had run out of memory.
+
+    Raises:
+        KindFailed: if the program failed in one of them.
+        NotImplementedError: where processes cannot be forked.
+    """
+    if "fork" not in multiprocessing.get_all_start_methods():
+        raise NotImplementedError(
+            "ranks of several kinds run in processes that are forked, which this "
+            "system cannot; leave --kinds out, or use Linux"
+        )
+    import torch.distributed as dist
+
+    store = dist.TCPStore(
+        "localhost", 0, is_master=True, wait_for_workers=False,
+        timeout=timedelta(seconds=60),
+    )  # fmt: skip
+    context = multiprocessing.get_context("fork")
+    processes, ends = [], {}
+    sys.stdout.flush(), sys.stderr.flush()
+    try:
+        for rank in ranks:
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_become, args=(run, rank, ("localhost", store.port), theirs)
+            )
+            process.start()
+            theirs.close()
+            processes.append(process)
+            ends[ours] = rank
+        return _collect(ranks, ends)
+    finally:
+        for process in processes:
+            process.join(_SECONDS_TO_END if sys.exc_info()[0] is None else 0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _become(run: Callable, rank: int, store: tuple[str, int], end: Connection) -> None:
+    """In a process of its own."""
+    try:
+        end.send(("done", run(rank, store)))
+    except KeyboardInterrupt:
+        os._exit(130)
+    except SystemExit as error:
+        end.send(("failed", f"rank {rank} ended with exit status {error.code}"))
+    except BaseException as error:
+        text = "".join(traceback.format_exception(error))
+        end.send(("failed", f"rank {rank}:\n{text}"))
+    finally:
+        end.close()
+
+
+def _collect(ranks: tuple[int, ...], ends: dict[Connection, int]) -> list:
+    found, failed = {}, []
+    while ends:
+        for end in wait(list(ends)):
+            rank = ends.pop(end)
+            try:
+                what, value = end.recv()
+            except EOFError:
+                what, value = "failed", f"the process of rank {rank} has ended"
+            if what == "failed":
+                failed.append(value)
+            else:
+                found[rank] = value
+    full = any(not report.fits for report in found.values())
+    if failed and not full:
+        raise KindFailed(failed[0])
+    return [found.get(rank) for rank in ranks]

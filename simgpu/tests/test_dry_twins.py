@@ -1,0 +1,57 @@
+"""A dry run beside the same program with values: the same bytes, the same times."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from support import programs
+
+SUPPORT = Path(__file__).parent / "support"
+SCRIPTS = Path(__file__).parent / "scripts" / "cluster"
+RUNS = [  # a program, its ranks, which of them run in the dry run, its arguments
+    ("gpt", 2, None, "--dtype=float32"),
+    ("gpt", 4, None, "--dtype=bfloat16"),
+    ("gpt", 8, None, "--dtype=float16"),
+    ("ddp_kinds", 2, None),
+    ("fsdp2", 2, None),
+    ("fsdp2", 4, None, "--reshard=no", "--prefetch"),
+    ("fsdp2", 8, None, "--reshard=2", "--clip=100"),
+    ("fsdp2_mixed", 4, None),
+    ("tensor_parallel", 4, None),
+    ("tensor_parallel", 2, None, "--loss-parallel"),
+    ("tensor_parallel", 4, None, "--sequence", "--loss-parallel"),
+    ("two_d", 4, None),
+    ("two_d", 8, None, "--replicas=2"),
+    ("three_d", 8, "pp=2"),
+    ("fsdp2_tp_gpt", 8, None, "--steps=3"),
+    ("pipeline", 4, "pp=4"),
+    ("context_parallel", 4, None, "--kernel=efficient"),
+    ("context_parallel", 2, None, "--kernel=flash"),
+    ("memory", 2, None),
+    ("ring_attention", 4, None),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", RUNS, ids=lambda run: " ".join(map(str, run)))
+def test_a_dry_run_has_the_bytes_and_times_of_the_run_with_values(tmp_path, program):
+    name, ranks, kinds, *arguments = program
+    script = SCRIPTS / f"{name}.py"
+    real, dry = tmp_path / "real.json", tmp_path / "dry.json"
+    done = programs.in_ranks(
+        tmp_path, ranks, SUPPORT / "twin.py", real, script, *arguments
+    )
+    assert done.status == 0, done.stderr
+    words = ["dry-run", "--world", ranks, "--node", ranks, "--card", "A100"]
+    words += ["--steps", 1000] + (["--kinds", kinds] if kinds else [])
+    done = programs.simulated(tmp_path, *words, SUPPORT / "twin.py", dry, script, *arguments)
+    assert dry.exists(), done.stderr
+    expected, found = (json.loads(path.read_text()) for path in (real, dry))
+    assert found["peak"] == expected["peak"]
+    assert found["reserved"] == expected["reserved"]
+    assert found["seconds"] == pytest.approx(expected["seconds"], rel=1e-9)
+    assert len(found["events"]) == len(expected["events"])
+    for ours, theirs in zip(found["events"], expected["events"], strict=True):
+        assert ours[:5] == theirs[:5]
+        assert ours[5:] == pytest.approx(theirs[5:], rel=1e-9, abs=1e-11)
