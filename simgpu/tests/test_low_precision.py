@@ -75,3 +75,18 @@ def test_a_given_result_is_written(half):
     out = torch.empty(6, 5, device="cuda", dtype=half)
     assert torch.mm(a, b, out=out) is out
     torch.testing.assert_close(out, a @ b)
+
+
+@HALF
+@pytest.mark.parametrize("name", ["mm", "addmm", "bmm", "baddbmm"])
+def test_out_dtype_leaves_the_sum_unrounded(name, half):
+    product, shapes = PRODUCTS[name]
+    tensors = [some(*shape, half=half) for shape in shapes]
+    expected = product(*map(torch.Tensor.float, tensors))
+    found = product(*tensors, out_dtype=torch.float32)
+    assert torch.equal(found, expected) and found.device == tensors[0].device
+    out = torch.empty_like(expected)
+    assert product(*tensors, out_dtype=torch.float32, out=out) is out
+    assert torch.equal(out, expected)
+    with pytest.raises(RuntimeError, match="same as input dtype or fp32 for fp16/bf16"):
+        product(*tensors, out_dtype=torch.float64)

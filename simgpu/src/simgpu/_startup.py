@@ -32,6 +32,7 @@ from simgpu._dispatch import (  # noqa: F401 - the files register what runs oper
     copies,
     determinism,
     factories,
+    fused_norms,
     in_place,
     scalars_elsewhere,
     special,
@@ -152,6 +153,7 @@ def _enter(runtime: Runtime) -> None:
         mode.__enter__()
     autocast.start()
     fake_tensors.start()
+    runtime.norm_kernels = fused_norms.register()
 
 
 def stop() -> None:
@@ -175,6 +177,8 @@ def _exit(runtime: Runtime) -> None:
         _leave_modes(runtime)
     finally:
         fake_tensors.stop()
+        if runtime.norm_kernels is not None:
+            runtime.norm_kernels._destroy()
         runtime.patches.undo()
         for gpu in runtime.gpus:
             gpu.alive = False

@@ -30,6 +30,8 @@ _SILENT = {
 }  # fmt: skip
 # they read of their first tensor only what they return
 _GATHERS = {"embedding", "index", "index_select", "gather", "take", "_unsafe_index"}
+# they have code for any device, and one kernel on CUDA
+_OWN_KERNELS = {"silu_backward", "mish_backward"}
 
 _handlers: dict[str, Callable] = {}  # operation, or "namespace::" -> what runs it
 known_operations: dict[object, "Operation"] = {}
@@ -101,7 +103,7 @@ class Operation:
             return _handlers["kernel of CUDA only"]
         if self.name.startswith(("_foreach_", "_fused_")):
             return _handlers["foreach"]
-        if has_kernel(func.name(), _COMPOSITE):
+        if has_kernel(func.name(), _COMPOSITE) and self.name not in _OWN_KERNELS:
             return _handlers["composite"]
         if self.has_device:
             return _handlers["factory"]

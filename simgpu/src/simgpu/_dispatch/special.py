@@ -16,6 +16,7 @@ from simgpu._dispatch.placement import place_all, tensors_in
 from simgpu._errors import NotSimulated
 
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
+_OF_ANY_DEVICE = DispatchKey.CompositeExplicitAutogradNonFunctional
 _CONJUGATE = DispatchKey.Conjugate
 _NEGATIVE = DispatchKey.Negative
 _CPU_KERNEL = DispatchKeySet(DispatchKey.CPU)
@@ -131,6 +132,16 @@ def copy(call: Call):
     target, source = call.tensors
     with DispatchMode(call.runtime):
         return target.clone().copy_(source)
+
+
+@handles("narrow_copy", "pixel_shuffle", "pixel_unshuffle")
+def run_code_of_any_device(call: Call):
+    """Only the CPU has a kernel for it, which lays out and checks in another way."""
+    __tracebackhide__ = True
+    if call.gpus[0] is None or call.tensors[0].is_sparse:
+        return call.run_on(call.gpus[0])
+    with DispatchMode(call.runtime):
+        return call.func._op_dk(_OF_ANY_DEVICE, *call.args, **call.kwargs)
 
 
 @handles("fsdp::chunk_cat_mixed_dtype")  # since torch 2.15
