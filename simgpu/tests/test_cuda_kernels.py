@@ -210,6 +210,14 @@ def test_what_cuda_computes_of_integers_runs():
     assert flags.scatter_reduce(0, ones(3) - 1, flags, "sum").all()
 
 
+@pytest.mark.parametrize("shuffle", [F.pixel_shuffle, F.pixel_unshuffle])
+def test_shuffled_pixels_are_laid_out_as_on_cuda(shuffle):
+    x = ones(1, 4, 4, 4, dtype=torch.float32).to(memory_format=torch.channels_last)
+    assert shuffle(x, 2).is_contiguous()
+    last = torch.channels_last
+    assert shuffle(x.cpu(), 2).is_contiguous(memory_format=last)
+
+
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_what_only_cuda_computes_runs():
     found = torch.histc(torch.tensor([1, 2, 2, 5], device="cuda"), 4, 0, 8)
@@ -223,6 +231,8 @@ def test_what_only_cuda_computes_runs():
         assert torch.equal(y.grad, torch.full_like(y, 0.125))
     z = torch.tensor([1 + 1j], device="cuda").to(torch.complex32)
     assert torch.sin(z).dtype is torch.complex32
+    flags = torch.tensor([True, False], device="cuda")
+    assert flags.abs().dtype is torch.bool and flags.abs().tolist() == [True, False]
     assert z.angle().dtype is torch.float16 and z.angle().item() == 0.78515625
 
 

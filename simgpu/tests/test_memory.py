@@ -95,7 +95,6 @@ def test_rms_norm_keeps_a_number_for_each_row(weight):
     simgpu.start(1)
 
 
-
 @pytest.mark.parametrize("fill", FULL)
 def test_a_full_gpu_raises_and_leaks_nothing(fill):
     x = torch.ones(1024, 6144, device=1)  # 24 of the 64 MiB

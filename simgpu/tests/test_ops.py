@@ -141,8 +141,8 @@ CALLS = [
     "F.batch_norm(x, None, None, training=True)", "F.layer_norm(x, (4,), s[0], s[1])",
     "F.rms_norm(x, (4,))", "F.rms_norm(b.transpose(0, 1), (2, 4), s[:2] + 1, 1e-3)",
     "F.rms_norm(x.bfloat16(), (4,), s[0].bfloat16())", "F.group_norm(im, 2)",
-    "torch.func.vmap(lambda t: F.rms_norm(t, (4,), s[0]))(x)", "F.instance_norm(im)",
-    "torch.func.jvp(lambda t: F.rms_norm(t, (4,), s[0]), (x,), (y,))",
+    "torch.func.vmap(lambda t: F.rms_norm(t, (4,)))(x)", "F.instance_norm(im)",
+    "torch.func.jvp(lambda t: F.rms_norm(t, (4,)), (x,), (y,))",
     "F.local_response_norm(im, 2)", "F.normalize(x)", "F.cosine_similarity(x, y)",
     "F.pairwise_distance(x, y)",
     # activations

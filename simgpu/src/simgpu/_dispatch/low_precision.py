@@ -63,7 +63,9 @@ def _take_out_dtype(call: Call) -> None:
     product_of = getattr(torch.ops.aten, call.operation.name).default
 
     def compute(*tensors, out=None, **numbers):
-        found = product_of(*(t.float() if is_half(t) else t for t in tensors), **numbers)
+        found = product_of(
+            *(t.float() if is_half(t) else t for t in tensors), **numbers
+        )
         found = found.to(dtype)
         return found if out is None else out.resize_(found.shape).copy_(found)
 
