@@ -177,6 +177,9 @@ def test_other_dtypes_are_refused_by_their_names():
     half = ones(2, dtype=torch.float16)
     with pytest.raises(NotImplementedError, match="igamma_cuda.*'Half'"):
         torch.igamma(half, half)
+    with pytest.raises(NotImplementedError, match="angle_cuda.*'Half'"):
+        half.angle()
+    assert ones(2).angle().tolist() == [0, 0]
     image = ones(1, 3, 4, 4, dtype=torch.uint8)
     with pytest.raises(NotImplementedError, match="upsample_bilinear2d_out.*'Byte'"):
         F.interpolate(image, scale_factor=2, mode="bilinear")

@@ -90,3 +90,23 @@ def test_out_dtype_leaves_the_sum_unrounded(name, half):
     assert torch.equal(out, expected)
     with pytest.raises(RuntimeError, match="same as input dtype or fp32 for fp16/bf16"):
         product(*tensors, out_dtype=torch.float64)
+
+
+@HALF
+def test_layer_norm_is_the_one_in_float32_rounded_once(half):
+    tensors = [some(*shape, half=half) for shape in ((70, 130), (130,), (130,))]
+    wide = [tensor.float().requires_grad_() for tensor in tensors]
+    for tensor in tensors:
+        tensor.requires_grad_()
+    out = F.layer_norm(tensors[0], (130,), *tensors[1:])
+    expected = F.layer_norm(wide[0], (130,), *wide[1:])
+    assert torch.equal(out, expected.to(half))
+    gradient = some(70, 130, half=half)
+    out.backward(gradient)
+    expected.backward(gradient.float())
+    for tensor, its in zip(tensors, wide, strict=True):
+        assert torch.equal(tensor.grad, its.grad.to(half))
+    name = {torch.bfloat16: "BFloat16", torch.float16: "Half"}[half]
+    words = f"expected scalar type {name} but found Float"
+    with pytest.raises(RuntimeError, match=words):
+        F.layer_norm(tensors[0], (130,), wide[1])

@@ -80,9 +80,20 @@ def step_of(layer) -> tuple[int, int]:
     return kept, torch.cuda.max_memory_allocated() - before - kept
 
 
-@pytest.mark.parametrize("layer", [F.gelu, F.silu, F.mish, nn.ReLU(), nn.Softplus()])
+@pytest.mark.parametrize(
+    "layer", [F.gelu, F.silu, F.mish, F.logsigmoid, nn.ReLU(), nn.Softplus()]
+)
 def test_an_activation_is_one_kernel_forward_and_one_backward(layer):
     assert step_of(layer) == (MIB, MIB)
+
+
+def test_layer_norm_keeps_two_numbers_of_float32_for_each_row():
+    norm = nn.LayerNorm(1024, device="cuda", dtype=torch.bfloat16)
+    x = torch.ones(256, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    before = torch.cuda.memory_allocated()
+    out = norm(x)
+    assert torch.cuda.memory_allocated() - before == MIB // 2 + 2 * 256 * 4
+    assert out.dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("weight", [True, False])

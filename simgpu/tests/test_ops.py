@@ -148,7 +148,7 @@ CALLS = [
     # activations
     "F.relu(x - 0.5)", "F.gelu(x)", "F.silu(x)", "F.elu(x - 0.5)", "F.mish(x)",
     "F.prelu(x - 0.5, v[:1])", "F.glu(x)", "F.softplus(x)", "F.hardswish(x)",
-    "F.tanhshrink(x)",
+    "F.tanhshrink(x)", "F.logsigmoid(x)", "F.logsigmoid(x.bfloat16())",
     # losses
     "F.cross_entropy(x, i)",
     "F.cross_entropy(x, i, label_smoothing=0.1, weight=s[0].detach())",

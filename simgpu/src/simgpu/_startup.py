@@ -32,8 +32,8 @@ from simgpu._dispatch import (  # noqa: F401 - the files register what runs oper
     copies,
     determinism,
     factories,
-    fused_norms,
     in_place,
+    norms,
     scalars_elsewhere,
     special,
     sync_batch_norm,
@@ -153,7 +153,7 @@ def _enter(runtime: Runtime) -> None:
         mode.__enter__()
     autocast.start()
     fake_tensors.start()
-    runtime.norm_kernels = fused_norms.register()
+    runtime.norm_kernels = norms.register()
 
 
 def stop() -> None:

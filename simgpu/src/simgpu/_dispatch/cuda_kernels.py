@@ -26,6 +26,7 @@ from simgpu._errors import NotSimulated
 _NO_BACKEND = DispatchKey.HPU  # one for which PyTorch has no kernel of its own
 _REAL = frozenset([torch.float16, torch.bfloat16, torch.float32, torch.float64])
 _COMPLEX = frozenset([torch.complex64, torch.complex128])
+_ALL_COMPLEX = _COMPLEX | {torch.complex32}
 _WIDE = frozenset([torch.float32, torch.float64])
 _INTEGER = frozenset(
     [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
@@ -65,7 +66,7 @@ KERNELS = {
     **dict.fromkeys(("bmm", "baddbmm"), _Kernel("baddbmm_cuda", _PRODUCT)),
     **dict.fromkeys(("mv", "addmv"), _Kernel("addmv_impl_cuda", _PRODUCT)),
     **dict.fromkeys(("dot", "vdot"), _Kernel("dot", _PRODUCT)),
-    "convolution": _Kernel(_convolution_name, _PRODUCT | {torch.complex32}),
+    "convolution": _Kernel(_convolution_name, _REAL | _ALL_COMPLEX),
     "max_pool2d_with_indices": _Kernel("max_pool2d_with_indices_out_cuda_frame", _REAL),
     "max_pool3d_with_indices": _Kernel("max_pool3d_with_indices_out_frame", _REAL),
     "avg_pool2d": _Kernel("avg_pool2d_out_cuda_frame", _REAL),
@@ -74,6 +75,7 @@ KERNELS = {
     "upsample_bicubic2d": _Kernel("upsample_bicubic2d_out_frame", _REAL),
     "_upsample_bilinear2d_aa": _Kernel("upsample_gen2d_aa_out_cuda", _REAL),
     "_upsample_bicubic2d_aa": _Kernel("upsample_gen2d_aa_out_cuda", _REAL),
+    "angle": _Kernel("angle_cuda", _WIDE | _ALL_COMPLEX | _INTEGER | {torch.bool}),
     "igamma": _Kernel("igamma_cuda", _WIDE),
     "igammac": _Kernel("igammac_cuda", _WIDE),
     "histc": _Kernel("histc", _WIDE | _INTEGER),
