@@ -135,7 +135,7 @@ CALLS = [
     'F.interpolate(im, scale_factor=2, mode="bicubic", align_corners=True)',
     "F.pad(im, (1, 2))", 'F.pad(im, (1, 1, 2, 2), mode="reflect")', "F.unfold(im, 2)",
     "F.fold(F.unfold(im, 2), (6, 6), 2)", "F.pixel_shuffle(im.repeat(1, 2, 1, 1), 2)",
-    "F.pixel_unshuffle(im, 2)", "torch.narrow_copy(x, 1, 1, 2)",
+    "F.pixel_unshuffle(im, 2)", "torch.narrow_copy(x.detach(), 1, 1, 2)",
     "F.grid_sample(im, im.new_zeros(1, 3, 3, 2) + 0.2, align_corners=False)",
     "F.affine_grid(b[:1, :2, :3], (1, 2, 4, 4), align_corners=False)",
     "F.batch_norm(x, None, None, training=True)", "F.layer_norm(x, (4,), s[0], s[1])",
