@@ -236,6 +236,7 @@ def test_what_only_cuda_computes_runs():
     assert torch.sin(z).dtype is torch.complex32
     flags = torch.tensor([True, False], device="cuda")
     assert flags.abs().dtype is torch.bool and flags.abs().tolist() == [True, False]
+    assert flags.diag().trace().item() == 1
     assert z.angle().dtype is torch.float16 and z.angle().item() == 0.78515625
 
 

@@ -8,8 +8,8 @@ files (`AT_DISPATCH...` of aten/src/ATen/native/cuda), and its database of opera
 message may name the CPU's kernel.
 
 The other way round, `compute_as_cuda` computes in a wider dtype what only CUDA has:
-some operations on half precision, on complex numbers of it, `histc` of integers, and
-`abs` of booleans.
+some operations on half precision, on complex numbers of it, `histc` of integers, `abs`
+and `trace` of booleans.
 """
 
 from collections.abc import Callable
@@ -278,7 +278,7 @@ _COMPLEX_HALF_ON_CUDA = frozenset([
 _HISTOGRAM = _Wider(torch.float64, frozenset(["histc"]))
 _WIDER = {
     **dict.fromkeys(_INTEGER, _HISTOGRAM),
-    torch.bool: _Wider(torch.uint8, frozenset(["abs"])),
+    torch.bool: _Wider(torch.uint8, frozenset(["abs", "trace"])),
     torch.float16: _Wider(torch.float32, _HALF_ON_CUDA),
     torch.bfloat16: _Wider(torch.float32, _HALF_ON_CUDA),
     torch.complex32: _Wider(torch.complex64, _COMPLEX_HALF_ON_CUDA),
