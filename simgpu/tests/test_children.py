@@ -168,7 +168,7 @@ def test_a_child_has_the_simulator_of_the_command_also_beside_another_one(tmp_pa
 def test_nvml_is_the_stand_in_also_if_it_is_imported_before_pytorch(
     tmp_path, flags, package
 ):
-    """Also where PyTorch itself has imported the package before the ranks are forked."""
+    """Also where PyTorch itself has imported the package before a rank is forked."""
     (tmp_path / "packages").mkdir()
     (tmp_path / "packages" / "pynvml.py").write_text(package)
     (tmp_path / "ranks.py").write_text(

@@ -33,6 +33,7 @@ from simgpu._dispatch import (  # noqa: F401 - the files register what runs oper
     determinism,
     factories,
     in_place,
+    packed_attention,
     scalars_elsewhere,
     special,
     sync_batch_norm,
