@@ -480,23 +480,24 @@ def test_a_query_that_sees_no_key_is_zero_and_its_logsumexp_infinite():
 def test_varlen_attention_forward_and_backward(causal):
     varlen = pytest.importorskip("torch.nn.attention.varlen")
     torch.manual_seed(0)
-    query, key, value = (packed(LENGTHS) for _ in range(3))
+    tensors = [packed(LENGTHS, dtype=torch.float32) for _ in range(3)]
     ends, window = offsets(LENGTHS), (-1, 0) if causal else (-1, -1)
+    turn = torch.ones((), device="cuda")  # backward stays on the GPU all the way
     request = varlen.AuxRequest(lse=True)
     out, logsumexp = varlen.varlen_attn(
-        query, key, value, ends, ends, 9, 9, return_aux=request, window_size=window
-    )
+        *((tensor * turn).bfloat16() for tensor in tensors), ends, ends, 9, 9,
+        return_aux=request, window_size=window,
+    )  # fmt: skip
     out.float().square().sum().backward()
-    tensors = query, key, value
     leaves, right = sequence_by_sequence(*tensors, LENGTHS, LENGTHS, window, None)
     right.square().sum().backward()
-    near = {"atol": 4e-2, "rtol": 4e-2}
+    near = {"atol": 6e-2, "rtol": 6e-2}
     torch.testing.assert_close(out.cpu().float(), right, **near)
     for tensor, leaf in zip(tensors, leaves, strict=True):
-        torch.testing.assert_close(tensor.grad.cpu().float(), leaf.grad, **near)
+        torch.testing.assert_close(tensor.grad.cpu(), leaf.grad, **near)
     first = leaves[0][5:14, 0] @ leaves[1][5:14, 0].T / 4
     first = first.masked_fill(~seen(9, 9, *window), -torch.inf).logsumexp(-1)
-    torch.testing.assert_close(logsumexp[0, 5:14].cpu(), first, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(logsumexp[0, 5:14].cpu(), first, atol=3e-2, rtol=3e-2)
 
 
 def test_packed_attention_returns_what_cuda_returns():

@@ -34,6 +34,7 @@ _CUDNN_INTO = "_cudnn_attention_forward_no_dropout_inplace"
 _CUDNN_BACKWARD = "_cudnn_attention_backward"
 _AMPERE = (8, 0)  # compute capability of the first cards with flash attention
 _WIDEST = 256  # of a head
+_read = torch.Tensor.tolist  # as the kernel does: no copy to the host
 _OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 _PAGE = 256  # a page of keys has a multiple of so many
 
@@ -236,8 +237,8 @@ def _sequences(
         NotSimulated: if one is said to end behind the tokens that there are.
     """
     __tracebackhide__ = True
-    starts, ends = cum_seq_q.tolist(), cum_seq_k.tolist()
-    used = None if seqused_k is None else seqused_k.tolist()
+    starts, ends = _read(cum_seq_q), _read(cum_seq_k)
+    used = None if seqused_k is None else _read(seqused_k)
     for i in range(len(starts) - 1):
         begin, stop = ends[i : i + 2]
         length = stop - begin if used is None else used[i]
