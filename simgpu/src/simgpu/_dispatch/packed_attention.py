@@ -122,6 +122,7 @@ def _forward(
 
 
 def _into(out, *args, **kwargs):
+    """The logsumexp; the output goes into `out`."""
     __tracebackhide__ = True
     return _forward(*args, **kwargs, out=out)[1]
 
@@ -165,6 +166,8 @@ def _cudnn(
     scale=None, **cache,
 ):  # fmt: skip
     __tracebackhide__ = True
+    if attn_bias is not None or return_debug_mask:
+        raise NotSimulated("a bias, or the weights, of cuDNN's attention")
     out, logsumexp, *state, weights = _forward(
         query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
         False, scale=scale, **cache,
