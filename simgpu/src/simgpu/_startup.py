@@ -34,6 +34,7 @@ from simgpu._dispatch import (  # noqa: F401 - the files register what runs oper
     factories,
     in_place,
     norms,
+    packed_attention,
     scalars_elsewhere,
     special,
     sync_batch_norm,
