@@ -381,3 +381,280 @@ def test_kernels_of_triton_run_in_its_interpreter_and_nowhere_else(tmp_path):
     assert done.stdout == "cuda:0 5050.0\n", done.stderr
     done = programs.simulated(tmp_path, *words, new_python=True)
     assert done.status == 1 and "TRITON_INTERPRET=1 in the environment" in done.stderr
+
+
+# -- sequences that lie one behind the other -------------------------------------------
+
+PACKED = "_flash_attention_forward"
+LENGTHS = (5, 9, 1)
+
+
+def offsets(lengths, gpu="cuda") -> torch.Tensor:
+    ends = torch.tensor((0, *lengths)).cumsum(0)
+    return ends.to(gpu, torch.int32)
+
+
+def packed(lengths, heads=4, dim=16, dtype=torch.bfloat16, **options) -> torch.Tensor:
+    tensor = torch.randn(sum(lengths), heads, dim, dtype=dtype, device="cuda")
+    return tensor.requires_grad_(**options)
+
+
+def seen(queries: int, keys: int, left: int, right: int) -> torch.Tensor:
+    """Which keys each query sees; the last query stands at the last key."""
+    place = torch.arange(queries)[:, None] + keys - queries
+    distance = torch.arange(keys) - place
+    left, right = (side if side >= 0 else keys + queries for side in (left, right))
+    return (distance >= -left) & (distance <= right)
+
+
+def sequence_by_sequence(query, key, value, lengths, lengths_of_keys, window, scale):
+    """Leaves in float32, and (tokens, heads, width) outputs of plain attention."""
+    leaves = [t.detach().cpu().float().requires_grad_() for t in (query, key, value)]
+    parts, ends, ends_of_keys = (
+        [],
+        offsets(lengths, "cpu"),
+        offsets(lengths_of_keys, "cpu"),
+    )
+    for i, (length, of_keys) in enumerate(zip(lengths, lengths_of_keys, strict=True)):
+        rows = slice(ends[i], ends[i] + length)
+        columns = slice(ends_of_keys[i], ends_of_keys[i] + of_keys)
+        q, k, v = (
+            leaf[where].transpose(0, 1)
+            for leaf, where in zip(leaves, (rows, columns, columns), strict=True)
+        )
+        k, v = (t.repeat_interleave(q.shape[0] // k.shape[0], 0) for t in (k, v))
+        scores = q @ k.mT * (scale or q.shape[-1] ** -0.5)
+        mask = seen(length, of_keys, *window)
+        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+        weights = weights.masked_fill(~mask.any(1)[:, None], 0.0)
+        parts.append((weights @ v).transpose(0, 1))
+    return leaves, torch.cat(parts)
+
+
+def attend_packed(query, key, value, lengths, lengths_of_keys, window, scale=None):
+    """By the operation, as `torch.nn.attention.varlen` calls it."""
+    return torch.ops.aten._flash_attention_forward(
+        query, key, value, offsets(lengths), offsets(lengths_of_keys), max(lengths),
+        max(lengths_of_keys), 0.0, window == (-1, 0), False, scale=scale,
+        window_size_left=window[0], window_size_right=window[1],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "window", [(-1, -1), (-1, 0), (2, 0), (1, 3), (-1, 1)], ids=str
+)
+@pytest.mark.parametrize(
+    ("lengths_of_keys", "groups", "scale"),
+    [(LENGTHS, 4, None), (LENGTHS, 2, 0.3), ((7, 3, 4), 1, None)],
+    ids=str,
+)
+def test_packed_sequences_are_attended_to_one_by_one(
+    lengths_of_keys, groups, scale, window, dtype
+):
+    torch.manual_seed(0)
+    query = packed(LENGTHS, dtype=dtype)
+    key, value = (packed(lengths_of_keys, groups, dtype=dtype) for _ in range(2))
+    found = attend_packed(query, key, value, LENGTHS, lengths_of_keys, window, scale)
+    weights = torch.randn_like(query)
+    (found[0] * weights).sum().backward()
+    leaves, right = sequence_by_sequence(
+        query, key, value, LENGTHS, lengths_of_keys, window, scale
+    )
+    (right * weights.detach().cpu().float()).sum().backward()
+    near = {"atol": 3e-2, "rtol": 3e-2}
+    torch.testing.assert_close(found[0].cpu().float(), right, **near)
+    for tensor, leaf in zip((query, key, value), leaves, strict=True):
+        assert tensor.grad.dtype == dtype and tensor.grad.is_cuda
+        torch.testing.assert_close(tensor.grad.cpu().float(), leaf.grad, **near)
+
+
+def test_a_query_that_sees_no_key_is_zero_and_its_logsumexp_infinite():
+    query, key = packed((4,)), packed((2,))
+    out, logsumexp, *_ = attend_packed(query, key, key, (4,), (2,), (-1, 0))
+    assert not out[:2].any() and out[2:].all()
+    assert logsumexp.isinf().sum(1).tolist() == [2] * 4 and logsumexp.max() > 0
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_varlen_attention_forward_and_backward(causal):
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    torch.manual_seed(0)
+    tensors = [packed(LENGTHS, dtype=torch.float32) for _ in range(3)]
+    ends, window = offsets(LENGTHS), (-1, 0) if causal else (-1, -1)
+    turn = torch.ones((), device="cuda")  # backward stays on the GPU all the way
+    request = varlen.AuxRequest(lse=True)
+    out, logsumexp = varlen.varlen_attn(
+        *((tensor * turn).bfloat16() for tensor in tensors), ends, ends, 9, 9,
+        return_aux=request, window_size=window,
+    )  # fmt: skip
+    out.float().square().sum().backward()
+    leaves, right = sequence_by_sequence(*tensors, LENGTHS, LENGTHS, window, None)
+    right.square().sum().backward()
+    near = {"atol": 6e-2, "rtol": 6e-2}
+    torch.testing.assert_close(out.cpu().float(), right, **near)
+    for tensor, leaf in zip(tensors, leaves, strict=True):
+        torch.testing.assert_close(tensor.grad.cpu(), leaf.grad, **near)
+    first = leaves[0][5:14, 0] @ leaves[1][5:14, 0].T / 4
+    first = first.masked_fill(~seen(9, 9, *window), -torch.inf).logsumexp(-1)
+    torch.testing.assert_close(logsumexp[0, 5:14].cpu(), first, atol=3e-2, rtol=3e-2)
+
+
+def test_packed_attention_returns_what_cuda_returns():
+    query = packed(LENGTHS, requires_grad=False)
+    before = torch.cuda.memory_allocated()
+    found = attend_packed(query, query, query, LENGTHS, LENGTHS, (-1, 0))
+    out, logsumexp, state, unused, debug = found
+    assert (out.shape, out.dtype) == (query.shape, query.dtype)
+    assert (logsumexp.shape, logsumexp.dtype) == ((4, 15), torch.float32)
+    assert state.dtype == unused.dtype == torch.uint64
+    assert (state.shape, unused.shape, debug.shape) == ((2,), (), (0,))
+    assert all(tensor.is_cuda for tensor in found)
+    # 15 x 4 x 16 x 2 bytes, 4 x 15 x 4, 16 and 8, each in whole blocks of 512
+    assert torch.cuda.memory_allocated() - before == 2048 + 512 + 512 + 512
+
+
+def test_each_packed_sequence_costs_its_own_length():
+    def run(lengths):
+        query = packed(lengths)
+        found = kernels(
+            lambda: attend_packed(query, query, query, lengths, lengths, (-1, 0))[0]
+            .float().sum().backward()
+        )  # fmt: skip
+        return {event.name: event for event in found if "attention" in event.name}
+
+    for lengths in ((64, 64), (100, 28), (128,)):
+        found = run(lengths)
+        forward, backward = found[PACKED], found["_flash_attention_backward"]
+        products = 2 * 4 * 16 * sum(length**2 for length in lengths)
+        assert (forward.flops, backward.flops) == (2 * products, 5 * products)
+        # each tensor once: query, key and value, out, offsets, the logsumexp
+        whole = 128 * 4 * 16 * 2
+        small = 2 * 4 * (len(lengths) + 1) + 4 * 128 * 4 + 16 + 8
+        assert forward.nbytes == 4 * whole + small
+    heads_first = kernels(lambda: F.scaled_dot_product_attention(
+        *[torch.zeros(1, 4, 128, 16, device="cuda", **HALF)] * 3, is_causal=True
+    ))  # fmt: skip
+    assert heads_first[-1].flops == forward.flops
+
+
+def test_flash_attention_of_batches_has_tokens_before_heads():
+    torch.manual_seed(0)
+    inputs = [heads(**HALF).requires_grad_() for _ in range(3)]
+    found = torch.ops.aten._flash_attention_forward(
+        *(t.transpose(1, 2) for t in inputs), None, None, 6, 6, 0.0, True, False
+    )
+    assert found[1].shape == (2, 4, 6)
+    found[0].float().square().sum().backward()
+    leaves, right = expected(*inputs, is_causal=True)
+    right.square().sum().backward()
+    near = {"atol": 4e-2, "rtol": 4e-2}
+    torch.testing.assert_close(found[0].transpose(1, 2).cpu().float(), right, **near)
+    for tensor, leaf in zip(inputs, leaves, strict=True):
+        torch.testing.assert_close(tensor.grad.cpu().float(), leaf.grad, **near)
+
+
+@pytest.mark.parametrize("name", ["varlen_attn", "varlen_attn_out"])
+def test_varlen_attention_reads_pages_of_keys(name):
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    if not hasattr(varlen, "varlen_attn_out"):
+        pytest.skip("this PyTorch has no pages")
+    torch.manual_seed(0)
+    query = packed((2, 1), requires_grad=False)
+    cache = packed((5 * 256,), requires_grad=False).view(5, 256, 4, 16)
+    table = torch.tensor([[3, 1], [0, 4]], device="cuda", dtype=torch.int32)
+    used = torch.tensor([300, 7], device="cuda", dtype=torch.int32)
+    out = (torch.empty_like(query),) if name == "varlen_attn_out" else ()
+    found = getattr(varlen, name)(
+        *out, query, cache, cache, offsets((2, 1)), offsets((300, 7)), 2, 512,
+        seqused_k=used, block_table=table, window_size=(-1, 0),
+    )  # fmt: skip
+    if out:
+        assert found is out[0]
+    keys = torch.cat([cache[3], cache[1, :44], cache[0, :7]])
+    right = sequence_by_sequence(query, keys, keys, (2, 1), (300, 7), (-1, 0), None)[1]
+    torch.testing.assert_close(found.cpu().float(), right, atol=3e-2, rtol=3e-2)
+
+
+def test_cudnns_kernel_for_packed_sequences_computes_the_same():
+    """PyTorch prefers it on Hopper, since 2.14."""
+    torch.manual_seed(0)
+    lengths, aten = (200, 30), torch.ops.aten
+    tensors = [packed(lengths, requires_grad=False) for _ in range(3)]
+    ends = (offsets(lengths),) * 2
+    size = 200, 200
+    flash = attend_packed(*tensors, lengths, lengths, (-1, 0))
+    cudnn = aten._cudnn_attention_forward(*tensors, None, *ends, *size, True, 0.0, True)
+    assert torch.equal(flash[0], cudnn[0]) and torch.equal(flash[1], cudnn[1])
+    given = tensors[0], *tensors, *cudnn[:2]
+    right = aten._flash_attention_backward(*given, *ends, *size, 0.0, True, *flash[2:4])
+    names = ("philox_seed", "philox_offset", "attn_bias", "cum_seq_q", "cum_seq_k",
+             "max_q", "max_k", "dropout_p", "is_causal")  # fmt: skip
+    more = (*cudnn[6:8], tensors[0], *ends, *size, 0.0, True)
+    found = aten._cudnn_attention_backward(
+        *given, **dict(zip(names, more, strict=True))
+    )
+    for gradient, same in zip(found, right, strict=True):
+        assert torch.equal(gradient, same)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": torch.float32}, "only support fp16 and bf16 data type"),
+        ({"dim": 12}, "head_size must be a multiple of 8"),
+        ({"dim": 264}, "only supports head dimension at most 256"),
+        ({"heads": 3}, "must divide number of heads in query"),
+        ({"offsets": torch.int64}, "cu_seqlens_q must have dtype int32"),
+        ({"host": True}, "Expected all tensors to be on the same device"),
+        ({"lengths": (5, 11)}, "attention to tokens that are not there"),
+        ({"card": "T4"}, "only supports Ampere GPUs or newer"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_flash_attention_refuses_of_packed_sequences(change, message):
+    if "card" in change:
+        simgpu.stop()
+        simgpu.start(1, change["card"])
+    tensors = {name: change[name] for name in ("dtype", "dim") if name in change}
+    tensors = {"dtype": torch.float16, **tensors}
+    query = packed(LENGTHS, **tensors)
+    key = packed(LENGTHS, **tensors, heads=change.get("heads", 4))
+    ends = offsets(
+        change.get("lengths", LENGTHS), "cpu" if "host" in change else "cuda"
+    )
+    ends = ends.to(change.get("offsets", torch.int32))
+    with pytest.raises((RuntimeError, NotImplementedError), match=message):
+        torch.ops.aten._flash_attention_forward(
+            query, key, key, ends, ends, 11, 11, 0.0, False, False
+        )
+
+
+def test_packed_sequences_on_the_host_are_pytorchs_own_refusal():
+    query = packed(LENGTHS).cpu()
+    ends = offsets(LENGTHS, "cpu")
+    with pytest.raises(NotImplementedError, match="'CPU' backend"):
+        torch.ops.aten._flash_attention_forward(
+            query, query, query, ends, ends, 9, 9, 0.0, False, False
+        )
+
+
+def test_an_estimate_takes_packed_sequences_for_as_long_as_they_may_be():
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+
+    def step(query, ends):
+        out = varlen.varlen_attn(query, query, query, ends, ends, 64, 64)
+        out.float().sum().backward()
+
+    with torch.device("meta"):
+        query = torch.empty(100, 4, 16, dtype=torch.bfloat16, requires_grad=True)
+        ends = torch.empty(4, dtype=torch.int32)
+    found = simgpu.estimate(step, query, ends, card="A100")
+    query, ends = packed((64, 36)), offsets((64, 36, 0))
+    torch.cuda.reset_peak_memory_stats()
+    took = dict.fromkeys(found.by_operation, 0.0)
+    for event in kernels(lambda: step(query, ends)):
+        took[event.name] += event.end - event.start
+    for name, of_kernels in found.by_operation.items():
+        assert of_kernels.seconds == pytest.approx(took[name])
+    assert found.peak_bytes == torch.cuda.max_memory_allocated()

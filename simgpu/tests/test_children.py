@@ -161,14 +161,25 @@ def test_a_child_has_the_simulator_of_the_command_also_beside_another_one(tmp_pa
     assert line.endswith(f"and not this Python's, {other}")
 
 
+@pytest.mark.parametrize(
+    "package", ["raise ImportError('no library')", "from os import *"]
+)
 @pytest.mark.parametrize("flags", [(), ("--no-fork",)], ids=str)
-def test_nvml_is_the_stand_in_also_if_it_is_imported_before_pytorch(tmp_path, flags):
-    (tmp_path / "pynvml.py").write_text("raise ImportError('no library')")
+def test_nvml_is_the_stand_in_also_if_it_is_imported_before_pytorch(
+    tmp_path, flags, package
+):
+    """Also where PyTorch itself has imported the package before a rank is forked."""
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "pynvml.py").write_text(package)
     (tmp_path / "ranks.py").write_text(
         "import pynvml\npynvml.nvmlInit()\ncount = pynvml.nvmlDeviceGetCount()\n"
         "import torch\nprint(count, torch.cuda.utilization(0))\n"
     )
-    done = run(tmp_path, *flags, "torchrun", "--nproc-per-node=1", "ranks.py")
+    path = os.pathsep.join(
+        [str(tmp_path / "packages"), os.environ.get("PYTHONPATH", "")]
+    )
+    command = (*flags, "torchrun", "--nproc-per-node=1", "ranks.py")
+    done = run(tmp_path, *command, PYTHONPATH=path)
     assert done.stdout == "2 0\n", done.stderr
 
 

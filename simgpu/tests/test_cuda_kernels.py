@@ -177,6 +177,9 @@ def test_other_dtypes_are_refused_by_their_names():
     half = ones(2, dtype=torch.float16)
     with pytest.raises(NotImplementedError, match="igamma_cuda.*'Half'"):
         torch.igamma(half, half)
+    with pytest.raises(NotImplementedError, match="angle_cuda.*'Half'"):
+        half.angle()
+    assert ones(2).angle().tolist() == [0, 0]
     image = ones(1, 3, 4, 4, dtype=torch.uint8)
     with pytest.raises(NotImplementedError, match="upsample_bilinear2d_out.*'Byte'"):
         F.interpolate(image, scale_factor=2, mode="bilinear")
@@ -210,6 +213,14 @@ def test_what_cuda_computes_of_integers_runs():
     assert flags.scatter_reduce(0, ones(3) - 1, flags, "sum").all()
 
 
+@pytest.mark.parametrize("shuffle", [F.pixel_shuffle, F.pixel_unshuffle])
+def test_shuffled_pixels_are_laid_out_as_on_cuda(shuffle):
+    x = ones(1, 4, 4, 4, dtype=torch.float32).to(memory_format=torch.channels_last)
+    assert shuffle(x, 2).is_contiguous()
+    last = torch.channels_last
+    assert shuffle(x.cpu(), 2).is_contiguous(memory_format=last)
+
+
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_what_only_cuda_computes_runs():
     found = torch.histc(torch.tensor([1, 2, 2, 5], device="cuda"), 4, 0, 8)
@@ -223,6 +234,9 @@ def test_what_only_cuda_computes_runs():
         assert torch.equal(y.grad, torch.full_like(y, 0.125))
     z = torch.tensor([1 + 1j], device="cuda").to(torch.complex32)
     assert torch.sin(z).dtype is torch.complex32
+    flags = torch.tensor([True, False], device="cuda")
+    assert flags.abs().dtype is torch.bool and flags.abs().tolist() == [True, False]
+    assert flags.diag().trace().item() == 1
     assert z.angle().dtype is torch.float16 and z.angle().item() == 0.78515625
 
 

@@ -162,6 +162,14 @@ WORDS = {
     "cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned": [
         "a.pin_memory()",
     ],
+    "linspace only supports 0-dimensional start and end tensors, but got start with 1 "
+    "dimension(s) and end with 0 dimension(s).": [
+        "torch.linspace(a[0], a[0, 0], 3)",
+        "torch.linspace(a[0], a[0, 0], 3, device=1)",
+    ],
+    "logspace only supports 0-dimensional start and end tensors, but got end with 1 "
+    "dimension(s).": ["torch.logspace(0, a[0], 3, device=0)"],
+    "narrow(): length must be non-negative.": ["torch.narrow_copy(a, 1, 0, -1)"],
     "tensor_split expected tensor_indices_or_sections to be on cpu, but it's on "
     "cuda:0": ["torch.tensor_split(a, torch.tensor([1], device=0))"],
 }  # fmt: skip

@@ -75,3 +75,38 @@ def test_a_given_result_is_written(half):
     out = torch.empty(6, 5, device="cuda", dtype=half)
     assert torch.mm(a, b, out=out) is out
     torch.testing.assert_close(out, a @ b)
+
+
+@HALF
+@pytest.mark.parametrize("name", ["mm", "addmm", "bmm", "baddbmm"])
+def test_out_dtype_leaves_the_sum_unrounded(name, half):
+    product, shapes = PRODUCTS[name]
+    tensors = [some(*shape, half=half) for shape in shapes]
+    expected = product(*map(torch.Tensor.float, tensors))
+    found = product(*tensors, out_dtype=torch.float32)
+    assert torch.equal(found, expected) and found.device == tensors[0].device
+    out = torch.empty_like(expected)
+    assert product(*tensors, out_dtype=torch.float32, out=out) is out
+    assert torch.equal(out, expected)
+    with pytest.raises(RuntimeError, match="same as input dtype or fp32 for fp16/bf16"):
+        product(*tensors, out_dtype=torch.float64)
+
+
+@HALF
+def test_layer_norm_is_the_one_in_float32_rounded_once(half):
+    tensors = [some(*shape, half=half) for shape in ((70, 130), (130,), (130,))]
+    wide = [tensor.float().requires_grad_() for tensor in tensors]
+    for tensor in tensors:
+        tensor.requires_grad_()
+    out = F.layer_norm(tensors[0], (130,), *tensors[1:])
+    expected = F.layer_norm(wide[0], (130,), *wide[1:])
+    assert torch.equal(out, expected.to(half))
+    gradient = some(70, 130, half=half)
+    out.backward(gradient)
+    expected.backward(gradient.float())
+    for tensor, its in zip(tensors, wide, strict=True):
+        assert torch.equal(tensor.grad, its.grad.to(half))
+    name = {torch.bfloat16: "BFloat16", torch.float16: "Half"}[half]
+    words = f"expected scalar type {name} but found Float"
+    with pytest.raises(RuntimeError, match=words):
+        F.layer_norm(tensors[0], (130,), wide[1])

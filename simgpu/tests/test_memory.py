@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import simgpu
 from simgpu._device.cards import MIB
@@ -65,6 +66,44 @@ def test_dropout_is_one_kernel_that_keeps_a_mask_of_booleans(drop):
     out.sum().backward()
     assert torch.equal(x.grad, out)
     assert 0.4 < (out > 0).float().mean().item() < 0.6
+
+
+def step_of(layer) -> tuple[int, int]:
+    """Bytes of a 1 MiB input that a layer keeps, and more at the peak of backward."""
+    x = torch.ones(256, 1024, device="cuda", requires_grad=True)
+    gradient = torch.ones_like(x)
+    before = torch.cuda.memory_allocated()
+    out = layer(x)
+    kept = torch.cuda.memory_allocated() - before
+    torch.cuda.reset_peak_memory_stats()
+    out.backward(gradient)
+    return kept, torch.cuda.max_memory_allocated() - before - kept
+
+
+@pytest.mark.parametrize(
+    "layer", [F.gelu, F.silu, F.mish, F.logsigmoid, nn.ReLU(), nn.Softplus()]
+)
+def test_an_activation_is_one_kernel_forward_and_one_backward(layer):
+    assert step_of(layer) == (MIB, MIB)
+
+
+def test_layer_norm_keeps_two_numbers_of_float32_for_each_row():
+    norm = nn.LayerNorm(1024, device="cuda", dtype=torch.bfloat16)
+    x = torch.ones(256, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    before = torch.cuda.memory_allocated()
+    out = norm(x)
+    assert torch.cuda.memory_allocated() - before == MIB // 2 + 2 * 256 * 4
+    assert out.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("weight", [True, False])
+def test_rms_norm_keeps_a_number_for_each_row(weight):
+    norm = nn.RMSNorm(1024, elementwise_affine=weight, device="cuda")
+    gradient = 4096 if weight else 0
+    assert step_of(norm) == (MIB + 256 * 4, MIB + gradient)
+    simgpu.stop()
+    assert "Fused" not in str(norm(torch.ones(1, 1024, requires_grad=True)).grad_fn)
+    simgpu.start(1)
 
 
 @pytest.mark.parametrize("fill", FULL)

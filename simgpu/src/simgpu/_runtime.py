@@ -129,6 +129,8 @@ class Runtime:
         self.autocast_lock = threading.RLock()
         self.autocast_cache: dict[int, tuple] = {}
 
+        self.norm_kernels: Any = None  # of RMSNorm, registered for autograd
+
         # GPU of which a kernel has asserted -> whether the program was told
         self.failed: dict[int, bool] = {}
 

@@ -33,6 +33,8 @@ from simgpu._dispatch import (  # noqa: F401 - the files register what runs oper
     determinism,
     factories,
     in_place,
+    norms,
+    packed_attention,
     scalars_elsewhere,
     special,
     sync_batch_norm,
@@ -152,6 +154,7 @@ def _enter(runtime: Runtime) -> None:
         mode.__enter__()
     autocast.start()
     fake_tensors.start()
+    runtime.norm_kernels = norms.register()
 
 
 def stop() -> None:
@@ -175,6 +178,8 @@ def _exit(runtime: Runtime) -> None:
         _leave_modes(runtime)
     finally:
         fake_tensors.stop()
+        if runtime.norm_kernels is not None:
+            runtime.norm_kernels._destroy()
         runtime.patches.undo()
         for gpu in runtime.gpus:
             gpu.alive = False

@@ -21,7 +21,7 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def _attend(query, key, value, dropout_p, is_causal, mask, scale):
+def attend(query, key, value, dropout_p, is_causal, mask, scale):
     """(B, H, S, D) output and (B, H, S) logsumexp of attention on the CPU."""
     if dropout_p:
         raise NotSimulated("dropout inside of fused attention")
@@ -33,7 +33,7 @@ def _attend(query, key, value, dropout_p, is_causal, mask, scale):
     return out.to(query.dtype), logsumexp.contiguous()
 
 
-def _gradients(grad, query, key, value, out, logsumexp, is_causal, mask, scale):
+def gradients(grad, query, key, value, out, logsumexp, is_causal, mask, scale):
     """The gradients of query, key and value."""
     keys, values = _for_each_head(key, query), _for_each_head(value, query)
     mask = _wide(mask)
@@ -69,7 +69,7 @@ def _flash(
 ):  # fmt: skip
     if return_debug_mask:
         raise NotSimulated("the weights of flash attention")
-    out = _attend(query, key, value, dropout_p, is_causal, None, scale)
+    out = attend(query, key, value, dropout_p, is_causal, None, scale)
     random_state = [query.new_zeros(n, dtype=torch.uint64) for n in ((2,), ())]
     lengths = query.shape[2], key.shape[2]
     return *out, None, None, *lengths, *random_state, query.new_empty(0)
@@ -80,14 +80,14 @@ def _flash_backward(
     dropout_p, is_causal, philox_seed, philox_offset, *, scale=None,
 ):  # fmt: skip
     results = out, logsumexp, is_causal, None, scale
-    return _gradients(grad_out, query, key, value, *results)
+    return gradients(grad_out, query, key, value, *results)
 
 
 def _efficient(
     query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False,
     *, scale=None,
 ):  # fmt: skip
-    out, logsumexp = _attend(query, key, value, dropout_p, is_causal, attn_bias, scale)
+    out, logsumexp = attend(query, key, value, dropout_p, is_causal, attn_bias, scale)
     if not compute_log_sumexp:
         logsumexp = logsumexp.new_empty((*logsumexp.shape[:2], 0))
     random_state = [query.new_zeros((), dtype=torch.int64) for _ in range(2)]
@@ -101,7 +101,7 @@ def _efficient_backward(
     if grad_input_mask[3]:
         raise NotSimulated("the gradient of a mask in fused attention")
     results = out, logsumexp, is_causal, attn_bias, scale
-    return *_gradients(grad_out, query, key, value, *results), None
+    return *gradients(grad_out, query, key, value, *results), None
 
 
 def _computes(name: str, formula: Callable) -> None:

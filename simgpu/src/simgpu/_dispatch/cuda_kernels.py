@@ -8,7 +8,8 @@ files (`AT_DISPATCH...` of aten/src/ATen/native/cuda), and its database of opera
 message may name the CPU's kernel.
 
 The other way round, `compute_as_cuda` computes in a wider dtype what only CUDA has:
-some operations on half precision, on complex numbers of it, and `histc` of integers.
+some operations on half precision, on complex numbers of it, `histc` of integers, `abs`
+and `trace` of booleans.
 """
 
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from simgpu._errors import NotSimulated
 _NO_BACKEND = DispatchKey.HPU  # one for which PyTorch has no kernel of its own
 _REAL = frozenset([torch.float16, torch.bfloat16, torch.float32, torch.float64])
 _COMPLEX = frozenset([torch.complex64, torch.complex128])
+_ALL_COMPLEX = _COMPLEX | {torch.complex32}
 _WIDE = frozenset([torch.float32, torch.float64])
 _INTEGER = frozenset(
     [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
@@ -64,7 +66,7 @@ KERNELS = {
     **dict.fromkeys(("bmm", "baddbmm"), _Kernel("baddbmm_cuda", _PRODUCT)),
     **dict.fromkeys(("mv", "addmv"), _Kernel("addmv_impl_cuda", _PRODUCT)),
     **dict.fromkeys(("dot", "vdot"), _Kernel("dot", _PRODUCT)),
-    "convolution": _Kernel(_convolution_name, _PRODUCT | {torch.complex32}),
+    "convolution": _Kernel(_convolution_name, _REAL | _ALL_COMPLEX),
     "max_pool2d_with_indices": _Kernel("max_pool2d_with_indices_out_cuda_frame", _REAL),
     "max_pool3d_with_indices": _Kernel("max_pool3d_with_indices_out_frame", _REAL),
     "avg_pool2d": _Kernel("avg_pool2d_out_cuda_frame", _REAL),
@@ -73,6 +75,7 @@ KERNELS = {
     "upsample_bicubic2d": _Kernel("upsample_bicubic2d_out_frame", _REAL),
     "_upsample_bilinear2d_aa": _Kernel("upsample_gen2d_aa_out_cuda", _REAL),
     "_upsample_bicubic2d_aa": _Kernel("upsample_gen2d_aa_out_cuda", _REAL),
+    "angle": _Kernel("angle_cuda", _WIDE | _ALL_COMPLEX | _INTEGER | {torch.bool}),
     "igamma": _Kernel("igamma_cuda", _WIDE),
     "igammac": _Kernel("igammac_cuda", _WIDE),
     "histc": _Kernel("histc", _WIDE | _INTEGER),
@@ -275,6 +278,7 @@ _COMPLEX_HALF_ON_CUDA = frozenset([
 _HISTOGRAM = _Wider(torch.float64, frozenset(["histc"]))
 _WIDER = {
     **dict.fromkeys(_INTEGER, _HISTOGRAM),
+    torch.bool: _Wider(torch.uint8, frozenset(["abs", "trace"])),
     torch.float16: _Wider(torch.float32, _HALF_ON_CUDA),
     torch.bfloat16: _Wider(torch.float32, _HALF_ON_CUDA),
     torch.complex32: _Wider(torch.complex64, _COMPLEX_HALF_ON_CUDA),

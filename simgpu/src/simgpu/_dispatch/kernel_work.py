@@ -7,6 +7,7 @@ product of its input's windows and its weight, and so is each gradient of it.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -15,6 +16,8 @@ from simgpu._timing.kernel_cost import Product, Work
 _MOST_KNOWN = 100_000
 _STRIDED = torch.strided
 _known: dict[tuple, tuple[int, Product | None]] = {}
+# operation -> the FLOPs of a call, where values decide or PyTorch has no formula
+COUNTED: dict[str, Callable] = {}
 
 
 def work_of(call, out, outputs: list[torch.Tensor]) -> Work:
@@ -38,7 +41,8 @@ def work_of(call, out, outputs: list[torch.Tensor]) -> Work:
         elements = max(elements, tensor.numel())
     if operation.flop_formula is None:
         return Work(nbytes, 0, elements, "", None, operation.traffic)
-    dtype = _computes_in(operation.name, outputs or call.tensors)
+    of_inputs = not outputs or operation.name in COUNTED
+    dtype = _computes_in(operation.name, call.tensors if of_inputs else outputs)
     flops, product = arithmetic_of(call, out)
     attention = "attention" in operation.name
     return Work(nbytes, flops, elements, dtype, product, 1.0, attention)
@@ -56,6 +60,8 @@ def bytes_in(tensor: torch.Tensor) -> int:
 
 def arithmetic_of(call, out) -> tuple[int, Product | None]:
     """FLOPs of a call with the result `out`, and the shape of its matrix product."""
+    if call.operation.name in COUNTED:
+        return COUNTED[call.operation.name](call), None
     func = call.operation.func
     values = (*call.args, *call.kwargs.values())
     key = (func, *(_shape(value) for value in values))

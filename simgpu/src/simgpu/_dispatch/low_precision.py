@@ -39,6 +39,42 @@ def is_half(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in HALF
 
 
+def _take_out_dtype(call: Call) -> None:
+    """`out_dtype=` of a product, which CUDA alone has: float32 is not rounded.
+
+    Raises:
+        RuntimeError: for types that CUDA refuses, in its words.
+    """
+    __tracebackhide__ = True
+    kwargs = dict(call.kwargs)
+    args = list(call.args)
+    dtype = kwargs.pop("out_dtype") if "out_dtype" in kwargs else args.pop()
+    out = kwargs.get("out")
+    left, right = args[-2:]
+    if left.dtype is not right.dtype:
+        batches = "batch1 and batch2 must have the same dtype"
+        is_batch = "bmm" in call.operation.name
+        raise RuntimeError(batches if is_batch else "input dtypes must be the same")
+    if dtype is not left.dtype and (dtype is not torch.float32 or not is_half(left)):
+        raise RuntimeError(
+            "out_dtype must be the same as input dtype or fp32 for fp16/bf16 inputs"
+        )
+    if out is not None and out.dtype is not dtype:
+        raise RuntimeError(
+            "out_dtype must be the same as the dtype of the provided out tensor"
+        )
+    product_of = getattr(torch.ops.aten, call.operation.name).default
+
+    def compute(*tensors, out=None, **numbers):
+        found = product_of(
+            *(t.float() if is_half(t) else t for t in tensors), **numbers
+        )
+        found = found.to(dtype)
+        return found if out is None else out.resize_(found.shape).copy_(found)
+
+    call.func, call.args, call.kwargs = compute, tuple(args), kwargs
+
+
 @handles(
     "mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "convolution",
     "convolution_backward",
@@ -48,7 +84,9 @@ def product(call: Call):
     __tracebackhide__ = True
     gpu = call.common_gpu()
     half = call.tensors[0].dtype
-    if gpu is not None and half in HALF and not call.operation.writes:
+    if gpu is not None and "out_dtype" in call.operation.arguments:
+        _take_out_dtype(call)
+    elif gpu is not None and half in HALF and not call.operation.writes:
         if all(tensor.dtype is half for tensor in call.tensors):
             call.func = widened(call.func)
     return call.run_on(gpu)

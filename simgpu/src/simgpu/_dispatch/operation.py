@@ -13,6 +13,7 @@ from torch.utils.flop_counter import flop_registry
 from simgpu._compat import OPDEFS, DispatchKey, has_computed_kernel, has_kernel
 from simgpu._dispatch import working_memory
 from simgpu._dispatch.cuda_kernels import guarded
+from simgpu._dispatch.kernel_work import COUNTED
 from simgpu._timing.kernel_cost import TRAFFIC
 
 _has_kernel = has_computed_kernel
@@ -30,6 +31,8 @@ _SILENT = {
 }  # fmt: skip
 # they read of their first tensor only what they return
 _GATHERS = {"embedding", "index", "index_select", "gather", "take", "_unsafe_index"}
+# they have code for any device, and one kernel on CUDA
+_OWN_KERNELS = {"silu_backward", "mish_backward"}
 
 _handlers: dict[str, Callable] = {}  # operation, or "namespace::" -> what runs it
 known_operations: dict[object, "Operation"] = {}
@@ -81,7 +84,8 @@ class Operation:
         # if a mask is among its indices
         dynamic = torch.Tag.dynamic_output_shape in func.tags
         self.size_is_read_back = dynamic and self.name != "index"
-        self.flop_formula = flop_registry.get(func.overloadpacket)
+        formula = flop_registry.get(func.overloadpacket)
+        self.flop_formula = COUNTED.get(self.name, formula)
         self.traffic = TRAFFIC.get(self.name, 1.0)
         handler = self._find_handler(func)
         self.run = guarded(func, self.name, handler)
@@ -101,7 +105,7 @@ class Operation:
             return _handlers["kernel of CUDA only"]
         if self.name.startswith(("_foreach_", "_fused_")):
             return _handlers["foreach"]
-        if has_kernel(func.name(), _COMPOSITE):
+        if has_kernel(func.name(), _COMPOSITE) and self.name not in _OWN_KERNELS:
             return _handlers["composite"]
         if self.has_device:
             return _handlers["factory"]

@@ -98,12 +98,12 @@ def space(call: Call):
     if not call.tensors:
         return factories.create(call)
     ends = list(call.args[:2])
+    if any(isinstance(end, torch.Tensor) and end.dim() for end in ends):
+        return call.func(*call.args, **call.kwargs)  # which C++ refuses
     with DispatchMode(call.runtime):
         for i, end in enumerate(ends):
-            if isinstance(end, torch.Tensor) and end.dim() == 0:
+            if isinstance(end, torch.Tensor):
                 ends[i] = end.item()
-        if any(isinstance(end, torch.Tensor) for end in ends):
-            return call.func(*call.args, **call.kwargs)  # which C++ refuses
         packet = getattr(aten, call.operation.name)
         return packet(*ends, *call.args[2:], **call.kwargs)
 

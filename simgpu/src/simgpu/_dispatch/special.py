@@ -16,6 +16,7 @@ from simgpu._dispatch.placement import place_all, tensors_in
 from simgpu._errors import NotSimulated
 
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
+_OF_ANY_DEVICE = DispatchKey.CompositeExplicitAutogradNonFunctional
 _CONJUGATE = DispatchKey.Conjugate
 _NEGATIVE = DispatchKey.Negative
 _CPU_KERNEL = DispatchKeySet(DispatchKey.CPU)
@@ -131,6 +132,39 @@ def copy(call: Call):
     target, source = call.tensors
     with DispatchMode(call.runtime):
         return target.clone().copy_(source)
+
+
+@handles("log_sigmoid_forward")
+def log_sigmoid(call: Call):
+    """CUDA keeps no buffer for backward; `out=` is as on the CPU."""
+    __tracebackhide__ = True
+    gpu = call.common_gpu()
+    if gpu is not None and not call.operation.writes:
+        found = call.func
+        call.func = lambda x: (found(x)[0], x.new_empty(0))
+    return call.run_on(gpu)
+
+
+@handles("log_sigmoid_backward")
+def log_sigmoid_backward(call: Call):
+    """The CPU's code reads the buffer, which CUDA's does not have."""
+    __tracebackhide__ = True
+    gpu = call.common_gpu()
+    if gpu is not None and not call.operation.writes:
+        found = call.func
+        buffer_of = torch.ops.aten.log_sigmoid_forward.default
+        call.func = lambda grad, x, _: found(grad, x, buffer_of(x)[1])
+    return call.run_on(gpu)
+
+
+@handles("narrow_copy", "pixel_shuffle", "pixel_unshuffle")
+def run_code_of_any_device(call: Call):
+    """Only the CPU has a kernel for it, which lays out and checks in another way."""
+    __tracebackhide__ = True
+    if call.gpus[0] is None or call.tensors[0].is_sparse:
+        return call.run_on(call.gpus[0])
+    with DispatchMode(call.runtime):
+        return call.func._op_dk(_OF_ANY_DEVICE, *call.args, **call.kwargs)
 
 
 @handles("fsdp::chunk_cat_mixed_dtype")  # since torch 2.15

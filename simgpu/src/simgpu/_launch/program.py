@@ -148,10 +148,13 @@ def _leave(status: int) -> NoReturn:
 def hide_torch() -> dict[str, types.ModuleType]:
     """Take PyTorch's modules away, as if nobody had imported them.
 
+    So is `pynvml`, which PyTorch imports where it is installed.
+
     Returns:
         name -> module, for `sys.modules`, once somebody imports PyTorch.
     """
-    names = [name for name in sys.modules if name.partition(".")[0] == "torch"]
+    hidden = ("torch", "pynvml")
+    names = [name for name in sys.modules if name.partition(".")[0] in hidden]
     return {name: sys.modules.pop(name) for name in names}
 
 

@@ -40,6 +40,8 @@ FILLS = 16384  # elements of output for which a kernel takes up a multiprocessor
 TRAFFIC = {
     "native_layer_norm": 1.33,  # long rows are read twice
     "native_layer_norm_backward": 1.67,  # two kernels read both inputs: assumed
+    "_fused_rms_norm": 1.33,  # the same kernels
+    "_fused_rms_norm_backward": 1.67,
     "_softmax": 1.2,
     "_log_softmax": 1.2,
     "_softmax_backward_data": 1.2,  # as forward
