@@ -38,7 +38,8 @@ def be(path: str, script: str, arguments: list[str]) -> None:
 
 
 def _order(event: tuple) -> tuple:
-    return (round(event[5] * 1e9), round(event[6] * 1e9), *event[:3])
+    """Of each stream, one after the other."""
+    return (event[2], event[5], event[6])
 
 
 if __name__ == "__main__":

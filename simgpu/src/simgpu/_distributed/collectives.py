@@ -151,7 +151,13 @@ def _run_alone(call: Call, tensors, peers):
     """The other ranks of another backend give what this one gives, in no time."""
     group = messages.group_in(call.args)
     name = call.func._schema.name.partition("::")[2]
-    if name not in ("barrier", "monitored_barrier_", "send", "recv_", "recv_any_source_"):
+    if name not in (
+        "barrier",
+        "monitored_barrier_",
+        "send",
+        "recv_",
+        "recv_any_source_",
+    ):
         with exchanges.plain():
             for exchange in operations.exchanges(call, group.size(), group.rank()):
                 peers.deliver(exchange, group.size(), group.rank())

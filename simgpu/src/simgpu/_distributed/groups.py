@@ -136,9 +136,7 @@ def _communicate(runtime, group, name: str, members, rank: int, bound, options):
     which = f"{hash(tuple(members)) & 0xFFFFFFFF:x}"
     own_name = runtime.thread.name_of_group or f"{name}.{life}.{which}"
     make = Communicator if runtime.peers is None else runtime.peers.communicator
-    communicator = make(
-        runtime.cluster, own_name, members, rank, bound, options
-    )
+    communicator = make(runtime.cluster, own_name, members, rank, bound, options)
     runtime.communicators[group.group_name] = communicator
     nccl = ".".join(map(str, NCCL_VERSION))
     communicator.record = flight_recorder.begin(runtime, group, members, nccl)

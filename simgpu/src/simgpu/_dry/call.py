@@ -174,7 +174,7 @@ class DryCall(Call):
 
 
 class _Function:
-    """What a handler finds as `call.func`: all that the operation has, but its kernel."""
+    """What a handler finds as `call.func`: all of the operation, but its kernel."""
 
     __slots__ = ("_call", "_func")
 

@@ -19,8 +19,8 @@ _WITH_VALUE = {
     "--kinds", "--routing", "--tokens", "--json", "--timeline", "--memory-snapshot",
 }  # fmt: skip
 _NEVER = (
-    "the program ended after {} of {} steps: a step is a call of Optimizer.step, and two "
-    "are needed to time one"
+    "the program ended after {} of {} steps: a step is a call of Optimizer.step, and "
+    "two are needed to time one"
 )
 
 
@@ -45,16 +45,19 @@ def parser() -> argparse.ArgumentParser:
     add("--network", metavar="BANDWIDTH", help='of a node: "400 Gbit/s"')
     add("--steps", type=int, default=3, metavar="N", help="to run (default 3)")
     add("--kinds", metavar="KINDS",
-        help='where ranks differ, which of them run: "pp=4" for stages of as many ranks '
-        'each, or the ranks themselves, "0,16"; "same": a message to another rank is '
-        "like that rank's own")  # fmt: skip
+        help='where ranks differ, which of them run: "pp=4" for stages of as many '
+        'ranks each, or the ranks themselves, "0,16"; "same": what another rank sends is '
+        "what this one does")  # fmt: skip
     add("--routing", default="even", metavar="HOW",
         help="of tokens to experts: even (default), or refuse")  # fmt: skip
     add("--tokens", type=int, metavar="N",
-        help="of a step of the whole job (default: counted at the embedding)")  # fmt: skip
+        help="of a step, of the whole job (default: counted at the embedding)"
+    )  # fmt: skip
     add("--no-compile", action="store_true",
         help="torch.compile gives back what it is given")  # fmt: skip
-    add("--json", type=Path, metavar="FILE", help="the report for programs; - is stdout")
+    add(
+        "--json", type=Path, metavar="FILE", help="the report for programs; - is stdout"
+    )
     add("--timeline", type=Path, metavar="FILE", help="a trace, for ui.perfetto.dev")
     add("--memory-snapshot", type=Path, metavar="FILE",
         help="for PyTorch's viewer, pytorch.org/memory_viz")  # fmt: skip
@@ -88,7 +91,11 @@ def read(words: Sequence[str]) -> SimpleNamespace:
     if not options.module and not os.path.isfile(options.program):
         made.error(f"there is no script {options.program}")
     for path in (options.json, options.timeline, options.memory_snapshot):
-        if path is not None and str(path) != "-" and not path.absolute().parent.is_dir():
+        if (
+            path is not None
+            and str(path) != "-"
+            and not path.absolute().parent.is_dir()
+        ):
             made.error(f"there is no folder {path.absolute().parent}")
     return options
 
@@ -160,7 +167,9 @@ def main(words: Sequence[str]) -> int:
         print(f"simgpu dry-run: {error}", file=sys.stderr)
         return WRONG
     timeline, snapshot = options.timeline, options.memory_snapshot
-    keep = report.Kept(timeline and timeline.absolute(), snapshot and snapshot.absolute())
+    keep = report.Kept(
+        timeline and timeline.absolute(), snapshot and snapshot.absolute()
+    )
     to = options.json and (options.json if str(options.json) == "-" else
                            options.json.absolute())  # fmt: skip
     try:

@@ -18,7 +18,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from simgpu._device import overhead
 from simgpu._distributed import exchange as ex
 from simgpu._distributed.cluster import MOST_UNDER_WAY, Cluster, Header
 from simgpu._distributed.collective import Channel, Collective

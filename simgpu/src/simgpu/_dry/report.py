@@ -254,7 +254,10 @@ def _lines(report: DryReport) -> list[str]:
               for kind, size in report.memory_by_kind.items()]  # fmt: skip
     lines += _largest(report)
     if report.step_seconds is None:
-        lines += ["", "no step to time: fewer than two calls of Optimizer.step were seen"]
+        lines += [
+            "",
+            "no step to time: fewer than two calls of Optimizer.step were seen",
+        ]
     else:
         lines += _step(report)
     if report.unknown_reads:
@@ -269,12 +272,16 @@ def _lines(report: DryReport) -> list[str]:
         for its in report.kinds:
             times = [its.compute_seconds or 0.0, its.exposed_seconds or 0.0]
             shown = "".join(f"{_time_of(t):>14}" for t in times)
-            lines.append(f"  rank {its.ranks[0]:<10}{_bytes(its.peak_bytes):>13}{shown}")
+            lines.append(
+                f"  rank {its.ranks[0]:<10}{_bytes(its.peak_bytes):>13}{shown}"
+            )
     return lines
 
 
 def _largest(report: DryReport) -> list[str]:
-    rows = [row for row in report.memory_by_line if row["bytes"] > report.peak_bytes / 50]
+    rows = [
+        row for row in report.memory_by_line if row["bytes"] > report.peak_bytes / 50
+    ]
     if not rows:
         return []
     return ["  the lines that hold most:"] + [
@@ -299,9 +306,13 @@ def _step(report: DryReport) -> list[str]:
     lines.append(f"  what binds: {report.binds}")
     if report.tokens_per_second:
         each = report.tokens_per_second / report.world
-        lines.append(f"  {report.tokens_per_second:,.0f} tokens/s, {each:,.0f} of a rank "
-                     f"({report.tokens:,} tokens a step)")  # fmt: skip
-    lines.append(f"  MFU {report.mfu:.1%}" if report.mfu else "  MFU: no matrix product")
+        lines.append(
+            f"  {report.tokens_per_second:,.0f} tokens/s, {each:,.0f} of a rank "
+            f"({report.tokens:,} tokens a step)"
+        )
+    lines.append(
+        f"  MFU {report.mfu:.1%}" if report.mfu else "  MFU: no matrix product"
+    )
     if report.compiled == "eager":
         lines.append("  torch.compile gave back what it was given (--no-compile)")
     return lines

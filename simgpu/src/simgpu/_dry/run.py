@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch._dynamo  # noqa: F401 - what optimizers import in their constructor
 
-from simgpu import _runtime as state
 from simgpu import _startup as startup
 from simgpu._device.cards import Card, find_card, parse_memory
 from simgpu._dry import kinds as kinds_of_ranks
