@@ -5,13 +5,14 @@ import weakref
 from types import FrameType
 
 import torch
-from torch.nn.modules._functions import SyncBatchNorm
+from torch import nn
 
 from simgpu import _runtime as state
 from simgpu._compat import (
     DisableTorchDispatch,
     DisableTorchFunction,
     current_graph_task_id,
+    torch_ops,
 )
 from simgpu._dispatch.operation import operation_of
 from simgpu._dispatch.operation_call import Call
@@ -61,7 +62,7 @@ class DryCall(Call):
         if hasattr(func, "asks"):
             return func(*args, **kwargs)
         operation = self.operation
-        if isinstance(func, torch._ops.OpOverload):
+        if isinstance(func, torch_ops.OpOverload):
             operation = operation_of(func)
         tensors = values.tensors_of(args, kwargs)
         if operation.silent or operation.func.namespace in _MESSAGES:
@@ -202,7 +203,7 @@ def _with_places(args: tuple) -> tuple:
             found.append(index)
         elif not values.is_unknown(index):
             found += index.nonzero(as_tuple=True)
-        elif _is_called_by(SyncBatchNorm.forward.__code__):
+        elif _is_called_by(nn.SyncBatchNorm.forward.__code__):
             found.append(torch.arange(index.numel()))
         else:
             return args

@@ -46,8 +46,8 @@ def parser() -> argparse.ArgumentParser:
     add("--steps", type=int, default=3, metavar="N", help="to run (default 3)")
     add("--kinds", metavar="KINDS",
         help='where ranks differ, which of them run: "pp=4" for stages of as many '
-        'ranks each, or the ranks themselves, "0,16"; "same": what another rank sends is '
-        "what this one does")  # fmt: skip
+        'ranks each, or the ranks themselves, "0,16"; "same": another rank sends what '
+        "this one does")  # fmt: skip
     add("--routing", default="even", metavar="HOW",
         help="of tokens to experts: even (default), or refuse")  # fmt: skip
     add("--tokens", type=int, metavar="N",

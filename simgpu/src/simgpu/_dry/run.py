@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch._dynamo  # noqa: F401 - what optimizers import in their constructor
 
 from simgpu import _startup as startup
 from simgpu._device.cards import Card, find_card, parse_memory
@@ -153,6 +152,7 @@ class DryRun:
         environ = Place(self.rank, job.world, job.world // job.node).environ()
         environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
         full = None
+        torch.optim.SGD([torch.zeros(1)])  # what the first optimizer of all imports
         with (
             _environment(environ), self.tokens.watching(), objects_of(job.found),
             startup.apart(self.runtime),
