@@ -65,6 +65,10 @@ def test_a_dry_run_has_the_bytes_and_times_of_the_run_with_values(tmp_path, prog
     assert found["peak"] == expected["peak"]
     assert found["reserved"] == expected["reserved"]
     assert found["seconds"] == pytest.approx(expected["seconds"], rel=1e-9)
+    if program[0] == "pipeline":  # zero bubble goes through sets of autograd's nodes
+        names = [sorted(e[:5] for e in its["events"]) for its in (found, expected)]
+        assert names[0] == names[1]
+        return
     assert len(found["events"]) == len(expected["events"])
     for ours, theirs in zip(found["events"], expected["events"], strict=True):
         assert ours[:5] == theirs[:5]
