@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from simgpu._frames import is_program_code, shown
 from simgpu._timing.job import JobTimeline, log_of
 
 _MIB, _GIB = 2**20, 2**30
@@ -74,6 +75,7 @@ class DryReport:
             checkpoints do again, over what the card could do in the time.
         unknown_reads: values that the program has read and a dry run does not know.
         error: of the out-of-memory.
+        error_line: of the program where it came.
         kinds: reports of each rank, if several ran.
     """
 
@@ -99,6 +101,7 @@ class DryReport:
     unknown_reads: list[dict] = field(default_factory=list)
     compiled: str = ""
     error: str = ""
+    error_line: str = ""
     kinds: list["DryReport"] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
@@ -127,12 +130,25 @@ def of(dry, full: Exception | None) -> DryReport:
             for (line, value), n in dry.reads.items()
         ],
         error=str(full or ""),
+        error_line="" if full is None else _line_of(full),
     )  # fmt: skip
     if len(dry.moments) > 1:
         _time(made, dry)
     if full is not None:
         made.binds = "memory"
     return made
+
+
+def _line_of(error: BaseException) -> str:
+    """The last line of the program in a traceback."""
+    found, trace = "PyTorch", error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if is_program_code(code.co_filename):
+            name = shown(code.co_filename).replace("\\", "/").rpartition("/")[2]
+            found = f"{name}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
 
 
 def _time(made: DryReport, dry) -> None:
@@ -186,6 +202,7 @@ def merged(kinds: list[DryReport]) -> DryReport:
             for (line, value), n in reads.items()
         ],
         error=fails.error if fails is not None else "",
+        error_line=fails.error_line if fails is not None else "",
         kinds=kinds,
     )
 
@@ -247,7 +264,8 @@ def _lines(report: DryReport) -> list[str]:
     if report.fits:
         lines.append(f"fits: {_bytes(left)} of {_bytes(report.total_bytes)} are left")
     else:
-        lines.append(f"does not fit: {report.error.splitlines()[0]}")
+        lines.append(f"does not fit: {report.error_line} asks for too much")
+        lines.append(f"  {report.error.partition(' GPU ')[0]}")
     lines += ["", f"memory at the peak   {_bytes(report.peak_bytes):>12}"
               f"   ({_bytes(report.reserved_bytes)} reserved)"]  # fmt: skip
     lines += [f"  {kind:<19}{_bytes(size):>12}"

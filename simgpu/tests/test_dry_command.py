@@ -1,0 +1,216 @@
+"""`simgpu dry-run`: what it says, its exit status, its files, its refusals."""
+
+import json
+import pickle
+
+import pytest
+
+from support import programs
+
+TRAIN = """
+import argparse, os
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch", type=int, default=4)
+parser.add_argument("--steps", type=int, default=9)
+options = parser.parse_args()
+dist.init_process_group("nccl")
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+model = nn.Sequential(nn.Embedding(1000, 512), nn.Linear(512, 2048), nn.Linear(2048, 512))
+for part in [*model, model.cuda()]:
+    fully_shard(part)
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(options.steps):
+    tokens = torch.randint(1000, (options.batch, 1024), device="cuda")
+    loss = model(tokens).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if loss.item() > 0.5:
+        print("step", step, "of rank", dist.get_rank())
+"""
+
+
+def line(text: str) -> str:
+    """The first line of the program that begins so: "train.py:12"."""
+    lines = TRAIN.splitlines()
+    found = next(i for i, its in enumerate(lines) if its.strip().startswith(text))
+    return f"train.py:{found + 1}"
+
+
+@pytest.fixture
+def dry_run(tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN)
+
+    def run(*words):
+        return programs.simulated(tmp_path, "dry-run", *words)
+
+    return run
+
+
+def test_the_report_and_its_json(dry_run, tmp_path):
+    words = ["--world", 64, "--rank", 9, "--json", "found.json", "train.py"]
+    done = dry_run(*words, "--batch", 8)
+    assert done.status == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[:2] == ["step 0 of rank 9", "step 1 of rank 9"]  # of three, it stops
+    assert lines[2] == (
+        "rank 9 of 64 on NVIDIA H100 80GB HBM3, simulated, without values"
+    )
+    assert f"  {line('if loss')}: 1.0, 2 times" in lines
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["fits"] and found["steps"] == 3
+    assert found["total_bytes"] == int(79.19 * 2**30)
+    assert found["tokens"] == 8 * 1024 * 64
+    assert found["tokens_per_second"] == found["tokens"] / found["step_seconds"]
+    parts = ("compute_seconds", "exposed_seconds", "host_seconds")
+    assert sum(found[part] for part in parts) == pytest.approx(found["step_seconds"])
+    read = {"line": line("if loss"), "value": 1.0, "times": 2}
+    assert found["unknown_reads"] == [read]
+    parameters = (1000 * 512 + 512 * 2048 + 2048 + 2048 * 512 + 512) * 4
+    assert found["memory_by_kind"]["parameters"] >= parameters // 64
+    assert sum(found["memory_by_kind"].values()) == found["peak_bytes"]
+    assert found["peak_bytes"] <= found["reserved_bytes"] < found["total_bytes"]
+    # three products of two linear layers for each token, over the time
+    flops = 3 * 2 * 8 * 1024 * (512 * 2048 * 2)
+    assert found["mfu"] == pytest.approx(flops / found["step_seconds"] / 989.4e12)
+
+
+def test_a_card_that_is_too_small(dry_run):
+    done = dry_run("--world", 8, "--memory", "128MB", "train.py", "--batch", 64)
+    assert done.status == 3
+    lines = done.stdout.splitlines()
+    assert lines[1] == f"does not fit: {line('loss =')} asks for too much"
+    assert lines[2] == "  CUDA out of memory. Tried to allocate 128.00 MiB."
+
+
+def test_what_stands_behind_torchrun(dry_run):
+    words = ["torchrun", "--nnodes", 4, "--nproc-per-node=8", "train.py", "--batch=1"]
+    done = dry_run("--card", "A100", *words)
+    assert done.status == 0, done.stderr
+    assert "rank 0 of 32 on NVIDIA A100-SXM4-80GB" in done.stdout
+
+
+def test_the_files_for_other_tools(dry_run, tmp_path):
+    files = ["--timeline", "trace.json", "--memory-snapshot", "memory.pickle"]
+    done = dry_run("--world", 16, *files, "train.py")
+    assert done.status == 0, done.stderr
+    rows = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {row["name"] for row in rows}
+    assert {"mm", "all_gather 0", "reduce_scatter 0"} <= names
+    snapshot = pickle.loads((tmp_path / "memory.pickle").read_bytes())
+    actions = {event["action"] for event in snapshot["device_traces"][0]}
+    assert {"alloc", "free_completed", "segment_alloc"} <= actions
+    lines = {f["line"] for e in snapshot["device_traces"][0] for f in e["frames"]}
+    assert int(line("loss =")[9:]) in lines and snapshot["segments"]
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (["--world", 12, "--node", 8], 2, "cannot be spread over nodes of 8; choose"),
+        (["--world", 8, "--rank", 8], 2, "no rank 8 among 8; choose 0 to 7"),
+        (["--world", 8, "--steps", 1], 2, "cannot tell a steady one from the first"),
+        (["--world", 8, "--kinds", "pp=3"], 2, "8 ranks cannot be shared equally by 3"),
+        (["--world", 8, "--kinds", "0,9"], 2, "there is no rank 9 among 8"),
+        (["--world", 8, "--kinds", "x"], 2, 'write "pp=4" for stages'),
+        (["--world", 8, "--card", "H1"], 2, "unknown card 'H1'"),
+        (["--world", 8, "--memory", "1TB"], 2, "does not have 1TB of memory"),
+        ([], 2, "--world N is missing"),
+    ],
+)
+def test_a_command_line_that_cannot_be(dry_run, words, status, said):
+    done = dry_run(*words, "train.py")
+    assert done.status == status and said in done.stderr, done.stderr
+
+
+def test_a_script_that_does_not_step(dry_run):
+    done = dry_run("--world", 4, "train.py", "--steps", 1)
+    assert done.status == 1
+    assert "the program ended after 1 of 3 steps" in done.stderr
+    assert "memory at the peak" in done.stdout
+
+
+PIECES = """
+import os
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("nccl")
+rank, ranks = dist.get_rank(), dist.get_world_size()
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+{}
+"""
+REFUSED = {
+    "a shape that depends on values": (
+        "x = torch.randn(4096, device='cuda')\n"
+        "x[x > 0]",
+        "index, whose shape depends on values that a dry run does not know "
+        "(pieces.py:10)",
+    ),
+    "a message to a rank that does not run": (
+        "x = torch.ones(4, device='cuda')\n"
+        "dist.send(x, (rank + 4) % ranks)",
+        "rank 0 sends to rank 4, which does not run in this dry run (pieces.py:10). If "
+        "ranks differ, as the stages of a pipeline do, let one of each kind run: "
+        "--kinds pp=4 for four stages, or the ranks themselves, --kinds 0,4.",
+    ),
+    "an object of a rank that does not run": (
+        "found = [None]\n"
+        "dist.broadcast_object_list(found, src=3)",
+        "rank 0 calls broadcast_object_list for what rank 3 has, which does not run in "
+        "this dry run (pieces.py:10); let both run: --kinds 0,3",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_a_dry_run_cannot_know(dry_run, tmp_path, what):
+    lines, said = REFUSED[what]
+    (tmp_path / "pieces.py").write_text(PIECES.format(lines))
+    done = dry_run("--world", 8, "pieces.py")
+    assert done.status == 1 and said in done.stderr, done.stderr
+
+
+STAGES = """
+stage, each = rank // 4, 4
+model = torch.nn.Linear(256 * (1 + stage), 256 * (2 + stage), device="cuda")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(5):
+    x = torch.ones(64, 256 * (1 + stage), device="cuda")
+    if stage:
+        shape = torch.zeros(2, dtype=torch.int64, device="cuda")
+        dist.recv(shape, rank - each)
+        x = torch.empty(*shape.tolist(), device="cuda")
+        dist.recv(x, rank - each)
+    y = model(x)
+    if stage == 0:
+        dist.send(torch.tensor(y.shape, device="cuda"), rank + each)
+        dist.send(y.detach(), rank + each)
+    y.sum().backward()
+    optimizer.step()
+"""
+
+
+def test_stages_run_in_processes_that_meet(dry_run, tmp_path):
+    (tmp_path / "pieces.py").write_text(PIECES.format(STAGES))
+    words = ["--world", 8, "--kinds", "pp=2", "--rank", 1, "--json", "-"]
+    done = dry_run(*words, "pieces.py")
+    assert done.status == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["ranks"] == [1, 5] and len(found["kinds"]) == 2
+    peaks = [kind["peak_bytes"] for kind in found["kinds"]]
+    assert found["peak_bytes"] == max(peaks) == peaks[1] > peaks[0]
+    received = found["kinds"][1]["exposed_by_group"]
+    assert list(received) == ["recv, rank 1 to rank 5"]
+
+
+def test_a_stage_that_fails_ends_the_others(dry_run, tmp_path):
+    lines = "assert rank < 4, 'of the second stage'\ndist.barrier()"
+    (tmp_path / "pieces.py").write_text(PIECES.format(lines))
+    done = dry_run("--world", 8, "--kinds", "pp=2", "pieces.py")
+    assert done.status == 1 and "AssertionError: of the second stage" in done.stderr
