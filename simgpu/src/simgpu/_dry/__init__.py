@@ -7,6 +7,10 @@
     memory.py    what the memory of the card held when it held most
     report.py    what came out of it
     command.py   `simgpu dry-run`
+    kinds.py     which ranks run, and their processes
+    run.py       one rank from its start to its report
+    tokens.py    how many tokens a step has
+    progress.py  the line on the screen meanwhile
 
 A tensor is an ordinary one of the simulator: of the CPU, with a block of the
 allocator. Only that nobody computes into its memory if it is large or comes of what is
