@@ -1,7 +1,12 @@
 """`simgpu dry-run`: what it says, its exit status, its files, its refusals."""
 
 import json
+import os
 import pickle
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -214,4 +219,29 @@ def test_a_stage_that_fails_ends_the_others(dry_run, tmp_path):
     lines = "assert rank < 4, 'of the second stage'\ndist.barrier()"
     (tmp_path / "pieces.py").write_text(PIECES.format(lines))
     done = dry_run("--world", 8, "--kinds", "pp=2", "pieces.py")
-    assert done.status == 1 and "AssertionError: of the second stage" in done.stderr
+    assert done.status == 1
+    lines = done.stderr.strip().splitlines()
+    assert "rank 4:" in lines and lines[-1] == "AssertionError: of the second stage"
+    assert "simgpu/_" not in done.stderr
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_ctrl_c_leaves_nothing(tmp_path):
+    lines = "open(f'{rank}', 'w').write(str(os.getpid()))\n__import__('time').sleep(60)"
+    (tmp_path / "pieces.py").write_text(PIECES.format(lines))
+    words = ["dry-run", "--world", "8", "--kinds", "pp=2", "pieces.py"]
+    running = subprocess.Popen(
+        [sys.executable, "-m", "simgpu", *words], cwd=tmp_path, text=True,
+        stderr=subprocess.PIPE,
+    )  # fmt: skip
+    late = time.monotonic() + 60
+    ranks = [tmp_path / "0", tmp_path / "4"]
+    while not all(path.exists() and path.read_text() for path in ranks):
+        assert time.monotonic() < late and running.poll() is None
+        time.sleep(0.05)
+    running.send_signal(signal.SIGINT)
+    assert running.communicate(timeout=30)[1].endswith("simgpu dry-run: interrupted\n")
+    assert running.returncode == 130
+    for path in ranks:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(path.read_text()), 0)

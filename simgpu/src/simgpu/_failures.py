@@ -47,7 +47,7 @@ def report(kind, error, trace, show, folder: str | None = None) -> None:
         print(text, file=sys.stderr, flush=True)
     else:
         if kind.__name__ in _ON_PURPOSE:
-            error = error.with_traceback(trace := _of_program(trace))
+            error = error.with_traceback(trace := of_program(trace))
         show(kind, error, trace)
         text = "".join(traceback.format_exception(kind, error, trace)).rstrip()
     if rank is not None:
@@ -60,7 +60,7 @@ def report(kind, error, trace, show, folder: str | None = None) -> None:
     _tell_other_ranks()
 
 
-def _of_program(trace):
+def of_program(trace):
     """A traceback without the simulator's own lines."""
     steps = []
     while trace is not None:

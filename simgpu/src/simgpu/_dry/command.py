@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
+from simgpu import _failures as failures
+
 FITS, FAILED, WRONG, FULL = 0, 1, 2, 3
 _WITH_VALUE = {
     "--world", "--node", "--rank", "--card", "--memory", "--network", "--steps",
@@ -159,7 +161,6 @@ def main(words: Sequence[str]) -> int:
     options = read(words)
     from simgpu._dry import kinds, report, run
     from simgpu._dry.progress import Progress
-    from simgpu._failures import report as say_failed
 
     try:
         job = job_of(options)
@@ -185,24 +186,14 @@ def main(words: Sequence[str]) -> int:
               file=sys.stderr)  # fmt: skip
         return FAILED
     except BaseException as error:
-        say_failed(type(error), error, _own_part(error), sys.excepthook)
+        trace = kinds.own_part(error)
+        failures.report(type(error), error, trace, sys.excepthook)
         return FAILED
     _write(found, to)
     if found.fits and found.steps < 2:
         print(_NEVER.format(found.steps, job.steps), file=sys.stderr)
         return FAILED
     return FITS if found.fits else FULL
-
-
-def _own_part(error: BaseException):
-    """The traceback from the program's first line on."""
-    from simgpu._frames import is_program_code
-
-    trace = error.__traceback__
-    own = trace
-    while own is not None and not is_program_code(own.tb_frame.f_code.co_filename):
-        own = own.tb_next
-    return own or trace
 
 
 def _write(found, to: Path | None) -> None:

@@ -14,6 +14,9 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
+from simgpu import _failures as failures
+from simgpu._frames import is_program_code
+
 SAME = "same"
 _SECONDS_TO_END = 10.0
 
@@ -122,6 +125,14 @@ def run_all(ranks: tuple[int, ...], run: Callable[[int, tuple[str, int]], Any]) 
                 process.join()
 
 
+def own_part(error: BaseException):
+    """The traceback from the program's first line on, without the simulator's lines."""
+    own = error.__traceback__
+    while own is not None and not is_program_code(own.tb_frame.f_code.co_filename):
+        own = own.tb_next
+    return failures.of_program(own or error.__traceback__)
+
+
 def _become(run: Callable, rank: int, store: tuple[str, int], end: Connection) -> None:
     """In a process of its own."""
     try:
@@ -131,8 +142,8 @@ def _become(run: Callable, rank: int, store: tuple[str, int], end: Connection) -
     except SystemExit as error:
         end.send(("failed", f"rank {rank} ended with exit status {error.code}"))
     except BaseException as error:
-        text = "".join(traceback.format_exception(error))
-        end.send(("failed", f"rank {rank}:\n{text}"))
+        lines = traceback.format_exception(type(error), error, own_part(error))
+        end.send(("failed", f"rank {rank}:\n{''.join(lines).rstrip()}"))
     finally:
         end.close()
 
