@@ -20,6 +20,7 @@ from simgpu._dry.memory import Watch
 from simgpu._dry.peers import Peers, objects_of
 from simgpu._dry.progress import Progress
 from simgpu._dry.steps import Over, Steps
+from simgpu._dry.wide import narrowed
 from simgpu._frames import called_from
 from simgpu._rank_variables import Place
 from simgpu._request import Request
@@ -156,7 +157,7 @@ class DryRun:
         full = None
         with (
             _environment(environ), self.tokens.watching(), objects_of(job.found),
-            startup.apart(self.runtime),
+            narrowed(), startup.apart(self.runtime),
         ):  # fmt: skip
             self.watch = Watch(self.gpu, keep.snapshot is not None)
             clock.recordings.append(self.events)

@@ -15,6 +15,7 @@ from simgpu._dispatch.placement import storage_of, tensors_in
 from simgpu._errors import NotSimulated
 
 SMALL = 2**20  # bytes up to which values are computed, and travel between ranks
+_ZEROED = 2**12  # bytes of results without values that are zeros
 _SMALL_FLOATS = 2**10  # of floating-point numbers on a GPU: scales, rates, counts
 _SMALL_WHOLE = 2**26  # of whole numbers: token ids, indices, offsets
 
@@ -188,7 +189,7 @@ def _result(out) -> Result:
 def _without_values(part: _Part) -> torch.Tensor:
     """A tensor in memory that nobody touches; a small one is zeros."""
     made = torch.empty_strided(part.shape, part.strides, dtype=part.dtype)
-    if part.nbytes <= SMALL:
+    if part.nbytes <= _ZEROED:
         made.zero_()
     return forget(made)
 
