@@ -226,6 +226,10 @@ _NAMES: dict[str, dict[str, str]] = {
             "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
         ),
     },
+    "checkpoints of dry runs": {
+        "raw_open_zip_reader": "torch.serialization._open_zipfile_reader",
+        "raw_open_zip_writer": "torch.serialization._open_zipfile_writer",
+    },
     "dry runs of many ranks": {
         "fsdp_param": "torch.distributed.fsdp._fully_shard._fsdp_param",
         "sharding_prop": "torch.distributed.tensor._sharding_prop",

@@ -14,7 +14,7 @@ from simgpu import _runtime as state
 from simgpu import _startup as startup
 from simgpu._device.cards import Card, find_card, parse_memory
 from simgpu._dry import kinds as kinds_of_ranks
-from simgpu._dry import report, tokens
+from simgpu._dry import files, report, tokens, values
 from simgpu._dry.call import DryCall
 from simgpu._dry.memory import Watch
 from simgpu._dry.peers import Peers, objects_of
@@ -149,6 +149,11 @@ class DryRun:
         """The program has read a value that nobody knows."""
         self.reads[called_from(), value] += 1
 
+    def note_read_by_host(self, tensor: torch.Tensor) -> None:
+        """The host is about to read a tensor of its own as numbers."""
+        if values.is_unknown(tensor):
+            self.note_read(values.make_plausible(tensor))
+
     def run(self, program: Callable[[], Any], keep: report.Kept) -> "report.DryReport":
         """Run the program, up to enough steps, and say what came of it."""
         job, clock = self.job, self.runtime.clock
@@ -157,7 +162,7 @@ class DryRun:
         full = None
         with (
             _environment(environ), self.tokens.watching(), objects_of(job.found),
-            narrowed(), startup.apart(self.runtime),
+            narrowed(), files.without_values(), startup.apart(self.runtime),
         ):  # fmt: skip
             self.watch = Watch(self.gpu, keep.snapshot is not None)
             clock.recordings.append(self.events)
