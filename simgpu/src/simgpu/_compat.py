@@ -226,6 +226,20 @@ _NAMES: dict[str, dict[str, str]] = {
             "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
         ),
     },
+    "checkpoints of dry runs": {
+        "raw_open_zip_reader": "torch.serialization._open_zipfile_reader",
+        "raw_open_zip_writer": "torch.serialization._open_zipfile_writer",
+    },
+    "dry runs of many ranks": {
+        "fsdp_param": "torch.distributed.fsdp._fully_shard._fsdp_param",
+        "sharding_prop": "torch.distributed.tensor._sharding_prop",
+        "StridedShard": "torch.distributed.tensor.placement_types._StridedShard",
+    },
+    "dry runs of many parameters": {  # since 2.13
+        "raw_propagate_strided": (
+            "torch.distributed.tensor._sharding_prop._propagate_use_strided_shard_flag"
+        ),
+    },
     "torch.distributed.rpc": {
         "rpc_C": "torch._C._distributed_rpc",
         "RPCPickler": "torch.distributed.rpc.internal._InternalRPCPickler",

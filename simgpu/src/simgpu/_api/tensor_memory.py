@@ -25,7 +25,9 @@ def numpy(self, *, force=False):
         read_by_host(self, "numpy")
         return _raw_numpy(self, force=force)
     if force:
-        return _raw_numpy(self.detach().cpu(), force=True)
+        host = self.detach().cpu()
+        read_by_host(host, "numpy")
+        return _raw_numpy(host, force=True)
     raise TypeError(
         f"can't convert {gpu.device} device type tensor to numpy. Use Tensor.cpu() to "
         "copy the tensor to host memory first."
@@ -34,7 +36,7 @@ def numpy(self, *, force=False):
 
 def tolist(self):
     if gpu_of(self) is not None:
-        return _raw_tolist(self.detach().cpu())
+        self = self.detach().cpu()
     read_by_host(self, "tolist")
     return _raw_tolist(self)
 

@@ -90,7 +90,11 @@ def read_by_host(tensor: torch.Tensor, operator: str, whole: bool = False) -> No
     """
     __tracebackhide__ = True
     runtime = state.running
-    if runtime is None or not runtime.unfinished:
+    if runtime is None:
+        return
+    if runtime.dry is not None and not whole:
+        runtime.dry.note_read_by_host(tensor)
+    if not runtime.unfinished:
         return
     address = address_of(tensor)
     if address not in runtime.unfinished:

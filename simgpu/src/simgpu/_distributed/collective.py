@@ -1,5 +1,6 @@
 """One collective as a rank runs it: launch it now, settle it when it is needed."""
 
+import functools
 import threading
 
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from simgpu._distributed import exchange as ex
 from simgpu._distributed import watchdog
 from simgpu._distributed.cluster import MOST_UNDER_WAY, Cluster, Header
+from simgpu._timing.collective_cost import Group, group_of
 from simgpu._timing.meeting import Meeting
 
 _DIFFERENT = (
@@ -50,6 +52,11 @@ class Channel:
         self._settled_later: set[int] = set()  # numbers of others that are settled
         self._left: dict[int, object] = {}  # number -> parcel that others may read
         self._readers = {i: 0 for i in range(len(ranks)) if i != member}
+
+    @functools.cached_property
+    def group(self) -> Group:
+        """All that take part, as their time depends on them."""
+        return group_of(dict.fromkeys(self.everyone), self.cluster.topology)
 
     def note_settled(self, number: int, headers: list[Header]) -> None:
         """One of them is settled; what all members have read is thrown away."""

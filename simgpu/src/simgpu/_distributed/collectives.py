@@ -292,7 +292,7 @@ def launch(runtime, communicator: Communicator, gpu, exchange: exchanges.Exchang
     seconds = collective_cost.collective_seconds(
         exchange.name,
         communicator.bytes_of(exchange),
-        list(dict.fromkeys(channel.everyone)),
+        channel.group,
         communicator.cluster.topology,
     )
     title = _title(communicator, exchange, channel)

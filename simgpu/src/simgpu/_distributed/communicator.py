@@ -30,7 +30,16 @@ _SECOND = (
 )
 
 
+_MOST_NAMED = 64  # ranks of a group
 _TIMING = ("TORCH_NCCL_ENABLE_TIMING", "TORCH_NCCL_DESYNC_DEBUG")
+
+
+def _named(ranks: list[int]) -> str:
+    """A group's members: "ranks 0, 8"; of many, the first ones and the last."""
+    if len(ranks) <= _MOST_NAMED:
+        return f"ranks {', '.join(map(str, ranks))}"
+    first = ", ".join(map(str, ranks[:3]))
+    return f"{len(ranks):,} ranks {first}, ..., {ranks[-1]}"
 
 
 class Communicator:
@@ -58,8 +67,7 @@ class Communicator:
         self.backend = None  # as `torch.distributed` shows it
         self.limit = options._timeout.total_seconds()
         together = len(ranks) == cluster.size
-        title = "all ranks" if together else f"ranks {', '.join(map(str, ranks))}"
-        self.title = cluster.title(title)
+        self.title = cluster.title("all ranks" if together else _named(ranks))
         # NCCL connects once for each GPU of a rank: in what order, all ranks agree
         self._channels: list[Channel] = []
         self._numbers: dict[int, int] = {}  # GPU's ordinal -> number of its channel

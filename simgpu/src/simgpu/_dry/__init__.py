@@ -3,6 +3,8 @@
     values.py    which tensors have values, and the shapes of those that have none
     call.py      an operation: computed where its values are known, else not
     peers.py     the other ranks of the job, which give what this one gives
+    wide.py      where PyTorch itself goes through all ranks
+    files.py     checkpoints: their shapes
     steps.py     where a training step begins and ends
     memory.py    what the memory of the card held when it held most
     report.py    what came out of it

@@ -24,6 +24,12 @@ _READERS = {"_local_scalar_dense", "is_nonzero", "equal", "allclose"}
 # what a program asks to see that nothing has gone wrong -> what it hears
 _ASSUMED = {"isnan": False, "isinf": False, "isfinite": True, "any": False, "all": True,
             "isneginf": False, "isposinf": False}  # fmt: skip
+# what is as its inputs are, of which something is assumed
+_FOLLOWS = {"logical_or", "logical_and", "logical_xor", "logical_not", "bitwise_or",
+            "bitwise_and", "bitwise_xor", "bitwise_not", "eq", "ne", "lt", "le", "gt",
+            "ge", "add", "mul", "_to_copy", "clone", "copy"}  # fmt: skip
+_SAME = {"any", "all", "max", "min", "amax", "amin", "mean"}  # as each of many is
+_COUNTS = {"sum", "count_nonzero"}
 _MESSAGES = ("c10d", "_c10d_functional")
 _CHOOSES = {"topk", "max", "argmax"}
 _WRITTEN = {"running_mean", "running_var"}  # by batch norm, whatever its schema says
@@ -136,8 +142,9 @@ class DryCall(Call):
         out = found.made()
         if operation.name in _CHOOSES and state.current().dry.job.routing == "even":
             _choose_evenly(out, args)
-        if operation.name in _ASSUMED:
-            values.forget(out, _ASSUMED[operation.name])
+        assumed = _assumed(operation, args, out)
+        if assumed is not None:
+            values.forget(out, assumed)
         return out
 
     def _skip_in_place(self, operation, args, kwargs):
@@ -152,9 +159,12 @@ class DryCall(Call):
             by_name[frozenset(argument.alias_info.before_set)] = value
             written += [value] if isinstance(value, torch.Tensor) else value or []
         kept = _KEPT.get(operation.name, ())
+        assumed = None
+        if len(written) == 1 and written[0].nbytes == values.bytes_of(written[0]):
+            assumed = _assumed(operation, args, written[0])
         for tensor in written:
             if not any(tensor is given.get(name) for name in kept):
-                values.forget(tensor)
+                values.forget(tensor, assumed)
         returns = [
             by_name.get(frozenset(r.alias_info.before_set)) if r.alias_info else None
             for r in operation.func._schema.returns
@@ -189,6 +199,37 @@ class _Function:
 
     def __getattr__(self, name: str):
         return getattr(self._func, name)
+
+
+def _assumed(operation, args, out):
+    """What a read of the result gives, if its inputs tell; or None."""
+    name = operation.name if operation.makes else operation.name.rstrip("_")
+    default = _ASSUMED.get(name)
+    follows = name in _FOLLOWS
+    if not isinstance(out, torch.Tensor) or not (
+        follows or name in _SAME or name in _COUNTS
+    ):
+        return default
+    given = []
+    for tensor in values.tensors_of(args, {})[name == "copy" :]:
+        value = values.assumed_of(tensor)
+        if value is None and tensor.numel() == 1 and not values.is_unknown(tensor):
+            value = tensor.item()
+        if value is None:
+            return default
+        given.append(value)
+    if not given:
+        return default
+    if name in ("_to_copy", "clone", "copy"):
+        return torch.tensor(given[0]).to(out.dtype).item()
+    if follows:
+        rest = iter([torch.tensor(value) for value in given])
+        args = [next(rest) if isinstance(a, torch.Tensor) else a for a in args]
+        return operation.func(*args).item()
+    if name in _SAME:
+        return given[0]
+    count = args[0].numel() // max(out.numel(), 1)
+    return given[0] * count if name == "sum" else bool(given[0]) * count
 
 
 def _with_places(args: tuple) -> tuple:

@@ -12,12 +12,13 @@ import torch
 from simgpu import _startup as startup
 from simgpu._device.cards import Card, find_card, parse_memory
 from simgpu._dry import kinds as kinds_of_ranks
-from simgpu._dry import report, tokens
+from simgpu._dry import files, report, tokens, values
 from simgpu._dry.call import DryCall
 from simgpu._dry.memory import Watch
 from simgpu._dry.peers import Peers, objects_of
 from simgpu._dry.progress import Progress
 from simgpu._dry.steps import Over, Steps
+from simgpu._dry.wide import narrowed
 from simgpu._frames import called_from
 from simgpu._rank_variables import Place
 from simgpu._request import Request
@@ -146,6 +147,11 @@ class DryRun:
         """The program has read a value that nobody knows."""
         self.reads[called_from(), value] += 1
 
+    def note_read_by_host(self, tensor: torch.Tensor) -> None:
+        """The host is about to read a tensor of its own as numbers."""
+        if values.is_unknown(tensor):
+            self.note_read(values.make_plausible(tensor))
+
     def run(self, program: Callable[[], Any], keep: report.Kept) -> "report.DryReport":
         """Run the program, up to enough steps, and say what came of it."""
         job, clock = self.job, self.runtime.clock
@@ -155,7 +161,7 @@ class DryRun:
         torch.optim.SGD([torch.zeros(1)])  # what the first optimizer of all imports
         with (
             _environment(environ), self.tokens.watching(), objects_of(job.found),
-            startup.apart(self.runtime),
+            narrowed(), files.without_values(), startup.apart(self.runtime),
         ):  # fmt: skip
             self.watch = Watch(self.gpu, keep.snapshot is not None)
             clock.recordings.append(self.events)

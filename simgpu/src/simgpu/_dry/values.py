@@ -10,11 +10,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from simgpu._compat import DisableTorchDispatch, DisableTorchFunction
 from simgpu._dispatch.named_devices import META
 from simgpu._dispatch.placement import storage_of, tensors_in
 from simgpu._errors import NotSimulated
 
 SMALL = 2**20  # bytes up to which values are computed, and travel between ranks
+_ZEROED = 2**13  # bytes of results without values that are zeros
+_REUSED = 2**25  # up to which malloc may give memory that was used before (glibc)
 _SMALL_FLOATS = 2**10  # of floating-point numbers on a GPU: scales, rates, counts
 _SMALL_WHOLE = 2**26  # of whole numbers: token ids, indices, offsets
 
@@ -61,6 +64,31 @@ def read(tensor: torch.Tensor) -> Any:
     if tensor.dtype.is_complex:
         return 1 + 0j
     return 1.0 if tensor.dtype.is_floating_point else 1
+
+
+def assumed_of(tensor: torch.Tensor) -> Any:
+    """What a read of a tensor without values gives, if that has been said; or None."""
+    mark = getattr(storage_of(tensor), "_simgpu_unknown", None)
+    return None if mark is None else mark.assumed
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    """Of its storage."""
+    return storage_of(tensor).nbytes()
+
+
+def make_plausible(tensor: torch.Tensor) -> Any:
+    """Write into an unknown host tensor what a read of it gives: nobody meets a NaN.
+
+    Returns:
+        That value; zero for a large one, of whose memory nobody has touched a page.
+    """
+    with DisableTorchFunction(), DisableTorchDispatch(), torch.no_grad():
+        value = read(tensor)
+        if storage_of(tensor).nbytes() > _REUSED:
+            return type(value)(0)
+        tensor.detach().fill_(value)
+    return value
 
 
 def fits(nbytes: int, dtype: torch.dtype, on_host: bool) -> bool:
@@ -188,7 +216,7 @@ def _result(out) -> Result:
 def _without_values(part: _Part) -> torch.Tensor:
     """A tensor in memory that nobody touches; a small one is zeros."""
     made = torch.empty_strided(part.shape, part.strides, dtype=part.dtype)
-    if part.nbytes <= SMALL:
+    if part.nbytes <= _ZEROED:
         made.zero_()
     return forget(made)
 

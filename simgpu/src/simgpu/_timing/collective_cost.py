@@ -13,7 +13,7 @@ work on the same links; and the wait for the last rank, which is the clock's bus
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from simgpu._timing.kernel_cost import FLOOR
@@ -64,7 +64,7 @@ class Choice(NamedTuple):
     bus_bandwidth: float  # bytes/s, as nccl-tests prints it
 
 
-class _Group(NamedTuple):
+class Group(NamedTuple):
     """The ranks of a collective, as an algorithm sees them."""
 
     size: int  # ranks
@@ -85,7 +85,7 @@ class _Work(NamedTuple):
     bandwidth: float = 1.0  # share of each link's bandwidth that the algorithm reaches
 
 
-def _ring(passes: int, nbytes: int, group: _Group) -> _Work:
+def _ring(passes: int, nbytes: int, group: Group) -> _Work:
     """`passes` times around: all-reduce 2, all-gather and reduce-scatter 1."""
     steps, far = passes * (group.size - 1), passes * (group.nodes - 1)
     sent = nbytes * steps / group.size
@@ -94,7 +94,7 @@ def _ring(passes: int, nbytes: int, group: _Group) -> _Work:
     return _Work(passes, steps - far, far, near, far_sent, group.adapters)
 
 
-def _chain(nbytes: int, group: _Group) -> _Work:
+def _chain(nbytes: int, group: Group) -> _Work:
     """Broadcast and reduce: from rank to rank, cut into chunks that follow closely."""
     far = group.nodes - 1
     near = nbytes if group.size > group.nodes else 0
@@ -102,7 +102,7 @@ def _chain(nbytes: int, group: _Group) -> _Work:
     return _Work(1, group.size - 1 - far, far, near, far_sent, group.adapters)
 
 
-def _tree(nbytes: int, group: _Group) -> _Work:
+def _tree(nbytes: int, group: Group) -> _Work:
     """All-reduce: up and down a chain in each node and a double binary tree of nodes.
 
     Two nodes exchange halves. Of more, each has two children in one of the two trees.
@@ -116,14 +116,14 @@ def _tree(nbytes: int, group: _Group) -> _Work:
     )
 
 
-def _nvls(nbytes: int, group: _Group) -> _Work:
+def _nvls(nbytes: int, group: Group) -> _Work:
     """All-reduce: the NVSwitch adds what its GPUs send and gives the sum to all."""
     sent = nbytes * (1 + 1 / group.adapters)
     tree = _tree(nbytes, group)
     return tree._replace(hops=2, sent=sent, bandwidth=CONSTANTS.nvls)
 
 
-def _parts(nbytes: int, group: _Group, nvlink: bool) -> _Work:
+def _parts(nbytes: int, group: Group, nvlink: bool) -> _Work:
     """All-to-all, gather, scatter: a part between a rank and each of the others.
 
     The rank is where it takes longest. Without NVLink all its parts share its PCIe.
@@ -134,7 +134,7 @@ def _parts(nbytes: int, group: _Group, nvlink: bool) -> _Work:
     return _Work(1, group.size - 1 - far, far, near, far_sent)
 
 
-def _send(nbytes: int, group: _Group) -> _Work:
+def _send(nbytes: int, group: Group) -> _Work:
     """One message from a rank to another, in the same node or far."""
     far = group.nodes - 1
     return _Work(1, 1 - far, far, nbytes * (1 - far), nbytes * far)
@@ -157,7 +157,7 @@ def _seconds(work: _Work, protocol: Protocol, fill: float, topology: Topology) -
 
 
 def _candidates(
-    name: str, nbytes: int, group: _Group, topology: Topology
+    name: str, nbytes: int, group: Group, topology: Topology
 ) -> dict[str, float]:
     """Seconds of each algorithm that NCCL has for a collective."""
     c = CONSTANTS
@@ -208,7 +208,19 @@ FACTORS = {
 }
 
 
-def choose(name: str, nbytes: int, ranks: Sequence[int], topology: Topology) -> Choice:
+def group_of(ranks: Iterable[int], topology: Topology) -> Group:
+    """Ranks, as an algorithm sees them.
+
+    Raises:
+        ValueError: for ranks that make no group of the job.
+    """
+    members = topology.members(ranks)
+    return Group(sum(members), len(members), max(members), min(members))
+
+
+def choose(
+    name: str, nbytes: int, ranks: Sequence[int] | Group, topology: Topology
+) -> Choice:
     """The fastest algorithm for a collective, what it takes, and its bus bandwidth.
 
     Args:
@@ -217,7 +229,8 @@ def choose(name: str, nbytes: int, ranks: Sequence[int], topology: Topology) -> 
             send: the buffer of a rank. all_gather, gather: the gathered buffer.
             reduce_scatter, scatter: the buffer before it is scattered. all_to_all: the
             buffer of a rank, all parts. barrier: of no account.
-        ranks: global ranks of the members; of a send, the two ends.
+        ranks: global ranks of the members, or what `group_of` says of them; of a send,
+            the two ends.
         topology: where they are.
 
     Raises:
@@ -228,8 +241,7 @@ def choose(name: str, nbytes: int, ranks: Sequence[int], topology: Topology) -> 
         raise ValueError(f"unknown collective {name!r}; one of {', '.join(FACTORS)}")
     if nbytes < 0:
         raise ValueError(f"{name}: a message of {nbytes} bytes")
-    members = topology.members(ranks)
-    group = _Group(sum(members), len(members), max(members), min(members))
+    group = ranks if isinstance(ranks, Group) else group_of(ranks, topology)
     if name == "send" and group.size > 2:
         raise ValueError(f"a send has two ends, not {group.size}: {list(ranks)}")
     if group.size == 1:
@@ -243,7 +255,7 @@ def choose(name: str, nbytes: int, ranks: Sequence[int], topology: Topology) -> 
 
 
 def collective_seconds(
-    name: str, nbytes: int, ranks: Sequence[int], topology: Topology
+    name: str, nbytes: int, ranks: Sequence[int] | Group, topology: Topology
 ) -> float:
     """Seconds of a collective once all members are there; see `choose`."""
     return choose(name, nbytes, ranks, topology).seconds
