@@ -14,6 +14,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
+import torch
+
 SAME = "same"
 _SECONDS_TO_END = 10.0
 
@@ -124,6 +126,7 @@ def run_all(ranks: tuple[int, ...], run: Callable[[int, tuple[str, int]], Any]) 
 
 def _become(run: Callable, rank: int, store: tuple[str, int], end: Connection) -> None:
     """In a process of its own."""
+    torch.set_num_threads(1)  # OpenMP's pool does not survive a fork
     try:
         end.send(("done", run(rank, store)))
     except KeyboardInterrupt:

@@ -10,10 +10,6 @@ import hashlib
 import json
 import os
 import re
-import signal
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +18,7 @@ from typing import Any
 
 import simgpu
 from simgpu._dry.axes import Layout, amount
+from simgpu._dry.fresh import FreshRun
 
 FITS, FULL, FAILED, SKIPPED = "fits", "does not fit", "failed", "not run"
 _LEFT_OUT = {"kinds", "memory_by_line"}  # they are in the layout's own file
@@ -224,19 +221,12 @@ class _Run:
     def __init__(self, layout: Layout, path: Path):
         self.layout, self._path = layout, path
         self._part = path.with_suffix(f".{os.getpid()}.part")
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as this
         self._since = time.monotonic()
-        environ = {"OMP_NUM_THREADS": "1", **os.environ}  # they run side by side
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "simgpu", "dry-run", "--json", str(self._part),
-             *layout.words],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._said,
-            env=environ, start_new_session=True,
-        )  # fmt: skip
+        self._fresh = FreshRun(layout.words, self._part, threads=1)
 
     def look(self, limit: float) -> Row | None:
         """What has come of it; None if it is still under way."""
-        status = self._process.poll()
+        status = self._fresh.status()
         took = time.monotonic() - self._since
         if status is None and took <= limit:
             return None
@@ -257,14 +247,7 @@ class _Run:
 
     def kill(self) -> None:
         """Nothing of it stays."""
-        if hasattr(os, "killpg"):
-            try:
-                os.killpg(self._process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-        else:
-            self._process.kill()
-        self._process.wait()
+        self._fresh.kill()
         self._part.unlink(missing_ok=True)
 
     def _report(self) -> dict | None:
@@ -275,9 +258,9 @@ class _Run:
 
     def _why(self, status: int) -> str:
         """The last line of its error."""
-        self._said.seek(0)
-        text = self._said.read().decode(errors="replace")
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        lines = [
+            line.strip() for line in self._fresh.said().splitlines() if line.strip()
+        ]
         errors = [line for line in lines if _ERROR.match(line)]
         last = (errors or lines or [""])[-1]
         if status < 0:
