@@ -142,9 +142,7 @@ def test_stages_are_on_one_axis():
     assert [its.ranks for its in report.kinds] == [[0], [1]]
     log = report.timeline()
     assert log.ranks == [0, 1]
-    first, second = (
-        sum(event.flops for event in log.events(rank)) for rank in (0, 1)
-    )
+    first, second = (sum(event.flops for event in log.events(rank)) for rank in (0, 1))
     assert second > 3 * first > 0
     assert log._repr_svg_().count("rank 1") >= 1
     titles = [report.memory_picture(rank).title for rank in (0, 1)]
@@ -154,18 +152,20 @@ def test_stages_are_on_one_axis():
         report.memory_picture(2)
 
 
+@pytest.mark.slow
 def test_a_script_runs_in_a_process_of_its_own(tmp_path, simulated_dry_run):
     script, trace = tmp_path / "train.py", tmp_path / "trace.json"
     script.write_text(SCRIPT)
     report = simulated_dry_run(script, 4, world=64, network=50e9, timeline=trace)
     assert report.peak_bytes < 2**30 and report.tokens == 4 * 128 * 64
-    assert report.unknown_reads == [{"line": "train.py:14", "value": 1.0, "times": 3}]
+    assert report.unknown_reads == [{"line": "train.py:14", "value": 1.0, "times": 2}]
     assert json.loads(trace.read_text())["traceEvents"]
     with pytest.raises(ValueError, match="nothing to draw"):
         report.timeline()
     assert not simulated_dry_run(script, 2**14, world=8, memory="1GB").fits
 
 
+@pytest.mark.slow
 def test_a_script_that_fails_says_why(tmp_path, simulated_dry_run):
     script = tmp_path / "train.py"
     script.write_text("raise KeyError('lr')\n")

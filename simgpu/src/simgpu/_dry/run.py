@@ -170,6 +170,9 @@ class DryRun:
                 pass
             except torch.OutOfMemoryError as error:
                 full = error
+            except BaseException:
+                self._leave()
+                raise
             finally:
                 steps.close()
                 if self.progress is not None:
