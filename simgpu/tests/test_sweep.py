@@ -150,6 +150,7 @@ def test_where_a_value_does_not_fit_larger_ones_are_not_run(
         assert rows["8"].why == "does not fit, as batch 4 does not"
 
 
+@pytest.mark.slow
 def test_a_sweep_has_rows_and_is_not_run_again(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
@@ -204,6 +205,7 @@ def test_a_command_that_cannot_be_is_a_sentence(tmp_path, words, said):
     assert done.status == 2 and said in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs POSIX signals")
 def test_after_ctrl_c_nothing_runs_and_it_says_how_to_go_on(tmp_path):
     (tmp_path / "slow.py").write_text(SLOW)
