@@ -31,6 +31,8 @@ if TYPE_CHECKING:  # what type checkers and editors read; at run time see `_HOME
         show_bytes,
     )
     from simgpu._distributed.messages import Message
+    from simgpu._dry.api import DryRunFailed, dry_run
+    from simgpu._dry.report import DryReport
     from simgpu._errors import NotSimulated
     from simgpu._estimates import Estimate, Kernels, estimate, estimate_collective
     from simgpu._frames import add_foreign as hide_frames
@@ -64,14 +66,15 @@ if TYPE_CHECKING:  # what type checkers and editors read; at run time see `_HOME
 __version__ = "0.3.0"  # the only place: pyproject.toml reads it from here
 
 __all__ = [
-    "CARDS", "CachingAllocator", "Card", "Estimate", "Event", "Finding", "JobTimeline",
-    "Kernels", "Lane", "Message", "Messages", "Network", "NotSimulated", "RaceError",
-    "RankError", "RankLog", "Ranks", "RanksFailed", "Report", "Request", "Timeline",
-    "Totals", "Wait", "__version__", "assert_same_on_worlds", "cap_memory",
-    "check_request", "close_ranks", "count", "current_ranks", "estimate",
-    "estimate_collective", "find_card", "hide_frames", "host_busy", "installed",
-    "is_program_code", "is_running", "parse_memory", "prove", "real_gpus", "request",
-    "run_ranks", "show_bytes", "start", "stop", "timeline",
+    "CARDS", "CachingAllocator", "Card", "DryReport", "DryRunFailed", "Estimate",
+    "Event", "Finding", "JobTimeline", "Kernels", "Lane", "Message", "Messages",
+    "Network", "NotSimulated", "RaceError", "RankError", "RankLog", "Ranks",
+    "RanksFailed", "Report", "Request", "Timeline", "Totals", "Wait", "__version__",
+    "assert_same_on_worlds", "cap_memory", "check_request", "close_ranks", "count",
+    "current_ranks", "dry_run", "estimate", "estimate_collective", "find_card",
+    "hide_frames", "host_busy", "installed", "is_program_code", "is_running",
+    "parse_memory", "prove", "real_gpus", "request", "run_ranks", "show_bytes", "start",
+    "stop", "timeline",
 ]  # fmt: skip
 
 # public name -> the module that defines it, and there its name, if it has another
@@ -79,6 +82,8 @@ _HOMES = {
     "CARDS": "_device.cards",
     "CachingAllocator": "_device.allocator",
     "Card": "_device.cards",
+    "DryReport": "_dry.report",
+    "DryRunFailed": "_dry.api",
     "Estimate": "_estimates",
     "Event": "_timing.events",
     "Finding": "_prove",
@@ -105,6 +110,7 @@ _HOMES = {
     "close_ranks": "_ranks.notebook:close",
     "count": "_startup",
     "current_ranks": "_ranks.notebook:current",
+    "dry_run": "_dry.api",
     "estimate": "_estimates",
     "estimate_collective": "_estimates",
     "find_card": "_device.cards",
@@ -133,7 +139,7 @@ def __getattr__(name: str) -> Any:
         if "simgpu._child_commands" in sys.modules:  # the GPUs may be about to come
             sys.modules["simgpu._child_commands"].come()
         home, _, there = _HOMES[name].partition(":")
-        if home in ("_startup", "_estimates"):
+        if home in ("_startup", "_estimates", "_dry.api"):
             importlib.import_module("simgpu._compat").check_packages()
         return getattr(importlib.import_module(f"simgpu.{home}"), there or name)
     raise AttributeError(f"module 'simgpu' has no attribute {name!r}")

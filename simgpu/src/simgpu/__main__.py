@@ -7,6 +7,7 @@
     torchrun --nproc-per-node=4 -m simgpu script.py [args]
     python -m simgpu prove script.py --worlds 1,2,4
     python -m simgpu dry-run --world 1024 --card H100 script.py [args]
+    python -m simgpu sweep --world 64 'script.py --tp {1,2,4} --batch {1,2}'
     torchrun --nproc-per-node=8 -m simgpu --nodes 2 --network "100 Gbit/s" script.py
 
 The launcher may stand behind the command or before it. Behind it, `--gpus` counts the
@@ -52,7 +53,11 @@ _MACHINERY = {__file__, runpy.run_path.__code__.co_filename}
 
 
 # `simgpu prove ...` is not a program called "prove", which is `./prove`
-_SUBCOMMANDS = {"prove": "simgpu._prove.command", "dry-run": "simgpu._dry.command"}
+_SUBCOMMANDS = {
+    "prove": "simgpu._prove.command",
+    "dry-run": "simgpu._dry.command",
+    "sweep": "simgpu._dry.sweep_command",
+}
 
 
 def main() -> None:

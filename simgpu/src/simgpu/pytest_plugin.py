@@ -18,6 +18,10 @@
     def test_all_ranks_have_one_loss(simulated_ranks):
         assert len(set(simulated_ranks(train, 4))) == 1
 
+    def test_it_fits_on_64_cards(simulated_dry_run):    # one rank, without its values
+        report = simulated_dry_run("train.py", "--batch", "4", world=64, card="H100")
+        assert report.fits and report.peak_bytes < 70 * 2**30
+
 pytest finds it by itself where `simgpu` is installed. Nothing of it is imported before
 it is asked for. The GPUs are simulated even where there are real ones, as long as these
 are not in use in the same process. Processes that a test starts have none, other than
@@ -95,6 +99,24 @@ def simulated_ranks() -> Callable[..., list[Any]]:
     from simgpu._ranks.run_ranks import run_ranks
 
     return run_ranks
+
+
+@pytest.fixture
+def simulated_dry_run() -> Callable[..., Any]:
+    """Runs a program as one rank of any number, without its values.
+
+        def test_it_fits(simulated_dry_run):
+            assert simulated_dry_run("train.py", "--batch", "4", world=64).fits
+
+    Returns:
+        `dry_run(script or function, *arguments, world=64, node=None, card="H100",
+        network=None, memory=None, kinds=None, ...)`: see `simgpu.dry_run`. It returns
+        a `simgpu.DryReport`. A script, found from the current directory, runs in a
+        process of its own; a function in this one.
+    """
+    from simgpu._dry.api import dry_run
+
+    return dry_run
 
 
 def _start(*args: Any, **kwargs: Any) -> ModuleType:

@@ -13,6 +13,12 @@
     run.py       one rank from its start to its report
     tokens.py    how many tokens a step has
     progress.py  the line on the screen meanwhile
+    drawn.py     what a report keeps for its pictures, which are in `_pictures/`
+    api.py       `simgpu.dry_run`, and pytest's `simulated_dry_run`
+    fresh.py     a dry run of a script in a new Python
+    axes.py      the layouts of a command with braces
+    sweep.py     runs them side by side
+    sweep_table.py, sweep_command.py   `simgpu sweep`
 
 A tensor is an ordinary one of the simulator: of the CPU, with a block of the
 allocator. Only that nobody computes into its memory if it is large or comes of what is

@@ -14,6 +14,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
+import torch
+
 from simgpu import _failures as failures
 from simgpu._frames import is_program_code
 
@@ -135,6 +137,7 @@ def own_part(error: BaseException):
 
 def _become(run: Callable, rank: int, store: tuple[str, int], end: Connection) -> None:
     """In a process of its own."""
+    torch.set_num_threads(1)  # OpenMP's pool does not survive a fork
     try:
         end.send(("done", run(rank, store)))
     except KeyboardInterrupt:

@@ -3,6 +3,7 @@
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -16,6 +17,18 @@ _DISTRIBUTED = str(Path(torch.distributed.__file__).parent)
 _OPTIM = str(Path(torch.__file__).parent / "optim")
 KINDS = ("parameters", "gradients", "optimizer", "buffers", "activations",
          "communication", "workspaces", "other")  # fmt: skip
+
+
+class Course(NamedTuple):
+    """How the memory of a card went on.
+
+    Attributes:
+        moments: bytes by kind, at equal distances, in allocations and frees.
+        ends: where each step ends, between 0 and 1.
+    """
+
+    moments: list[dict[str, int]]
+    ends: list[float]
 
 
 class _Lines(History):
@@ -67,6 +80,7 @@ class Watch:
         self._seen = 0
         self._made: list[tuple[int, dict]] = []  # of each allocation
         self._moves: list[tuple[int, int]] = []  # (number, 1 or -1)
+        self._ends: list[int] = []  # how many of them there were after each step
 
     def _follow(self) -> None:
         """Read the events that came since."""
@@ -108,6 +122,7 @@ class Watch:
         """After it: what are its states, made in its first step."""
         self.memory._take_back_freed()
         self._follow()
+        self._ends.append(len(self._moves))
         self._tag_states(optimizer)
 
     def snapshot(self) -> dict:
@@ -128,6 +143,39 @@ class Watch:
             if block is not None and block.address in self._live:
                 self._kinds.setdefault(self._live[block.address], kind)
 
+    def _kind(self, number: int) -> str:
+        """Of an allocation."""
+        where = self._made[number][1]
+        kind = self._kinds.get(number) or where["kind"] or "activations"
+        return {"backward": "other"}.get(kind, kind)
+
+    def course(self, whole: bool, most: int = 600) -> Course:
+        """What the memory held, from the first allocation on.
+
+        Args:
+            whole: to the end, and not only to that of the last step.
+            most: moments that are kept; of all between two, that with most bytes.
+        """
+        self.memory._take_back_freed()
+        self._follow()
+        count = len(self._moves)
+        if self._ends and not whole:
+            count = self._ends[-1]
+        each = max(count / most, 1.0)
+        now: Counter[str] = Counter()
+        total, high, moments = 0, -1, []
+        for place, (number, sign) in enumerate(self._moves[:count]):
+            size = sign * self._made[number][0]
+            now[self._kind(number)] += size
+            total += size
+            if int(place / each) == len(moments):  # the next of those that are kept
+                moments.append({})
+                high = -1
+            if total > high:
+                high = total
+                moments[-1] = {kind: now[kind] for kind in KINDS if now[kind]}
+        return Course(moments, [end / max(count, 1) for end in self._ends])
+
     def peak(self) -> tuple[int, dict[str, int], list[dict]]:
         """The most bytes that tensors took, by kind, and by kind and line."""
         self.memory._take_back_freed()
@@ -143,8 +191,7 @@ class Watch:
         kinds, lines = Counter(), Counter()
         for number in there:
             size, where = self._made[number]
-            kind = self._kinds.get(number) or where["kind"] or "activations"
-            kind = {"backward": "other"}.get(kind, kind)
+            kind = self._kind(number)
             kinds[kind] += size
             lines[kind, _named(where)] += size
         rows = [

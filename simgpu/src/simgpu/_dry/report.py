@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from simgpu._dry.drawn import Drawn, timeline_of
 from simgpu._frames import is_program_code, shown
+from simgpu._pictures import dry_runs
+from simgpu._pictures.picture import Picture
 from simgpu._timing.job import JobTimeline, log_of
 
 _MIB, _GIB = 2**20, 2**30
@@ -29,6 +32,7 @@ class Kept(NamedTuple):
 
     timeline: Path | None = None
     snapshot: Path | None = None
+    pictures: bool = False  # the report has what they show
 
     def write(self, dry) -> None:
         if dry.rank != dry.job.found.ranks[0]:
@@ -77,6 +81,7 @@ class DryReport:
         error: of the out-of-memory.
         error_line: of the program where it came.
         kinds: reports of each rank, if several ran.
+        drawn: what pictures show, if it was kept; no part of the JSON.
     """
 
     world: int
@@ -103,13 +108,58 @@ class DryReport:
     error: str = ""
     error_line: str = ""
     kinds: list["DryReport"] = field(default_factory=list)
+    drawn: Drawn | None = field(default=None, repr=False, compare=False)
 
     def as_dict(self) -> dict[str, Any]:
         """The same as JSON has it."""
-        return dataclasses.asdict(self)
+        made = dataclasses.asdict(dataclasses.replace(self, kinds=[], drawn=None))
+        del made["drawn"]
+        return made | {"kinds": [its.as_dict() for its in self.kinds]}
+
+    def timeline(self) -> JobTimeline:
+        """The last step of the ranks that ran, on one axis; it draws itself.
+
+        Without two steps, all that ran.
+
+        Raises:
+            ValueError: where nothing was kept to draw.
+        """
+        return timeline_of([self._drawn(its) for its in self.kinds or [self]])
+
+    def memory_picture(self, rank: int | None = None) -> Picture:
+        """What the memory held from the first allocation to the last, by kind.
+
+        Args:
+            rank: whose, of those that ran; None: of the one with the highest peak.
+
+        Raises:
+            ValueError: where nothing was kept to draw, or for a rank that did not run.
+        """
+        ran = [its for its in self.kinds or [self] if rank in (None, *its.ranks)]
+        if not ran:
+            raise ValueError(f"rank {rank} did not run; there are {self.ranks}")
+        its = max(ran, key=lambda its: its.peak_bytes)
+        course = self._drawn(its).course
+        return dry_runs.memory(course, its.ranks[0], its.total_bytes)
+
+    def _drawn(self, its: "DryReport") -> Drawn:
+        if its.drawn is None:
+            raise ValueError(
+                "this report has nothing to draw: a script that runs in a process of "
+                "its own leaves figures; give timeline= or memory_snapshot= a file"
+            )
+        return its.drawn
+
+    def _repr_html_(self) -> str:
+        return dry_runs.table(self)
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
+
+
+def of_dict(values: dict[str, Any]) -> DryReport:
+    """The report that `as_dict` was made of, but for what pictures show."""
+    return DryReport(**values | {"kinds": [of_dict(its) for its in values["kinds"]]})
 
 
 def of(dry, full: Exception | None) -> DryReport:
@@ -204,6 +254,7 @@ def merged(kinds: list[DryReport]) -> DryReport:
         error=fails.error if fails is not None else "",
         error_line=fails.error_line if fails is not None else "",
         kinds=kinds,
+        drawn=None,
     )
 
 

@@ -11,9 +11,10 @@ import torch
 
 from simgpu import _startup as startup
 from simgpu._device.cards import Card, find_card, parse_memory
-from simgpu._dry import kinds as kinds_of_ranks
 from simgpu._dry import files, report, tokens, values
+from simgpu._dry import kinds as kinds_of_ranks
 from simgpu._dry.call import DryCall
+from simgpu._dry.drawn import drawn_of
 from simgpu._dry.memory import Watch
 from simgpu._dry.peers import Peers, objects_of
 from simgpu._dry.progress import Progress
@@ -174,6 +175,9 @@ class DryRun:
                 pass
             except torch.OutOfMemoryError as error:
                 full = error
+            except BaseException:
+                self._leave()
+                raise
             finally:
                 steps.close()
                 if self.progress is not None:
@@ -183,6 +187,8 @@ class DryRun:
             clock.recordings.remove(self.events)
             made = report.of(self, full)
             keep.write(self)
+            if keep.pictures:
+                made.drawn = drawn_of(self, full is not None)
             self._leave()
         return made
 

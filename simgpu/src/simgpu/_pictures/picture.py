@@ -36,6 +36,11 @@ class Picture:
             f'fill="{fill}" stroke="{stroke}"{dash}/>'
         )
 
+    def area(self, points: list[tuple[float, float]], fill: str) -> None:
+        """What lines between these points enclose."""
+        corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        self.parts.append(f'<polygon points="{corners}" fill="{fill}"/>')
+
     def text(
         self, x: float, y: float, words: object, size: float = 14,
         anchor: str = "start", weight: str = "normal",
