@@ -7,6 +7,7 @@
     memory.py    what the memory of the card held when it held most
     report.py    what came out of it
     command.py   `simgpu dry-run`
+    launchers.py what stands behind torchrun and its like
 
 A tensor is an ordinary one of the simulator: of the CPU, with a block of the
 allocator. Only that nobody computes into its memory if it is large or comes of what is

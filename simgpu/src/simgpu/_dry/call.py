@@ -15,6 +15,7 @@ from simgpu._compat import (
 )
 from simgpu._dispatch.operation import operation_of
 from simgpu._dispatch.operation_call import Call
+from simgpu._dispatch.placement import storage_of
 from simgpu._dry import values
 from simgpu._errors import NotSimulated
 from simgpu._frames import called_from
@@ -23,6 +24,12 @@ _READERS = {"_local_scalar_dense", "is_nonzero", "equal", "allclose"}
 # what a program asks to see that nothing has gone wrong -> what it hears
 _ASSUMED = {"isnan": False, "isinf": False, "isfinite": True, "any": False, "all": True,
             "isneginf": False, "isposinf": False}  # fmt: skip
+# what a program asks on from an answer: of equal elements, one tells the result
+_FOLLOWS = {"logical_or", "logical_and", "logical_xor", "logical_not", "bitwise_or",
+            "bitwise_and", "bitwise_not", "add", "mul", "gt", "ge", "lt", "le", "eq",
+            "ne", "max", "min", "maximum", "minimum", "amax", "amin", "any", "all",
+            "_to_copy", "copy", "clone", "stack", "cat", "where"}  # fmt: skip
+_SETS = {"zero", "fill"}
 _MESSAGES = ("c10d", "_c10d_functional")
 _CHOOSES = {"topk", "max", "argmax"}
 _WRITTEN = {"running_mean", "running_var"}  # by batch norm, whatever its schema says
@@ -135,7 +142,9 @@ class DryCall(Call):
         out = found.made()
         if operation.name in _CHOOSES and state.current().dry.job.routing == "even":
             _choose_evenly(out, args)
-        if operation.name in _ASSUMED:
+        if (answer := self._answer(operation, args, kwargs)) is not None:
+            values.forget(out, answer)
+        elif operation.name in _ASSUMED:
             values.forget(out, _ASSUMED[operation.name])
         return out
 
@@ -151,9 +160,11 @@ class DryCall(Call):
             by_name[frozenset(argument.alias_info.before_set)] = value
             written += [value] if isinstance(value, torch.Tensor) else value or []
         kept = _KEPT.get(operation.name, ())
+        answer = self._answer(operation, args, kwargs) if len(written) == 1 else None
         for tensor in written:
             if not any(tensor is given.get(name) for name in kept):
-                values.forget(tensor)
+                whole = tensor.nbytes == storage_of(tensor).nbytes()
+                values.forget(tensor, answer if whole else None)
         returns = [
             by_name.get(frozenset(r.alias_info.before_set)) if r.alias_info else None
             for r in operation.func._schema.returns
@@ -161,6 +172,21 @@ class DryCall(Call):
         if not returns:
             return None
         return returns[0] if len(returns) == 1 else tuple(returns)
+
+    def _answer(self, operation, args, kwargs):
+        """What each element of the result is, if it follows from answers; else None."""
+        name = operation.name.rstrip("_")
+        if name not in _FOLLOWS and name not in _SETS:
+            return None
+        try:
+            ones = [_one_of(value, name in _SETS) for value in args]
+        except LookupError:
+            return None
+        more = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
+        out = operation.func(*ones, **more)
+        if not isinstance(out, torch.Tensor):  # with the places of a `max`
+            return None
+        return out.reshape(-1)[0].item()
 
     def _read(self, tensor: torch.Tensor):
         if self.operation.name in ("equal", "allclose"):
@@ -188,6 +214,24 @@ class _Function:
 
     def __getattr__(self, name: str):
         return getattr(self._func, name)
+
+
+def _one_of(value, whatever: bool):
+    """An argument with tensors of one element that stand for all of theirs.
+
+    Raises:
+        LookupError: if the elements are not known to be equal.
+    """
+    if isinstance(value, (list, tuple)):
+        return [_one_of(item, whatever) for item in value]
+    if not isinstance(value, torch.Tensor):
+        return value
+    answer = 0 if whatever else values.assumed_of(value)
+    if answer is None:
+        if values.is_unknown(value) or value.numel() != 1:
+            raise LookupError
+        answer = value.item()
+    return torch.full((1,) * value.dim(), answer, dtype=value.dtype)
 
 
 def _with_places(args: tuple) -> tuple:

@@ -45,6 +45,12 @@ def know(tensor: torch.Tensor) -> None:
         del storage._simgpu_unknown
 
 
+def assumed_of(tensor: torch.Tensor) -> object:
+    """What each element of an unknown tensor reads as, if an answer says so."""
+    mark = getattr(storage_of(tensor), "_simgpu_unknown", None)
+    return None if mark is None else mark.assumed
+
+
 class _Unknown(NamedTuple):
     """The mark of a storage without values."""
 
