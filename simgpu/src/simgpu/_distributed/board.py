@@ -52,6 +52,7 @@ class Board:
 
     def __init__(self, store: dist.Store, rank: int, size: int, place: tuple):
         self.rank, self.size = rank, size
+        self.present = range(size)  # the ranks that run, of a dry run not all
         self.turn = 0  # in a notebook: number of the cell that all ranks run
         self._kept = store  # in one rank it is the server; a clone is a client alone
         with contextlib.suppress(RuntimeError, NotImplementedError):

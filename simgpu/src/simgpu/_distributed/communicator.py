@@ -176,8 +176,7 @@ class Communicator:
             doing = _SECOND.format(
                 self.cluster.rank, what, self.title, gpu.ordinal, self.ordinal
             )
-        present = list(self.present.values())
-        self.cluster.look_at_arenas(present, doing, self.limit)
+        self.cluster.look_at_arenas([*self.present.values()], doing, self.limit)
         if self.call is not None and self.attempts == 0:
             self.call.compare(self.is_split, doing, self.limit)
         here = f"{self.name}/here {self.attempts}"

@@ -57,7 +57,9 @@ class GroupCall:
             own = [board.rank, self.ranks, self.where]
             rank, ranks, where = board.first(f"group/{self.number}", own)
             self._check(rank, ranks, where)
-        whom = range(board.size) if is_split else self.ranks
+        whom = board.present
+        if not is_split:
+            whom = [rank for rank in self.ranks if rank in board.present]
         keys = {f"made/{self.number}/{rank}": rank for rank in whom}
         found = board.read(keys, f"{doing}: new_group", limit)
         for rank, (ranks, where) in zip(whom, found, strict=True):

@@ -19,6 +19,7 @@
     axes.py      the layouts of a command with braces
     sweep.py     runs them side by side
     sweep_table.py, sweep_command.py   `simgpu sweep`
+    launchers.py what stands behind torchrun and its like
 
 A tensor is an ordinary one of the simulator: of the CPU, with a block of the
 allocator. Only that nobody computes into its memory if it is large or comes of what is

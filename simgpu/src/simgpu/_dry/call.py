@@ -16,6 +16,7 @@ from simgpu._compat import (
 )
 from simgpu._dispatch.operation import operation_of
 from simgpu._dispatch.operation_call import Call
+from simgpu._dispatch.placement import storage_of
 from simgpu._dry import values
 from simgpu._errors import NotSimulated
 from simgpu._frames import called_from
@@ -24,11 +25,12 @@ _READERS = {"_local_scalar_dense", "is_nonzero", "equal", "allclose"}
 # what a program asks to see that nothing has gone wrong -> what it hears
 _ASSUMED = {"isnan": False, "isinf": False, "isfinite": True, "any": False, "all": True,
             "isneginf": False, "isposinf": False}  # fmt: skip
-# what is as its inputs are, of which something is assumed
+# what a program asks on from an answer: of equal elements, one tells the result
 _FOLLOWS = {"logical_or", "logical_and", "logical_xor", "logical_not", "bitwise_or",
-            "bitwise_and", "bitwise_xor", "bitwise_not", "eq", "ne", "lt", "le", "gt",
-            "ge", "add", "mul", "_to_copy", "clone", "copy"}  # fmt: skip
-_SAME = {"any", "all", "max", "min", "amax", "amin", "mean"}  # as each of many is
+            "bitwise_and", "bitwise_not", "add", "mul", "gt", "ge", "lt", "le", "eq",
+            "ne", "max", "min", "maximum", "minimum", "amax", "amin", "any", "all",
+            "_to_copy", "copy", "clone", "stack", "cat", "where", "mean", "bitwise_xor"}  # fmt: skip
+_SETS = {"zero", "fill"}
 _COUNTS = {"sum", "count_nonzero"}
 _MESSAGES = ("c10d", "_c10d_functional")
 _CHOOSES = {"topk", "max", "argmax"}
@@ -142,9 +144,10 @@ class DryCall(Call):
         out = found.made()
         if operation.name in _CHOOSES and state.current().dry.job.routing == "even":
             _choose_evenly(out, args)
-        assumed = _assumed(operation, args, out)
-        if assumed is not None:
-            values.forget(out, assumed)
+        if (answer := self._answer(operation, args, kwargs, out)) is not None:
+            values.forget(out, answer)
+        elif operation.name in _ASSUMED:
+            values.forget(out, _ASSUMED[operation.name])
         return out
 
     def _skip_in_place(self, operation, args, kwargs):
@@ -159,12 +162,13 @@ class DryCall(Call):
             by_name[frozenset(argument.alias_info.before_set)] = value
             written += [value] if isinstance(value, torch.Tensor) else value or []
         kept = _KEPT.get(operation.name, ())
-        assumed = None
-        if len(written) == 1 and written[0].nbytes == values.bytes_of(written[0]):
-            assumed = _assumed(operation, args, written[0])
+        answer = None
+        if len(written) == 1:
+            answer = self._answer(operation, args, kwargs, written[0])
         for tensor in written:
             if not any(tensor is given.get(name) for name in kept):
-                values.forget(tensor, assumed)
+                whole = tensor.nbytes == storage_of(tensor).nbytes()
+                values.forget(tensor, answer if whole else None)
         returns = [
             by_name.get(frozenset(r.alias_info.before_set)) if r.alias_info else None
             for r in operation.func._schema.returns
@@ -172,6 +176,24 @@ class DryCall(Call):
         if not returns:
             return None
         return returns[0] if len(returns) == 1 else tuple(returns)
+
+    def _answer(self, operation, args, kwargs, made):
+        """What each element of the result is, if it follows from answers; else None."""
+        name = operation.name.rstrip("_")
+        if name not in _FOLLOWS and name not in _SETS and name not in _COUNTS:
+            return None
+        try:
+            ones = [_one_of(value, name in _SETS) for value in args]
+        except LookupError:
+            return None
+        more = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
+        out = operation.func(*ones, **more)
+        if not isinstance(out, torch.Tensor):  # with the places of a `max`
+            return None
+        one = out.reshape(-1)[0].item()
+        if name in _COUNTS:  # of so many that are equal
+            return one * (args[0].numel() // max(made.numel(), 1))
+        return one
 
     def _read(self, tensor: torch.Tensor):
         if self.operation.name in ("equal", "allclose"):
@@ -201,35 +223,22 @@ class _Function:
         return getattr(self._func, name)
 
 
-def _assumed(operation, args, out):
-    """What a read of the result gives, if its inputs tell; or None."""
-    name = operation.name if operation.makes else operation.name.rstrip("_")
-    default = _ASSUMED.get(name)
-    follows = name in _FOLLOWS
-    if not isinstance(out, torch.Tensor) or not (
-        follows or name in _SAME or name in _COUNTS
-    ):
-        return default
-    given = []
-    for tensor in values.tensors_of(args, {})[name == "copy" :]:
-        value = values.assumed_of(tensor)
-        if value is None and tensor.numel() == 1 and not values.is_unknown(tensor):
-            value = tensor.item()
-        if value is None:
-            return default
-        given.append(value)
-    if not given:
-        return default
-    if name in ("_to_copy", "clone", "copy"):
-        return torch.tensor(given[0]).to(out.dtype).item()
-    if follows:
-        rest = iter([torch.tensor(value) for value in given])
-        args = [next(rest) if isinstance(a, torch.Tensor) else a for a in args]
-        return operation.func(*args).item()
-    if name in _SAME:
-        return given[0]
-    count = args[0].numel() // max(out.numel(), 1)
-    return given[0] * count if name == "sum" else bool(given[0]) * count
+def _one_of(value, whatever: bool):
+    """An argument with tensors of one element that stand for all of theirs.
+
+    Raises:
+        LookupError: if the elements are not known to be equal.
+    """
+    if isinstance(value, (list, tuple)):
+        return [_one_of(item, whatever) for item in value]
+    if not isinstance(value, torch.Tensor):
+        return value
+    answer = 0 if whatever else values.assumed_of(value)
+    if answer is None:
+        if values.is_unknown(value) or value.numel() != 1:
+            raise LookupError
+        answer = value.item()
+    return torch.full((1,) * value.dim(), answer, dtype=value.dtype)
 
 
 def _with_places(args: tuple) -> tuple:

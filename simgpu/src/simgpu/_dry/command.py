@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from simgpu import _failures as failures
+from simgpu._dry import launchers
 
 FITS, FAILED, WRONG, FULL = 0, 1, 2, 3
 _WITH_VALUE = {
@@ -33,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
         usage="%(prog)s --world N [--node N] [--card CARD] [--network BANDWIDTH] "
         "[--rank R] [--memory SIZE] [--kinds KINDS] [--routing HOW] [--steps N] "
         "[--tokens N] [--no-compile] [--json FILE] [--timeline FILE] "
-        "[--memory-snapshot FILE] (SCRIPT | -m MODULE | torchrun ...) [ARGUMENT ...]",
+        "[--memory-snapshot FILE] (SCRIPT | -m MODULE | LAUNCHER ...) [ARGUMENT ...]",
         description="Run a training script as one rank of any number, without values: "
         "what memory it needs, and how long a step takes.",
         allow_abbrev=False,
@@ -64,7 +65,8 @@ def parser() -> argparse.ArgumentParser:
     add("--memory-snapshot", type=Path, metavar="FILE",
         help="for PyTorch's viewer, pytorch.org/memory_viz")  # fmt: skip
     add("-m", dest="module", action="store_true", help="as in python")
-    add("program", help="a script, a module with -m, or torchrun with its own words")
+    add("program", help="a script, a module with -m, or torchrun, accelerate launch or "
+        "deepspeed with their own words")  # fmt: skip
     return made
 
 
@@ -86,8 +88,7 @@ def read(words: Sequence[str]) -> SimpleNamespace:
     made = parser()
     options = made.parse_args(ours)
     options.arguments = theirs
-    if os.path.basename(options.program) == "torchrun" and not options.module:
-        _look_behind_torchrun(options, made)
+    launchers.look_behind(options, made)
     if options.world is None:
         made.error("--world N is missing: of how many ranks is the job?")
     if not options.module and not os.path.isfile(options.program):
@@ -100,22 +101,6 @@ def read(words: Sequence[str]) -> SimpleNamespace:
         ):
             made.error(f"there is no folder {path.absolute().parent}")
     return options
-
-
-def _look_behind_torchrun(options, made: argparse.ArgumentParser) -> None:
-    """What stands behind torchrun is the program; torchrun says how many ranks."""
-    from torch.distributed.run import get_args_parser
-
-    theirs = get_args_parser().parse_args(options.arguments)
-    if not theirs.training_script:
-        made.error("torchrun is followed by no script")
-    each = str(theirs.nproc_per_node)
-    nodes = str(theirs.nnodes).rpartition(":")[2]
-    if options.world is None and each.isdecimal() and nodes.isdecimal():
-        options.world = int(each) * int(nodes)
-        options.node = options.node or int(each)
-    options.program, options.module = theirs.training_script, theirs.module
-    options.arguments = theirs.training_script_args
 
 
 def job_of(options):
@@ -138,6 +123,9 @@ def program_of(options) -> Callable[[], None]:
 
     def be() -> None:
         sys.argv = [options.program, *options.arguments]
+        if options.says_local_rank:
+            sys.argv.insert(1, f"--local_rank={os.environ['LOCAL_RANK']}")
+        os.environ.update(options.environ)
         if options.module:
             sys.path.insert(0, os.getcwd())
             runpy.run_module(options.program, run_name="__main__", alter_sys=True)

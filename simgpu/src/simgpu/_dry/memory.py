@@ -14,6 +14,13 @@ from simgpu._dispatch.placement import block_of, inner_tensors, is_plain
 from simgpu._frames import is_program_code, shown
 
 _DISTRIBUTED = str(Path(torch.distributed.__file__).parent)
+# of it what calls operations of the model, as everything else does
+_MODEL = tuple(
+    str(Path(_DISTRIBUTED, name))
+    for name in ("tensor", "algorithms", "pipelining/microbatch.py")
+)
+# what it calls of the program's is not its own: a layer, a backward pass
+_CALLS = {torch.nn.modules.module.__file__, torch.autograd.__file__}
 _OPTIM = str(Path(torch.__file__).parent / "optim")
 KINDS = ("parameters", "gradients", "optimizer", "buffers", "activations",
          "communication", "workspaces", "other")  # fmt: skip
@@ -31,16 +38,21 @@ class Course(NamedTuple):
     ends: list[float]
 
 
+def _is_message(file: str) -> bool:
+    return file.startswith(_DISTRIBUTED) and not file.startswith(_MODEL)
+
+
 class _Lines(History):
     """Of each block, the program's line and what made it."""
 
     def frames(self) -> list[dict]:
-        frame, kind = sys._getframe(1), ""
+        frame, kind, called = sys._getframe(1), "", False
         while frame is not None:
             file = frame.f_code.co_filename
+            called = called or file in _CALLS
             if not kind and file == workspaces.__file__:
                 kind = "workspaces"
-            elif not kind and file.startswith(_DISTRIBUTED):
+            elif not kind and not called and _is_message(file):
                 kind = "communication"
             elif not kind and file.startswith(_OPTIM):
                 kind = "optimizer"

@@ -59,7 +59,7 @@ class Peers:
                 *self._where, is_master=False, timeout=timedelta(seconds=_SECONDS)
             )
             found = Cluster(dist.PrefixStore(prefix, store), rank, size, topology)
-            found._keeps_store = False
+            found._keeps_store, found.board.present = False, self.kinds.ranks
         found.kinds = self.kinds
         return found
 
@@ -344,7 +344,7 @@ def deliver(exchange: ex.Exchange, size: int, me: int, others: dict) -> None:
             given[place] = its
     small = all(tensor.nbytes <= values.SMALL for tensor in takes)
     if len(given) < len(givers) or not small:
-        _forget(takes)
+        _forget(takes, _answer(exchange))
         return
     if exchange.reduction is not None:
         _lay(_reduced(exchange, size, me, given), takes)
@@ -390,6 +390,16 @@ def _lay(flat: torch.Tensor, takes: list[torch.Tensor]) -> None:
         values.know(tensor)
 
 
-def _forget(tensors: list[torch.Tensor]) -> None:
+def _answer(exchange: ex.Exchange) -> object:
+    """What all ranks have been told alike: that nothing is infinite, for example."""
+    answers = {values.assumed_of(tensor) for tensor in exchange.gives}
+    answer = answers.pop() if len(answers) == 1 else None
+    sums = exchange.reduction is not None and exchange.reduction.name not in (
+        "MIN", "MAX", "AVG"
+    )  # fmt: skip
+    return None if sums and answer else answer
+
+
+def _forget(tensors: list[torch.Tensor], answer: object = None) -> None:
     for tensor in tensors:
-        values.forget(tensor)
+        values.forget(tensor, answer)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pickle
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -217,6 +218,8 @@ def _time(made: DryReport, dry) -> None:
     flops -= now.recomputed - before.recomputed
     card = dry.gpu.card
     rate = max(card.flops[name] for name in _MATMUL)
+    if not seconds:  # nothing ran on the GPU
+        return
     made.mfu = flops / seconds / rate
     made.tokens = dry.job.tokens
     if made.tokens is None and now.tokens:
@@ -347,6 +350,20 @@ def _lines(report: DryReport) -> list[str]:
     return lines
 
 
+def _briefly(name: str) -> str:
+    """A collective and its group: "ranks 0 to 24 by 8" for "ranks 0, 8, 16, 24"."""
+    many = re.search(r"\d+(, \d+){3,}", name)
+    if many is None:
+        return name
+    ranks = [int(word) for word in many[0].split(", ")]
+    by = ranks[1] - ranks[0]
+    if ranks == list(range(ranks[0], ranks[-1] + 1, by or 1)):
+        short = f"{ranks[0]} to {ranks[-1]}" + (f" by {by}" if by != 1 else "")
+    else:
+        short = f"{ranks[0]}, {ranks[1]}, ... {ranks[-1]} ({len(ranks)})"
+    return name.replace(many[0], short)
+
+
 def _largest(report: DryReport) -> list[str]:
     rows = [
         row for row in report.memory_by_line if row["bytes"] > report.peak_bytes / 50
@@ -369,7 +386,7 @@ def _step(report: DryReport) -> list[str]:
     lines = ["", f"a step                    {_time_of(seconds):>16}"]
     lines.append(share("computing", report.compute_seconds or 0.0))
     lines.append(share("messages, nothing else", report.exposed_seconds or 0.0))
-    lines += [f"    {name:<38}{_time_of(part):>14}"
+    lines += [f"    {_briefly(name):<38}{_time_of(part):>14}"
               for name, part in list(report.exposed_by_group.items())[:4]]  # fmt: skip
     lines.append(share("the host keeps it waiting", report.host_seconds or 0.0))
     lines.append(f"  what binds: {report.binds}")

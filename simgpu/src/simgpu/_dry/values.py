@@ -48,6 +48,12 @@ def know(tensor: torch.Tensor) -> None:
         del storage._simgpu_unknown
 
 
+def assumed_of(tensor: torch.Tensor) -> object:
+    """What each element of an unknown tensor reads as, if an answer says so."""
+    mark = getattr(storage_of(tensor), "_simgpu_unknown", None)
+    return None if mark is None else mark.assumed
+
+
 class _Unknown(NamedTuple):
     """The mark of a storage without values."""
 
@@ -64,12 +70,6 @@ def read(tensor: torch.Tensor) -> Any:
     if tensor.dtype.is_complex:
         return 1 + 0j
     return 1.0 if tensor.dtype.is_floating_point else 1
-
-
-def assumed_of(tensor: torch.Tensor) -> Any:
-    """What a read of a tensor without values gives, if that has been said; or None."""
-    mark = getattr(storage_of(tensor), "_simgpu_unknown", None)
-    return None if mark is None else mark.assumed
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
