@@ -29,7 +29,8 @@ _ASSUMED = {"isnan": False, "isinf": False, "isfinite": True, "any": False, "all
 _FOLLOWS = {"logical_or", "logical_and", "logical_xor", "logical_not", "bitwise_or",
             "bitwise_and", "bitwise_not", "add", "mul", "gt", "ge", "lt", "le", "eq",
             "ne", "max", "min", "maximum", "minimum", "amax", "amin", "any", "all",
-            "_to_copy", "copy", "clone", "stack", "cat", "where", "mean", "bitwise_xor"}  # fmt: skip
+            "_to_copy", "copy", "clone", "stack", "cat", "where",
+            "mean", "bitwise_xor"}  # fmt: skip
 _SETS = {"zero", "fill"}
 _COUNTS = {"sum", "count_nonzero"}
 _MESSAGES = ("c10d", "_c10d_functional")

@@ -72,11 +72,6 @@ def read(tensor: torch.Tensor) -> Any:
     return 1.0 if tensor.dtype.is_floating_point else 1
 
 
-def bytes_of(tensor: torch.Tensor) -> int:
-    """Of its storage."""
-    return storage_of(tensor).nbytes()
-
-
 def make_plausible(tensor: torch.Tensor) -> Any:
     """Write into an unknown host tensor what a read of it gives: nobody meets a NaN.
 
