@@ -17,6 +17,7 @@ LAYERS = [
         "_errors",
         "_compat",
         "_locking",
+        "_private_names",
         "_frames",
         "_loopback",
         "_rank_variables",

@@ -8,6 +8,7 @@ they call together they meet, as ranks on simulated GPUs do.
 import multiprocessing
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -136,7 +137,8 @@ def own_part(error: BaseException):
 
 
 def _become(run: Callable, rank: int, store: tuple[str, int], end: Connection) -> None:
-    """In a process of its own."""
+    """In a process of its own, which ends when the one that started it does."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)  # OpenMP's pool does not survive a fork
     try:
         end.send(("done", run(rank, store)))
@@ -149,6 +151,12 @@ def _become(run: Callable, rank: int, store: tuple[str, int], end: Connection) -
         end.send(("failed", f"rank {rank}:\n{''.join(lines).rstrip()}"))
     finally:
         end.close()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    wait([parent.sentinel])
+    os._exit(1)
 
 
 def _collect(ranks: tuple[int, ...], ends: dict[Connection, int]) -> list:
