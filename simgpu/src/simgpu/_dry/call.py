@@ -1,5 +1,6 @@
 """An operation in a dry run: computed where its values are known, else not."""
 
+import math
 import sys
 import weakref
 from types import FrameType
@@ -209,6 +210,8 @@ def _assumed(operation, args, out):
         follows or name in _SAME or name in _COUNTS
     ):
         return default
+    if name in ("eq", "ne") and (args[0] is args[1] or args[1] == math.inf):
+        return (name == "eq") == (args[0] is args[1])  # as `isfinite` asks
     given = []
     for tensor in values.tensors_of(args, {})[name == "copy" :]:
         value = values.assumed_of(tensor)
