@@ -126,7 +126,11 @@ def test_a_checkpoint_has_shapes_and_small_values(to, tmp_path):
 
     (state, found), report = dry(saves)
     assert found["w"].shape == (4096, 4096)
-    assert torch.equal(found["rng"], state["rng"]) and found["steps"].tolist() == [0, 1, 2]
+    assert torch.equal(found["rng"], state["rng"]) and found["steps"].tolist() == [
+        0,
+        1,
+        2,
+    ]
     assert any("without these values" in str(r["value"]) for r in report.unknown_reads)
     if to == "file":
         assert file.stat().st_size > 64 * 2**20
@@ -134,7 +138,9 @@ def test_a_checkpoint_has_shapes_and_small_values(to, tmp_path):
 
 
 def test_a_checkpoint_with_values_is_read_for_its_shapes(tmp_path):
-    torch.save({"w": torch.ones(1024, 1024), "step": torch.tensor(7)}, tmp_path / "x.pt")
+    torch.save(
+        {"w": torch.ones(1024, 1024), "step": torch.tensor(7)}, tmp_path / "x.pt"
+    )
 
     def loads():
         found = torch.load(tmp_path / "x.pt", map_location="cuda", mmap=False)
@@ -155,7 +161,9 @@ def test_a_distributed_checkpoint(world, tmp_path):
         model(torch.randn(2, 8192, device="cuda")).sum().backward()
         optimizer.step()
         weights, states = get_state_dict(model, optimizer)
-        dcp.save({"m": weights, "o": states, "n": torch.tensor(7)}, checkpoint_id=tmp_path)
+        dcp.save(
+            {"m": weights, "o": states, "n": torch.tensor(7)}, checkpoint_id=tmp_path
+        )
         state = {"m": weights, "o": states, "n": torch.tensor(0)}
         dcp.load(state, checkpoint_id=tmp_path)
         set_state_dict(

@@ -1,7 +1,7 @@
 """Checkpoints of a dry run: their shapes are read and written, and no values.
 
-What is large is skipped in a file, as `torch.serialization.skip_data` does: `torch.load`
-makes tensors without values, and `torch.save` leaves a hole of the right size. What is
+What is large is skipped in a file, as `torch.serialization.skip_data` does:
+`torch.load` makes tensors without values, and `torch.save` leaves a hole of the right size. What is
 small, as a random state or a counter, is read and written as ever.
 
 A distributed checkpoint is planned by each rank that runs as if it were alone: nobody
