@@ -101,6 +101,15 @@ def test_what_the_host_has_made_keeps_its_values():
     assert found == 66.0 and not report.unknown_reads
 
 
+def test_results_that_a_program_checks_are_close():
+    def checks():
+        x = large()
+        torch.testing.assert_close(x, x * 2)
+        return torch.allclose(x, x * 2), torch.equal(x, x * 2)
+
+    assert dry(checks)[0] == (True, True)
+
+
 def test_masked_assignments():
     def assigns():
         x = large()

@@ -210,8 +210,10 @@ def _assumed(operation, args, out):
         follows or name in _SAME or name in _COUNTS
     ):
         return default
-    if name in ("eq", "ne") and (args[0] is args[1] or args[1] == math.inf):
-        return (name == "eq") == (args[0] is args[1])  # as `isfinite` asks
+    if name in ("eq", "ne"):  # as `isfinite` asks
+        itself = args[0] is args[1]
+        if itself or (isinstance(args[1], float) and args[1] == math.inf):
+            return (name == "eq") == itself
     given = []
     for tensor in values.tensors_of(args, {})[name == "copy" :]:
         value = values.assumed_of(tensor)
