@@ -207,6 +207,10 @@ NAMES: dict[str, dict[str, str]] = {
     "checkpoints of dry runs": {
         "raw_open_zip_reader": "torch.serialization._open_zipfile_reader",
         "raw_open_zip_writer": "torch.serialization._open_zipfile_writer",
+        "DistWrapper": "torch.distributed.checkpoint.utils._DistWrapper",
+        "raw_validate_plan": (
+            "torch.distributed.checkpoint.default_planner._validate_global_plan"
+        ),
     },
     "dry runs of many ranks": {
         "fsdp_param": "torch.distributed.fsdp._fully_shard._fsdp_param",

@@ -56,6 +56,8 @@ def represent(self, *, tensor_contents=None):
         )
     if runtime.failed and (gpu := gpu_of(self)) is not None:
         device_asserts.check(runtime.failed, [gpu.index])
+    if runtime.dry is not None:
+        runtime.dry.note_printed(self)
     settle_streams(runtime)
     runtime.thread.unlogged += 1
     try:

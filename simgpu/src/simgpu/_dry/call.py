@@ -1,5 +1,6 @@
 """An operation in a dry run: computed where its values are known, else not."""
 
+import math
 import sys
 import weakref
 from types import FrameType

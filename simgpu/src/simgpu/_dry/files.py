@@ -3,23 +3,33 @@
 What is large is skipped in a file, as by `torch.serialization.skip_data`: `torch.load`
 makes tensors without values, and `torch.save` leaves a hole of the right size. What is
 small, as a random state or a counter, is read and written as ever.
+
+A distributed checkpoint is planned by each rank that runs as if it were alone: nobody
+knows the plans of the others, and 16,384 of them would be too many. So it has the
+parts of this rank, and another job cannot read it.
 """
 
 import contextlib
+import os
 from collections.abc import Iterator
 from unittest import mock
 
 import torch
+from torch.distributed.checkpoint import default_planner
+from torch.distributed.checkpoint.metadata import Metadata
 
 from simgpu import _runtime as state
 from simgpu._compat import (
     DisableTorchDispatch,
     DisableTorchFunction,
+    DistWrapper,
     raw_open_zip_reader,
     raw_open_zip_writer,
+    raw_validate_plan,
 )
 from simgpu._dry import values
 
+_raw_init = DistWrapper.__init__
 NOT_WRITTEN = "a file of shapes, without these values"
 
 
@@ -30,8 +40,19 @@ def without_values() -> Iterator[None]:
     with (
         mock.patch.object(module, "_open_zipfile_reader", _Opened.reader),
         mock.patch.object(module, "_open_zipfile_writer", _Opened.writer),
+        mock.patch.object(DistWrapper, "__init__", _plans_alone),
+        mock.patch.object(default_planner, "_validate_global_plan", _is_right),
     ):
         yield
+
+
+def _plans_alone(wrapper, group, use_dist: bool, coordinator_rank: int) -> None:
+    _raw_init(wrapper, group, False, coordinator_rank)
+
+
+def _is_right(plan, metadata):
+    """That nothing is wrong, as PyTorch says it of a plan that has no parts."""
+    return raw_validate_plan([], Metadata({}))
 
 
 class _Opened:
@@ -45,14 +66,36 @@ class _Opened:
         return cls(raw_open_zip_reader(*args), _Reader)
 
     @classmethod
-    def writer(cls, *args):
-        return cls(raw_open_zip_writer(*args), _Writer)
+    def writer(cls, to):
+        path = isinstance(to, (str, os.PathLike))
+        return cls(raw_open_zip_writer(to if path else _Stream(to)), _Writer)
 
     def __enter__(self):
         return self._kind(self._opened.__enter__())
 
     def __exit__(self, *args):
         return self._opened.__exit__(*args)
+
+
+class _Stream:
+    """A program's stream, in which a hole can be left; it may not be able to seek."""
+
+    def __init__(self, stream):
+        self._stream = stream
+
+    def __getattr__(self, name: str):
+        return getattr(self._stream, name)
+
+    def seek(self, nbytes: int, whence: int) -> None:
+        """Go on by so many bytes: so PyTorch leaves a hole."""
+        within = getattr(self._stream, "raw", None)  # of a distributed checkpoint
+        for stream in filter(None, (self._stream, within)):
+            if hasattr(stream, "seekable") and stream.seekable():
+                self._stream.flush()
+                stream.seek(nbytes, whence)
+                return
+        for first in range(0, nbytes, values.SMALL):
+            self._stream.write(bytes(min(values.SMALL, nbytes - first)))
 
 
 class _File:

@@ -153,6 +153,11 @@ class DryRun:
         if values.is_unknown(tensor):
             self.note_read(values.make_plausible(tensor))
 
+    def note_printed(self, tensor: torch.Tensor) -> None:
+        """A tensor is printed: as zeros, if it has no values."""
+        if values.is_unknown(tensor):
+            self.note_read(0)
+
     def run(self, program: Callable[[], Any], keep: report.Kept) -> "report.DryReport":
         """Run the program, up to enough steps, and say what came of it."""
         job, clock = self.job, self.runtime.clock

@@ -31,7 +31,7 @@ class Chunks(Sequence):
 
     def __init__(self, tensor: torch.Tensor, count: int, dim: int):
         self._tensor, self._count, self._dim = tensor, count, dim
-        self._each = max(math.ceil(tensor.size(dim) / count), 1)
+        self._each = math.ceil(tensor.size(dim) / count)
 
     def __len__(self) -> int:
         return self._count

@@ -152,8 +152,8 @@ class Clock:
             beside.popleft()
         taken = cost.CHANNELS / gpu.card.multi_processors
         for first, last in beside:
-            shared = min(last, start + seconds) - max(first, start)
-            seconds += max(shared, 0.0) * taken / (1 - taken)
+            if last > start and first < (end := start + seconds):
+                seconds += (min(last, end) - max(first, start)) * taken / (1 - taken)
         return seconds
 
     def copy(self, source: "End", target: "End", nbytes: int, streams: Sequence[int],

@@ -1,0 +1,247 @@
+"""What a program reads of a dry run's values, writes of them, and what they cost."""
+
+import io
+import os
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+
+from simgpu._dry.run import Job, run
+from simgpu._dry.wide import Chunks
+
+MANY = 16_384
+
+
+def dry(function, world: int = 8, **options):
+    """What a function returns that runs in a dry run, and the report."""
+    found = []
+    report = run(Job(world, **options), lambda: found.append(function()))
+    return found[0], report
+
+
+def large(*shape: int) -> torch.Tensor:
+    return torch.randn(*(shape or (4096, 4096)), device="cuda")
+
+
+def flag_of(x: torch.Tensor) -> torch.Tensor:
+    flag = torch.zeros((), dtype=torch.bool, device="cuda")
+    flag |= torch.isnan(x).any()
+    return flag
+
+
+# -- what is read ----------------------------------------------------------------------
+
+ALARMS = {  # what a program asks of numbers that it fears -> what it hears
+    "isnan any": (lambda x: torch.isnan(x).any(), False),
+    "isnan or isinf": (lambda x: (torch.isnan(x) | torch.isinf(x)).any(), False),
+    "how many": (lambda x: torch.isnan(x).sum() > 0, False),
+    "as a number": (lambda x: torch.isnan(x).float().max(), 0.0),
+    "isfinite all": (lambda x: torch.isfinite(x).all(), True),
+    "isfinite any": (lambda x: torch.isfinite(x).any(), True),
+    "not isfinite all": (lambda x: ~torch.isfinite(x).all(), False),
+    "gathered": (flag_of, False),
+    "a mask": (lambda x: (x > 3).any(), False),
+    "half": (lambda x: x.half().sum(), 1.0),
+}
+
+
+@pytest.mark.parametrize("name", ALARMS)
+def test_nothing_has_gone_wrong(name):
+    asks, expected = ALARMS[name]
+    found, report = dry(lambda: asks(large()).item())
+    assert found == expected and type(found) is type(expected)
+    assert [read["value"] for read in report.unknown_reads] == [expected]
+
+
+def test_gradients_are_finite():
+    def clips():
+        w = nn.Parameter(large())
+        (w * 2).sum().backward()
+        return nn.utils.clip_grad_norm_([w], 1.0, error_if_nonfinite=True).item()
+
+    assert dry(clips)[0] == 1.0
+
+
+def test_a_gradient_scaler_finds_no_infinity():
+    def trains():
+        w, scaler = nn.Parameter(large()), torch.amp.GradScaler()
+        optimizer = torch.optim.SGD([w], 0.1)
+        scaler.scale((w.half() * 2).float().sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return scaler.get_scale()
+
+    assert dry(trains)[0] == 65536.0
+
+
+@pytest.mark.parametrize("big", [False, True])
+def test_numbers_that_are_read_are_finite(big):
+    def reads():
+        x = large(1 << 20)[:3000] if big else (large(4096) * 2)[:3]
+        return x.tolist(), x.cpu().numpy(), np.asarray(x.cpu()), repr(x)
+
+    (listed, array, other, _), report = dry(reads)
+    assert set(listed) == {1.0} and (array == 1).all() and (other == 1).all()
+    assert [read["value"] for read in report.unknown_reads].count(1.0) == 1
+    assert 0 in [read["value"] for read in report.unknown_reads]  # printed
+
+
+def test_what_the_host_has_made_keeps_its_values():
+    batch = np.arange(12, dtype=np.float32).reshape(3, 4)
+    found, report = dry(lambda: torch.from_numpy(batch).sum().item())
+    assert found == 66.0 and not report.unknown_reads
+
+
+def test_results_that_a_program_checks_are_close():
+    def checks():
+        x = large()
+        torch.testing.assert_close(x, x * 2)
+        return torch.allclose(x, x * 2), torch.equal(x, x * 2)
+
+    assert dry(checks)[0] == (True, True)
+
+
+def test_masked_assignments():
+    def assigns():
+        x = large()
+        x[x > 0] = 0
+        return x.shape
+
+    assert dry(assigns)[0] == (4096, 4096)
+
+
+# -- checkpoints -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", ["file", "stream"])
+def test_a_checkpoint_has_shapes_and_small_values(to, tmp_path):
+    file = tmp_path / "model.pt" if to == "file" else io.BytesIO()
+
+    def saves():
+        state = {"w": large(), "rng": torch.get_rng_state(), "steps": torch.arange(3)}
+        torch.save(state, file)
+        if to == "stream":
+            file.seek(0)
+        return state, torch.load(file)
+
+    (state, found), report = dry(saves)
+    assert found["w"].shape == (4096, 4096)
+    assert torch.equal(found["rng"], state["rng"]) and found["steps"].tolist() == [
+        0,
+        1,
+        2,
+    ]
+    assert any("without these values" in str(r["value"]) for r in report.unknown_reads)
+    if to == "file":
+        assert file.stat().st_size > 64 * 2**20
+        assert file.stat().st_blocks * 512 < 2**20  # a hole
+
+
+def test_a_checkpoint_with_values_is_read_for_its_shapes(tmp_path):
+    torch.save(
+        {"w": torch.ones(1024, 1024), "step": torch.tensor(7)}, tmp_path / "x.pt"
+    )
+
+    def loads():
+        found = torch.load(tmp_path / "x.pt", map_location="cuda", mmap=False)
+        model = nn.Linear(1024, 1024, bias=False, device="cuda")
+        model.load_state_dict({"weight": found["w"]})
+        return found["step"].item(), found["w"].device.type
+
+    assert dry(loads)[0] == (7, "cuda")
+
+
+@pytest.mark.parametrize("world", [8, MANY])
+def test_a_distributed_checkpoint(world, tmp_path):
+    def saves():
+        dist.init_process_group("nccl")
+        model = nn.Linear(8192, 8192, device="cuda")
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.randn(2, 8192, device="cuda")).sum().backward()
+        optimizer.step()
+        weights, states = get_state_dict(model, optimizer)
+        dcp.save(
+            {"m": weights, "o": states, "n": torch.tensor(7)}, checkpoint_id=tmp_path
+        )
+        state = {"m": weights, "o": states, "n": torch.tensor(0)}
+        dcp.load(state, checkpoint_id=tmp_path)
+        set_state_dict(
+            model, optimizer, model_state_dict=weights, optim_state_dict=states
+        )
+        return state["n"].item()
+
+    assert dry(saves, world)[0] == 7
+    assert sum(f.stat().st_blocks * 512 for f in tmp_path.iterdir()) < 2**20
+
+
+# -- what it costs ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size, count", [(10, 4), (3, 8), (8, 8), (0, 4), (7, 1)])
+def test_chunks_are_those_of_pytorch(size, count):
+    whole = torch.arange(size * 2.0).view(size, 2)
+    expected = list(torch.chunk(whole, count, dim=0))
+    expected += [whole.new_empty(0)] * (count - len(expected))
+    found = Chunks(whole, count, 0)
+    assert len(found) == count
+    assert all(map(torch.equal, found, expected))
+
+
+def megabytes(program: str, world: int) -> tuple[float, float]:
+    """The most memory that a dry run adds to a process, and its seconds of a CPU."""
+    code = f"""
+        import resource, time
+        import torch, torch.distributed as dist
+        from torch import nn
+        from torch.distributed.fsdp import fully_shard
+        from simgpu._dry.run import Job, run
+        def most():
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        def program():
+            {program}
+        before, began = most(), time.process_time()
+        run(Job({world}), program)
+        print(most() - before, time.process_time() - began)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True,
+        timeout=100, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return tuple(map(float, done.stdout.split()[-2:]))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory as Linux counts it")
+def test_large_tensors_on_the_host_take_no_memory():
+    program = (
+        "m = nn.Linear(60_000, 60_000); nn.init.orthogonal_(m.weight); m.bfloat16();"
+        "x = torch.randn(60_000, 60_000); (x * 2 + 1).cuda().sum().item();"
+        "x = torch.zeros(60_000, 60_000); x.fill_(3); x.clone().normal_().tril();"
+        "torch.save(m.state_dict(), '/dev/null')"
+    )
+    assert megabytes(program, 8)[0] < 100  # of 14 GB each
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory as Linux counts it")
+def test_many_ranks_cost_as_little_as_few():
+    program = (
+        "dist.init_process_group('nccl');"
+        "m = nn.Sequential(*[nn.Linear(8192, 8192, device='meta') for _ in range(8)]);"
+        "[fully_shard(l) for l in m]; fully_shard(m); m.to_empty(device='cuda');"
+        "o = torch.optim.AdamW(m.parameters(), fused=True);"
+        "x = torch.randn(8, 8192, device='cuda');"
+        "[(m(x).sum().backward(), o.step(), o.zero_grad()) for _ in range(3)]"
+    )
+    few, many = megabytes(program, 8), megabytes(program, MANY)
+    assert many[0] < few[0] + 50
+    assert many[1] < 2 * few[1] + 2
