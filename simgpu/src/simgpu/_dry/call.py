@@ -1,5 +1,6 @@
 """An operation in a dry run: computed where its values are known, else not."""
 
+import math
 import sys
 import weakref
 from types import FrameType
@@ -29,6 +30,7 @@ _FOLLOWS = {"logical_or", "logical_and", "logical_xor", "logical_not", "bitwise_
             "bitwise_and", "bitwise_not", "add", "mul", "gt", "ge", "lt", "le", "eq",
             "ne", "max", "min", "maximum", "minimum", "amax", "amin", "any", "all",
             "_to_copy", "copy", "clone", "stack", "cat", "where"}  # fmt: skip
+_SUMS = {"sum", "nansum", "count_nonzero"}  # which tell the result of zeros alone
 _SETS = {"zero", "fill"}
 _MESSAGES = ("c10d", "_c10d_functional")
 _CHOOSES = {"topk", "max", "argmax"}
@@ -57,7 +59,7 @@ class DryCall(Call):
     def log(self, gpu, out, outputs, blocks) -> None:
         super().log(gpu, out, outputs, blocks)
         dry, name = self.runtime.dry, self.operation.name
-        if name == "embedding":
+        if name == "embedding" and current_graph_task_id() == -1:
             dry.tokens.note(*self.args[:2])
         if current_graph_task_id() != -1 and torch.is_grad_enabled():
             # a forward pass in backward: of an activation checkpoint
@@ -176,7 +178,9 @@ class DryCall(Call):
     def _answer(self, operation, args, kwargs):
         """What each element of the result is, if it follows from answers; else None."""
         name = operation.name.rstrip("_")
-        if name not in _FOLLOWS and name not in _SETS:
+        if name in ("eq", "ne") and _is_finite_asked(*args[:2]):
+            return name == ("eq" if args[0] is args[1] else "ne")
+        if name not in _FOLLOWS | _SUMS | _SETS:
             return None
         try:
             ones = [_one_of(value, name in _SETS) for value in args]
@@ -186,7 +190,8 @@ class DryCall(Call):
         out = operation.func(*ones, **more)
         if not isinstance(out, torch.Tensor):  # with the places of a `max`
             return None
-        return out.reshape(-1)[0].item()
+        answer = out.reshape(-1)[0].item()
+        return None if name in _SUMS and answer else answer
 
     def _read(self, tensor: torch.Tensor):
         if self.operation.name in ("equal", "allclose"):
@@ -214,6 +219,11 @@ class _Function:
 
     def __getattr__(self, name: str):
         return getattr(self._func, name)
+
+
+def _is_finite_asked(one, other) -> bool:
+    """Whether `one` is compared with itself or with infinity, as `isfinite` does."""
+    return one is other or (isinstance(other, float) and math.isinf(other))
 
 
 def _one_of(value, whatever: bool):

@@ -9,7 +9,7 @@ import torch
 from simgpu._compat import current_graph_task_id
 from simgpu._device import workspaces
 from simgpu._device.history import History
-from simgpu._dispatch.placement import block_of, is_plain, inner_tensors
+from simgpu._dispatch.placement import block_of, inner_tensors, is_plain
 from simgpu._frames import is_program_code, shown
 
 _DISTRIBUTED = str(Path(torch.distributed.__file__).parent)

@@ -258,6 +258,8 @@ def _lines(report: DryReport) -> list[str]:
     lines += _largest(report)
     if report.step_seconds is None:
         lines += ["", "no step to time: fewer than two calls of Optimizer.step were seen"]
+    elif not report.step_seconds:
+        lines += ["", "nothing ran on the GPU between the last two steps"]
     else:
         lines += _step(report)
     if report.unknown_reads:
