@@ -33,7 +33,7 @@ _FOLLOWS = {"logical_or", "logical_and", "logical_xor", "logical_not", "bitwise_
             "_to_copy", "copy", "clone", "stack", "cat", "where",
             "mean", "bitwise_xor"}  # fmt: skip
 _SETS = {"zero", "fill"}
-_COUNTS = {"sum", "count_nonzero"}
+_COUNTS = {"sum", "nansum", "count_nonzero"}
 _MESSAGES = ("c10d", "_c10d_functional")
 _CHOOSES = {"topk", "max", "argmax"}
 _WRITTEN = {"running_mean", "running_var"}  # by batch norm, whatever its schema says
@@ -61,7 +61,7 @@ class DryCall(Call):
     def log(self, gpu, out, outputs, blocks) -> None:
         super().log(gpu, out, outputs, blocks)
         dry, name = self.runtime.dry, self.operation.name
-        if name == "embedding":
+        if name == "embedding" and current_graph_task_id() == -1:
             dry.tokens.note(*self.args[:2])
         if current_graph_task_id() != -1 and torch.is_grad_enabled():
             # a forward pass in backward: of an activation checkpoint
@@ -182,7 +182,9 @@ class DryCall(Call):
     def _answer(self, operation, args, kwargs, made):
         """What each element of the result is, if it follows from answers; else None."""
         name = operation.name.rstrip("_")
-        if name not in _FOLLOWS and name not in _SETS and name not in _COUNTS:
+        if name in ("eq", "ne") and _is_finite_asked(*args[:2]):
+            return name == ("eq" if args[0] is args[1] else "ne")
+        if name not in _FOLLOWS | _SETS | _COUNTS:
             return None
         try:
             ones = [_one_of(value, name in _SETS) for value in args]
@@ -223,6 +225,11 @@ class _Function:
 
     def __getattr__(self, name: str):
         return getattr(self._func, name)
+
+
+def _is_finite_asked(one, other) -> bool:
+    """Whether `one` is compared with itself or with infinity, as `isfinite` does."""
+    return one is other or (isinstance(other, float) and math.isinf(other))
 
 
 def _one_of(value, whatever: bool):

@@ -62,9 +62,8 @@ def _ask_apart(launcher: str, options) -> None:
 def _answer(launcher: str, path: Path) -> None:
     """What `_ask_apart` started."""
     options = argparse.Namespace(**json.loads(path.read_text(encoding="utf-8")))
-    made = argparse.ArgumentParser(
-        prog="simgpu dry-run", usage="%(prog)s --world N ..."
-    )
+    usage = "%(prog)s --world N ..."
+    made = argparse.ArgumentParser(prog="simgpu dry-run", usage=usage)
     ask = {"accelerate": _accelerate, "deepspeed": _deepspeed}[launcher]
     ask(options, made, options.arguments)
     path.write_text(json.dumps(vars(options)), encoding="utf-8")
@@ -102,7 +101,7 @@ def _accelerate(options, made: argparse.ArgumentParser, words: list[str]) -> Non
         chosen = (theirs.use_fsdp, theirs.use_deepspeed, theirs.use_megatron_lm)
         theirs.multi_gpu = not any(chosen)  # as it does where it finds GPUs
     validate = launch._validate_launch_command
-    found = []
+    before, found = dict(os.environ), []
 
     def validated(args):
         args, *more = validate(args)
@@ -129,7 +128,7 @@ def _accelerate(options, made: argparse.ArgumentParser, words: list[str]) -> Non
     options.environ = {
         name: value
         for name, value in environ.items()
-        if os.environ.get(name) != value and name != "CUDA_VISIBLE_DEVICES"
+        if before.get(name) != value and name != "CUDA_VISIBLE_DEVICES"
     }
     _take(options, made, its, "accelerate launch")
 

@@ -326,10 +326,10 @@ def _lines(report: DryReport) -> list[str]:
               for kind, size in report.memory_by_kind.items()]  # fmt: skip
     lines += _largest(report)
     if report.step_seconds is None:
-        lines += [
-            "",
-            "no step to time: fewer than two calls of Optimizer.step were seen",
-        ]
+        words = "no step to time: fewer than two calls of Optimizer.step were seen"
+        lines += ["", words]
+    elif not report.step_seconds:
+        lines += ["", "nothing ran on the GPU between the last two steps"]
     else:
         lines += _step(report)
     if report.unknown_reads:

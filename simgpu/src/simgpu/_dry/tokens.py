@@ -2,30 +2,46 @@
 
 Counted are the indices that go into embeddings: of the table that gets most of them in
 a step, which is that of the tokens. They are this rank's. Ranks of a mesh that split a
-model ("tp", "cp", "pp", "sp") share them; all others have their own.
+model ("tp", "pp") share them; all others have their own, as those do that split
+sequences ("cp", "sp"), each of which gets its part of a batch.
 """
 
 import contextlib
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterator
+from types import FrameType
 from unittest import mock
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-_SPLIT = {"tp", "cp", "pp", "sp", "tensor", "context", "pipeline", "sequence"}
+_SPLIT = {"tp", "pp", "tensor", "pipeline"}
+
+
+def _module_of() -> int | None:
+    """The layer whose `forward` runs; a table's own address changes when sharded."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == "forward":
+            layer = frame.f_locals.get("self")
+            if isinstance(layer, torch.nn.Module):
+                return id(layer)
+        frame = frame.f_back
+    return None
 
 
 class Counted:
     """Counts the tokens of one rank."""
 
     def __init__(self):
-        self._seen: Counter[tuple] = Counter()
+        self._seen: Counter[object] = Counter()
         self.sharing = 1  # ranks that have the same tokens
 
     def note(self, table, indices) -> None:
         """Indices have gone into an embedding's table."""
-        self._seen[tuple(table.shape)] += indices.numel()
+        self._seen[_module_of() or tuple(table.shape)] += indices.numel()
 
     def take(self) -> int:
         """Those since the last call."""

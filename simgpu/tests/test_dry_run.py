@@ -1,0 +1,284 @@
+"""A dry run of functions, in this process: what a program is told, what is reported."""
+
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from simgpu._dry import command, report
+from simgpu._dry.run import Job, run
+
+
+def steps(model, make_batch, count: int = 3) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(count):
+        model(make_batch()).float().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# -- what a program is told ------------------------------------------------------------
+
+
+def large() -> torch.Tensor:
+    x = torch.randn(1024, 1024, device="cuda")
+    return x @ x
+
+
+ANSWERS = {  # what a program asks to see that all is well, and what it must hear
+    "isnan().any()": (lambda x: x.isnan().any(), False),
+    "x != x": (lambda x: (x != x).any(), False),
+    "isfinite().all()": (lambda x: torch.isfinite(x).all(), True),
+    "not finite, of the extremes": (
+        lambda x: x.amax().isfinite().logical_and(x.amin().isfinite()).logical_not(),
+        False,
+    ),
+    "either": (lambda x: x.isnan().logical_or(x.isinf()).float().max(), 0.0),
+    "counted": (lambda x: x.isinf().sum(), 0),
+    "the sum of both > 0": (lambda x: (x.isinf().any() + x.isnan().any()) > 0, False),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_what_follows_from_an_answer_agrees_with_it(name):
+    asks, expected = ANSWERS[name]
+    heard = []
+    run(Job(), lambda: heard.append(asks(large()).item()))
+    assert heard == [expected]
+
+
+def test_an_overflow_flag_stays_down_through_steps_and_ranks():
+    heard = []
+
+    def program():
+        dist.init_process_group("nccl")
+        flag = torch.tensor([False], device="cuda")
+        for _ in range(3):
+            flag.logical_or_(large().isinf().any())
+            told = flag.clone().to(torch.uint8)
+            flag.zero_()
+            dist.all_reduce(told, op=dist.ReduceOp.MAX)
+            heard.append(told[0].item())
+
+    run(Job(16), program)
+    assert heard == [0, 0, 0]
+
+
+def test_what_is_written_with_other_values_is_no_answer_any_more():
+    heard = []
+
+    def program():
+        x = torch.zeros(1024, 1024, device="cuda")
+        x.zero_()
+        x.add_(large())
+        heard.append(x[0, 0].item())
+
+    run(Job(), program)
+    assert heard == [1.0]
+
+
+# -- kinds of ranks --------------------------------------------------------------------
+
+
+def test_ranks_of_which_some_run_meet_in_the_group_of_all():
+    def program():
+        dist.init_process_group("nccl")
+        torch.cuda.set_device(dist.get_rank() % 2)
+        seed = torch.tensor(dist.get_rank(), device="cuda")
+        dist.broadcast(seed, 0)
+        assert seed.item() == 0
+        pairs = [dist.new_group([i, i + 4]) for i in range(4)]
+        mine = torch.tensor([dist.get_rank()], device="cuda")
+        dist.all_reduce(mine, group=pairs[dist.get_rank() % 4])
+        assert mine.item() == 4
+        steps(nn.Linear(8, 8).cuda(), lambda: torch.ones(4, 8, device="cuda"))
+
+    found = run(Job(8, node=2, kinds="pp=2"), program)
+    assert found.ranks == [0, 4]
+    assert found.steps == 3
+
+
+# -- what is reported ------------------------------------------------------------------
+
+
+class Tables(nn.Module):
+    """Several tables of one shape, as value embeddings have."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Embedding(64, 16)
+        self.more = nn.ModuleList(nn.Embedding(64, 16) for _ in range(3))
+
+    def forward(self, tokens):
+        return self.first(tokens) + sum(table(tokens) for table in self.more)
+
+
+@pytest.mark.parametrize(
+    "name, expected", [("tp", 4 * 40), ("cp", 8 * 40), ("dp", 8 * 40)]
+)
+def test_tokens_are_those_of_one_table_times_the_ranks_with_their_own(name, expected):
+    def program():
+        init_device_mesh("cuda", (4, 2), mesh_dim_names=("replicas", name))
+        steps(Tables().cuda(), lambda: torch.ones(4, 10, dtype=int, device="cuda"))
+
+    assert run(Job(8), program).tokens == expected
+
+
+def test_activations_of_a_split_model_are_no_messages():
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    def program():
+        mesh = init_device_mesh("cuda", (8,))
+        model = nn.Sequential(nn.Linear(512, 4096), nn.ReLU(), nn.Linear(4096, 512))
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        model = parallelize_module(model.cuda(), mesh, plan)
+        steps(model, lambda: torch.ones(8192, 512, device="cuda"))
+
+    kinds = run(Job(8), program).memory_by_kind
+    assert kinds["activations"] > 2 * 8192 * 512 * 4  # of ReLU alone
+    assert kinds.get("communication", 0) <= 2 * 8192 * 512 * 4
+
+
+def test_a_program_that_leaves_the_gpu_alone_has_no_rates():
+    found = run(Job(), lambda: steps(nn.Linear(8, 8), lambda: torch.ones(4, 8)))
+    assert (found.step_seconds, found.mfu, found.tokens_per_second) == (0.0, None, None)
+    assert "nothing ran on the GPU" in str(found)
+
+
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("all_reduce, all ranks", "all_reduce, all ranks"),
+        ("all_reduce, ranks 0, 8", "all_reduce, ranks 0, 8"),
+        ("send, ranks 1, 2, 3, 4 (group 2)", "send, ranks 1 to 4 (group 2)"),
+        ("all_gather, ranks 0, 8, 16, 24", "all_gather, ranks 0 to 24 by 8"),
+        ("all_gather, ranks 0, 1, 8, 9", "all_gather, ranks 0, 1, ... 9 (4)"),
+    ],
+)
+def test_a_group_of_many_ranks_is_named_briefly(name, expected):
+    assert report._briefly(name) == expected
+
+
+# -- the command -----------------------------------------------------------------------
+
+
+def test_the_traceback_of_a_program_that_fails_is_its_own(tmp_path, capsys):
+    script = tmp_path / "fails.py"
+    script.write_text("def f():\n    raise KeyError('x')\nf()\n")
+    assert command.main(["--world", "2", str(script)]) == command.FAILED
+    said = capsys.readouterr().err
+    assert f'File "{script}", line 2, in f' in said
+    assert "_dry" not in said
+
+
+def test_torchrun_says_how_many_ranks(tmp_path):
+    script = tmp_path / "train.py"
+    script.touch()
+    words = ["torchrun", "--nnodes=4", "--nproc-per-node=8", str(script), "--lr", "1"]
+    options = command.read(words)
+    assert (options.world, options.node) == (32, 8)
+    assert (options.program, options.arguments) == (str(script), ["--lr", "1"])
+
+
+PARSERS = {  # stand-ins: a launcher's own modules, and what is written
+    "accelerate": """
+import argparse, os, torch.distributed.run as run
+default_config_file = "nowhere"
+def launch_command_parser():
+    made = argparse.ArgumentParser()
+    for name in ("num_processes", "num_machines"):
+        made.add_argument("--" + name, type=int)
+    for name in ("use_fsdp", "use_deepspeed", "use_megatron_lm", "multi_gpu"):
+        made.add_argument("--" + name, action="store_true")
+    made.add_argument("--config_file")
+    made.add_argument("script")
+    made.add_argument("words", nargs=argparse.REMAINDER)
+    return made
+def _validate_launch_command(args):
+    return args, None, False
+def simple_launcher(args):
+    raise SystemExit("one process")
+def launch_command(args):
+    args, _, _ = _validate_launch_command(args)
+    if not (args.multi_gpu or args.use_fsdp):
+        return simple_launcher(args)
+    os.environ["ACCELERATE_USE_FSDP"] = str(args.use_fsdp).lower()
+    each = args.num_processes // args.num_machines
+    words = [f"--nproc-per-node={each}", args.script, *args.words]
+    run.run(run.get_args_parser().parse_args(words))
+""",
+    "deepspeed": """
+import argparse
+def parse_args(words):
+    made = argparse.ArgumentParser()
+    made.add_argument("--num_gpus", type=int, default=-1)
+    made.add_argument("--num_nodes", type=int, default=-1)
+    made.add_argument("--module", action="store_true")
+    made.add_argument("--no_local_rank", action="store_true")
+    made.add_argument("user_script")
+    made.add_argument("user_args", nargs=argparse.REMAINDER)
+    return made.parse_args(words)
+""",
+}
+PLACES = {"accelerate": "accelerate/commands/launch.py",
+          "deepspeed": "deepspeed/launcher/runner.py"}  # fmt: skip
+
+
+@pytest.fixture
+def launcher(tmp_path, monkeypatch):
+    """Makes a stand-in for a launcher, for the process that reads its words."""
+
+    def make(name: str) -> str:
+        path = tmp_path / PLACES[name]
+        path.parent.mkdir(parents=True)
+        for folder in (path.parent, path.parent.parent):
+            (folder / "__init__.py").touch()
+        path.write_text(PARSERS[name])
+        monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{':'.join(sys.path)}")
+        script = tmp_path / "train.py"
+        script.touch()
+        return str(script)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "before, words, world, node",
+    [
+        ([], ["--use_fsdp", "--num_processes=16", "--num_machines=4"], 16, 4),
+        (["--world", "64"], ["--use_fsdp"], 64, None),
+        (["--world", "64", "--node", "4"], ["--use_fsdp", "--num_processes=8"], 64, 4),
+    ],
+)
+def test_accelerate_launch_says_what_the_environment_has(
+    launcher, before, words, world, node
+):
+    script = launcher("accelerate")
+    found = command.read([*before, "accelerate", "launch", *words, script, "--x", "1"])
+    assert (found.world, found.node) == (world, node)
+    assert found.environ["ACCELERATE_USE_FSDP"] == "true"
+    assert (found.program, found.arguments) == (script, ["--x", "1"])
+
+
+def test_accelerate_launch_without_ranks_says_what_to_write(launcher, capfd):
+    with pytest.raises(SystemExit):
+        command.read(["accelerate", "launch", launcher("accelerate")])
+    assert "write --world N" in capfd.readouterr().err
+
+
+def test_deepspeed_tells_each_rank_its_place(launcher, capsys):
+    script = launcher("deepspeed")
+    words = ["deepspeed", "--num_gpus=4", "--num_nodes=2", script, "--stage", "1"]
+    found = command.read(["--rank", "6", *words])
+    assert (found.world, found.node) == (8, 4)
+    with open(script, "w") as file:
+        file.write("import sys\nprint(*sys.argv[1:])")
+    run(command.job_of(found), command.program_of(found))
+    assert "--local_rank=2 --stage 1" in capsys.readouterr().out
