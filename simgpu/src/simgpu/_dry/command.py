@@ -174,8 +174,8 @@ def main(words: Sequence[str]) -> int:
               file=sys.stderr)  # fmt: skip
         return FAILED
     except BaseException as error:
-        trace = kinds.own_part(error)
-        failures.report(type(error), error, trace, sys.excepthook)
+        error = error.with_traceback(kinds.own_part(error))
+        failures.report(type(error), error, error.__traceback__, sys.excepthook)
         return FAILED
     _write(found, to)
     if found.fits and found.steps < 2:
