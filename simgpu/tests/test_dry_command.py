@@ -141,6 +141,16 @@ def test_a_script_that_does_not_step(dry_run):
     assert "memory at the peak" in done.stdout
 
 
+@pytest.mark.parametrize(("code", "status"), [(0, 0), (4, 1)])
+def test_a_script_that_ends_by_itself(dry_run, tmp_path, code, status):
+    text = TRAIN + f"raise SystemExit({code})\n"
+    (tmp_path / "train.py").write_text(text)
+    done = dry_run("--world", 4, "train.py", "--steps", 2)
+    assert done.status == status, done.stderr
+    assert ("what binds" in done.stdout) == (status == 0)
+    assert (f"ended with exit status {code}" in done.stderr) == (status == 1)
+
+
 PIECES = """
 import os
 import torch

@@ -37,6 +37,10 @@ ANSWERS = {  # what a program asks to see that all is well, and what it must hea
         False,
     ),
     "either": (lambda x: x.isnan().logical_or(x.isinf()).float().max(), 0.0),
+    "copied over another": (
+        lambda x: (x.sum() == 3).copy_(x.isinf().any()),
+        False,
+    ),
     "counted": (lambda x: x.isinf().sum(), 0),
     "the sum of both > 0": (lambda x: (x.isinf().any() + x.isnan().any()) > 0, False),
 }

@@ -56,7 +56,7 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
     engine = next(filter(_is_engine, _backends(spec).values()), None)
     if engine is None and runtime.peers is not None:
         fake_backend()
-        backend, engine = distributed_c10d.Backend(_STAND_IN), None
+        backend = distributed_c10d.Backend(_STAND_IN)
     if engine is None:
         return raw_new_process_group(
             size, rank, ranks, backend, store, name, *args, **kwargs

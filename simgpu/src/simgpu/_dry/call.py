@@ -84,8 +84,7 @@ class DryCall(Call):
                     return self._read(unknown[0])
                 return func(*args, **kwargs)
         if not unknown and self._is_small(operation, func, tensors, args, kwargs):
-            out = func(*args, **kwargs)
-            return out
+            return func(*args, **kwargs)
         with DisableTorchFunction(), DisableTorchDispatch(), torch.no_grad():
             return self._skip(operation, func, args, kwargs)
 
@@ -187,7 +186,9 @@ class DryCall(Call):
         if name not in _FOLLOWS | _SETS | _COUNTS:
             return None
         try:
-            ones = [_one_of(value, name in _SETS) for value in args]
+            # what is overwritten tells nothing of the result
+            over = len(args) if name in _SETS else int(name == "copy")
+            ones = [_one_of(value, i < over) for i, value in enumerate(args)]
         except LookupError:
             return None
         more = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}

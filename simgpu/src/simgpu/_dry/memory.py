@@ -89,7 +89,6 @@ class Watch:
         self.memory.history.record(10**8, "alloc")
         self._kinds: dict[int, str] = {}  # number of an allocation -> kind
         self._live: dict[int, int] = {}  # address -> number of its allocation
-        self._seen = 0
         self._made: list[tuple[int, dict]] = []  # of each allocation
         self._moves: list[tuple[int, int]] = []  # (number, 1 or -1)
         self._ends: list[int] = []  # how many of them there were after each step

@@ -64,7 +64,7 @@ class DryReport:
         reserved_bytes: the most that the caching allocator held.
         total_bytes: of the card.
         memory_by_kind: bytes at the peak: parameters, gradients, optimizer, buffers,
-            activations, communication, other.
+            activations, communication, workspaces (of cuBLAS), other.
         memory_by_line: the same by kind and line, largest first.
         steps: that were seen.
         step_seconds: of the last one; None if fewer than two were seen. So of all

@@ -180,9 +180,10 @@ class DryRun:
                 pass
             except torch.OutOfMemoryError as error:
                 full = error
-            except BaseException:
-                self._leave()
-                raise
+            except BaseException as error:
+                if not isinstance(error, SystemExit) or error.code:
+                    self._leave()
+                    raise
             finally:
                 steps.close()
                 if self.progress is not None:
