@@ -1,6 +1,7 @@
 """Programs for several GPUs, as PyTorch's tutorials have them, on simulated ones.
 
 Each compares what it computes with one process, by itself, and ends with a line "ok".
+More of them run in `test_dry_twins.py`, beside a dry run.
 """
 
 import os
@@ -21,31 +22,9 @@ RUNS = [  # a program, its ranks, its arguments
     ("exchanges", 4),
     ("groups", 4),
     ("functional", 4),
-    ("ddp_all", 4),
     ("ddp_edges", 4),
-    ("ddp_kinds", 2),
-    ("gpt", 4, "--dtype=float32"),
-    ("gpt", 4, "--dtype=bfloat16"),
-    ("gpt", 4, "--dtype=float16"),
     ("zero", 4),
-    ("fsdp1", 4),
-    ("fsdp2", 4),
-    ("fsdp2", 4, "--reshard=no", "--prefetch"),
-    ("fsdp2", 4, "--reshard=2", "--clip=100"),
-    ("fsdp2_mixed", 4),
-    ("tensor_parallel", 4),
-    ("tensor_parallel", 2, "--loss-parallel"),
-    ("tensor_parallel", 4, "--sequence", "--loss-parallel"),
-    ("two_d", 4),
-    ("two_d", 8, "--replicas=2"),
-    ("three_d", 8),
-    ("fsdp2_tp_gpt", 8, "--steps=3"),
-    ("pipeline", 4),
-    ("ring_attention", 4),
-    ("context_parallel", 4, "--kernel=efficient"),
-    ("context_parallel", 4, "--kernel=flash"),
     ("experts", 4),
-    ("memory", 2),
 ]
 
 

@@ -1,4 +1,7 @@
-"""A dry run beside the same program with values: the same bytes, the same times."""
+"""A dry run beside the same program with values: the same bytes, the same times.
+
+The programs are those of `test_cluster.py`: with values, each agrees with one process.
+"""
 
 import json
 from pathlib import Path
@@ -26,7 +29,7 @@ RUNS = [  # a program, its ranks, which of them run in the dry run, its argument
     ("fsdp2_tp_gpt", 8, None, "--steps=3"),
     ("pipeline", 4, "pp=4"),
     ("context_parallel", 4, None, "--kernel=efficient"),
-    ("context_parallel", 2, None, "--kernel=flash"),
+    ("context_parallel", 4, None, "--kernel=flash"),
     ("memory", 2, None),
     ("ring_attention", 4, None),
 ]
@@ -49,6 +52,7 @@ def both(folder: Path, program: tuple) -> tuple[dict, dict]:
         folder, ranks, SUPPORT / "twin.py", real, script, *arguments
     )
     assert done.status == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith(f"ok {name}: "), done.stdout
     words = ["dry-run", "--world", ranks, "--node", ranks, "--card", "A100"]
     words += ["--steps", 1000] + (["--kinds", kinds] if kinds else [])
     done = programs.simulated(

@@ -94,7 +94,7 @@ def simulated_ranks() -> Callable[..., list[Any]]:
 
     Returns:
         `run_ranks(function, ranks, *args, card=..., memory=..., nodes=1, network=None,
-        seconds=60)`: see `simgpu.run_ranks`. It returns what each rank has returned.
+        seconds=180)`: see `simgpu.run_ranks`. It returns what each rank has returned.
     """
     from simgpu._ranks.run_ranks import run_ranks
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-SECONDS = 120  # that a program may take
+SECONDS = 300  # that a program may take, beside others
 _SERVER = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
 if hasattr(os, "fork"):
     _SERVER.set_forkserver_preload(

@@ -21,7 +21,7 @@ from simgpu._ranks.worker_group import WorkerGroup
 from simgpu._timing.job import JobTimeline
 
 MOST_RANKS = 32
-RUN_SECONDS = 60.0  # that a call or a cell may take
+RUN_SECONDS = 180.0  # that a call or a cell may take, also on a busy machine
 COLLECTIVE_SECONDS = 20.0  # before a collective gives up
 KEPT_CELLS = 100  # whose lines are kept, to be shown in an error
 _current: "Ranks | None" = None  # that are open in this notebook

@@ -73,7 +73,7 @@ def run_ranks(
     memory: int | str | None = None,
     nodes: int = 1,
     network: Network | float | str | None = None,
-    seconds: float = 60.0,
+    seconds: float = 180.0,
     **kwargs: object,
 ) -> list:
     """Call a function on every rank of a job and return what each has returned.

@@ -78,8 +78,11 @@ model.init_weights()
 for name, parameter in model.named_parameters():
     assert parameter.device == device and full(parameter).isfinite().all(), name
 weight = full(model.head.weight)
-assert 0 < weight.std() < 1
-assert not torch.equal(*weight.chunk(2)), "shards of different ranks are alike"
+# `nn.Linear` draws evenly from -1 / sqrt(width) to that, each shard other numbers
+bound = weight.shape[1] ** -0.5
+one, other = weight.chunk(2)
+agree("new weights", weight.std(), bound * 3**-0.5, rtol=0.1)
+agree("shards differ", (one - other).abs().mean(), bound * 2 / 3, rtol=0.2)
 state = start.state_dict() if rank == 0 else {}
 options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 set_model_state_dict(model, state, options=options)
