@@ -28,6 +28,7 @@ _SILENT = {
     "detach", "alias", "empty", "empty_like", "empty_strided", "new_empty",
     "new_empty_strided", "set_", "resize_", "_unsafe_view", "lift_fresh", "lift",
     "_sparse_coo_tensor_with_dims_and_tensors", "_coalesced_", "_reshape_alias",
+    "fsdp::record_grad_output_stream",  # a note for devices that are not CUDA
 }  # fmt: skip
 # they read of their first tensor only what they return
 _GATHERS = {"embedding", "index", "index_select", "gather", "take", "_unsafe_index"}
