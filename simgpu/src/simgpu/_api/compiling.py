@@ -34,7 +34,10 @@ def compile(model=None, *, disable: bool = False, **options):
         return model
     if getattr(model, "__name__", "") == _FLEX:  # what runs it uncompiled
         return model
-    if state.current().request.compile == "eager":
+    how = state.current().request.compile
+    if how == "fuse":
+        return state.current().dry.compiled(model)
+    if how == "eager":
         _tell()
         return model
     if isinstance(getattr(model, "__self__", model), nn.Module):

@@ -17,7 +17,7 @@ from simgpu._locking import one_at_a_time
 from simgpu._timing import cost
 from simgpu._timing.engine import MANY, Engine, book_together
 from simgpu._timing.events import Event, StreamPosition, Wait
-from simgpu._timing.kernel_cost import Work, kernel_seconds, kernel_share
+from simgpu._timing.kernel_cost import FLOOR, Work, kernel_seconds, kernel_share
 from simgpu._timing.meeting import Key, Meeting
 
 if TYPE_CHECKING:
@@ -111,12 +111,19 @@ class Clock:
         share = kernel_share(gpu.card, work.elements)
         self._launch(gpu, stream, name, seconds, share, work.nbytes, work.flops)
 
+    def go_on(self, gpu: "Gpu", stream: int, name: str, work: Work) -> None:
+        """A kernel that has been launched does more: `work` beside that."""
+        seconds = kernel_seconds(gpu.card, work) - FLOOR
+        share = kernel_share(gpu.card, work.elements)
+        self._launch(gpu, stream, name, seconds, share, work.nbytes, work.flops, 0.0)
+
     def spin(self, gpu: "Gpu", stream: int, seconds: float) -> None:
         """A kernel of one thread that does nothing for so long."""
         self._launch(gpu, stream, "spin", seconds, kernel_share(gpu.card, 1), 0, 0)
 
     def _launch(self, gpu: "Gpu", stream: int, name: str, seconds: float, share: float,
-                nbytes: int, flops: int) -> None:  # fmt: skip
+                nbytes: int, flops: int, launch: float = cost.LAUNCH,
+                ) -> None:  # fmt: skip
         index = gpu.index
         key = (index, stream)
         if self.pending:
@@ -124,7 +131,7 @@ class Clock:
         with self.lock:
             now = self._time
             launched = now.seconds
-            now.seconds = host = launched + cost.LAUNCH
+            now.seconds = host = launched + launch
             if host > self.latest:
                 self.latest = host
             ready = max(host + cost.START, self.done.get(key, 0.0))
