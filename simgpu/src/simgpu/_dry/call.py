@@ -69,7 +69,8 @@ class DryCall(Call):
         if self._fusing is None:
             return super()._run_on_gpu(gpu)
         if hasattr(self._func, "asks"):  # in place only where it is a kernel by itself
-            self.func = self._func.asks
+            self.func = self._shaper(self._func.asks)
+            self.operation = operation_of(self._func)
         out = self._compute(gpu)
         self._fusing.run(self, gpu, out)
         return out
