@@ -10,6 +10,7 @@ from simgpu._device.gpu import Gpu
 from simgpu._dispatch.kernel_work import bytes_in
 from simgpu._dispatch.placement import DeviceMemory, storage_of
 
+Mark = weakref.ref[DeviceMemory]  # one that is dead is equal to no other
 _IN_STEPS = 1024  # elements that one block of threads does not add up for a result
 _NAMED = 4  # operations in the name of a kernel
 
@@ -36,7 +37,7 @@ EACH, ROW = Way(), Way("rows")
 class Lazy(DeviceMemory):
     """The mark of a storage that nobody has written yet, and that has no block."""
 
-    __slots__ = ("node", "__weakref__")
+    __slots__ = ("node",)
 
     def __init__(self, gpu: Gpu, nbytes: int, node: "Node"):
         self.gpu, self.nbytes, self.node = gpu, nbytes, node
@@ -57,17 +58,19 @@ class Node:
         sources: (mark or node, bytes that are read of it, where they begin).
         number: it was made after those with a smaller one.
         lazy: its mark; of None, nobody but other nodes can read it.
+        held: its mark, if that is to outlive the storage.
         memory: its mark once it is written.
         kernel: the first that has computed it.
         depth: operations between it and what is in memory.
     """
 
-    __slots__ = ("name", "numel", "sources", "number", "lazy", "memory", "kernel",
-                 "depth")  # fmt: skip
+    __slots__ = ("name", "numel", "sources", "number", "lazy", "held", "memory",
+                 "kernel", "depth")  # fmt: skip
 
     def __init__(self, name: str, numel: int, sources: tuple, number: int):
         self.name, self.numel, self.sources, self.number = name, numel, sources, number
         self.lazy: weakref.ref[Lazy] | None = None
+        self.held: Lazy | None = None
         self.memory: Lazy | None = None
         self.kernel: Kernel | None = None
         depths = (s.depth for s, _, _ in sources if type(s) is Node)
@@ -84,16 +87,16 @@ class Node:
                         stack.append(source)
         return sorted(found.values(), key=lambda node: node.number)
 
-    def reads(self) -> dict[tuple[int, int], tuple[DeviceMemory, int]]:
-        """(address of a mark, where) -> the mark, and bytes that are read of it."""
-        found: dict[tuple[int, int], tuple[DeviceMemory, int]] = {}
+    def reads(self) -> dict[tuple[Mark, int], tuple[DeviceMemory, int]]:
+        """(mark, where) -> the mark itself, and bytes that are read of it."""
+        found: dict[tuple[Mark, int], tuple[DeviceMemory, int]] = {}
         for node in self.ancestors():
             for source, nbytes, first in node.sources:
                 if type(source) is Node:
                     if source.memory is None:
                         continue
                     source = source.memory
-                key = id(source), first
+                key = weakref.ref(source), first
                 if key not in found or found[key][1] < nbytes:
                     found[key] = source, nbytes
         return found
@@ -120,9 +123,9 @@ class Kernel:
         self.in_steps = self.launched = self._mixes = False
         self.nbytes = 0
         self._names: dict[str, None] = {}
-        self._parts: dict[tuple[int, int], int] = {}  # (mark, where) -> bytes read
-        self._read: dict[int, int] = {}  # mark -> bytes
-        self._wrote: set[int] = set()
+        self._parts: dict[tuple[Mark, int], int] = {}  # (mark, where) -> bytes read
+        self._read: dict[Mark, int] = {}  # bytes
+        self._wrote: set[Mark] = set()
 
     @property
     def name(self) -> str:
@@ -168,8 +171,9 @@ class Kernel:
                 self._read[key[0]] = read + more
                 self.nbytes += more
         for memory, nbytes in written:
-            if id(memory) not in self._wrote:
-                self._wrote.add(id(memory))
+            mark = weakref.ref(memory)
+            if mark not in self._wrote:
+                self._wrote.add(mark)
                 self.nbytes += nbytes
         return self.nbytes - before
 

@@ -29,6 +29,7 @@ DRAWS = {"native_dropout"}  # its mask is written: nobody draws it again
 # arguments of which no element is read
 _UNREAD = {"nll_loss_backward": {1}, "copy_": {0}, "zero_": {0}, "fill_": {0}}
 _PICKS = {"nll_loss_forward"}  # it reads of its first tensor one element for a row
+_BREAKS = {"_local_scalar_dense", "is_nonzero", "equal", "_to_copy", "copy_"}
 _UNROLLED = 8  # `unroll_reductions_threshold`: shorter sums are pointwise operations
 # `MixOrderReduction.can_fuse`: elements, rows at least; columns at most
 _MIXED = 5 * 2**20, 4096, 2**14
@@ -57,6 +58,12 @@ def is_fused(call) -> bool:
     device, thread = call.kwargs.get("device"), call.runtime.thread
     to_host = thread.asked_for_copy or thread.asked_for_cpu
     return device is None or device.type != "cpu" or not to_host
+
+
+def breaks_graph(call) -> bool:
+    """Whether what comes after an operation is no kernel with what was before."""
+    name = call.operation.name
+    return call.operation.func.namespace != "aten" or name in _BREAKS
 
 
 def is_reduction(call, outputs: list[torch.Tensor]) -> bool:

@@ -33,6 +33,7 @@ from simgpu._dry.fused_kernels import (
     ROW,
     Kernel,
     Lazy,
+    Mark,
     Node,
     Way,
     lazy_of,
@@ -56,12 +57,13 @@ class Fusing:
         self.runtime = runtime
         self.region: object = None
         self._made: list[weakref.ref[Lazy]] = []  # in this region
+        self._held: list[Node] = []  # with marks that a later kernel may need
         self._number = self._place = 0
         self._open: list[Kernel] = []  # not launched yet
         self._recent: deque[Kernel] = deque(maxlen=_RECENT)
-        # address of a mark -> place of the kernel that wrote it; + 0.5 where the kernel
+        # mark -> place of the kernel that wrote it; + 0.5 where the kernel
         # must have ended before anybody can read it
-        self._born: dict[int, float] = {}
+        self._born: dict[Mark, float] = {}
 
     # -- regions -----------------------------------------------------------------------
 
@@ -95,6 +97,9 @@ class Fusing:
             kernel.launched = True
         self._open.clear()
         if self.region is None:
+            for node in self._held:
+                node.held = None
+            self._held.clear()
             self._made.clear()
             self._recent.clear()
             self._born.clear()
@@ -114,6 +119,8 @@ class Fusing:
                 self.write(lazy)
         if self._open:
             self._launch()
+        if self.region is not None and fusible.breaks_graph(call):
+            self._recent.clear()
         return False
 
     def run(self, call, gpu: Gpu, out) -> None:
@@ -159,7 +166,7 @@ class Fusing:
         for tensor in tensors:
             memory = getattr(storage_of(tensor), "_simgpu", None)
             if memory is not None:
-                self._born[id(memory)] = self._place
+                self._born[weakref.ref(memory)] = self._place
 
     def _node(self, name: str, numel: int, sources: tuple) -> Node:
         self._number += 1
@@ -187,8 +194,8 @@ class Fusing:
 
     def _is_written(self, lazy: Lazy, kernel: Kernel) -> None:
         node, reads = lazy.node, lazy.node.reads()
-        lazy.node, node.sources = None, ()
-        self._born[id(lazy)] = kernel.place
+        lazy.node, node.sources, node.held = None, (), None
+        self._born[weakref.ref(lazy)] = kernel.place
         if any(memory.nbytes == lazy.nbytes for memory, _ in reads.values()):
             del reads  # what only it has read is written in place (`inplace_buffers`)
         lazy.block = lazy.gpu.memory.malloc(lazy.nbytes, kernel.stream)
@@ -201,7 +208,7 @@ class Fusing:
         written = [(storage_of(t)._simgpu, bytes_in(t)) for t in tensors]
         kernel = self._compute(node, gpu, written, way)
         for memory, _ in written:
-            self._born[id(memory)] = kernel.place + (0.5 if way.ends else 0)
+            self._born[weakref.ref(memory)] = kernel.place + (0.5 if way.ends else 0)
 
     def _compute(self, node: Node, gpu: Gpu, written: list, way: Way) -> Kernel:
         """Let one of the last kernels, or a new one, compute a node."""
@@ -225,6 +232,10 @@ class Fusing:
             self._recent.append(kernel)
             self._open.append(kernel)
         self._add(kernel, node, written, way)
+        for other in node.ancestors()[:-1]:
+            if other.is_left() and len(other.reads()) > _REUSED:
+                other.held = other.lazy()
+                self._held.append(other)
         return kernel
 
     def _add(self, kernel: Kernel, node: Node, written: list, way: Way) -> None:
@@ -237,7 +248,7 @@ class Fusing:
         """That of the last kernels which a node joins."""
         reads, ready = node.reads(), 0.0
         for memory, _ in reads.values():
-            born = self._born.get(id(memory), 0)
+            born = self._born.get(weakref.ref(memory), 0)
             # the end of a reduction may go on with its results
             ready = max(ready, int(born) if least <= memory.nbytes else born)
         stream = self.runtime.stream_of(gpu)
