@@ -242,7 +242,7 @@ class Fusing:
         more = kernel.add(node, way, node.reads(), written)
         if kernel.launched and more:
             name, work = f"{kernel.name} (more)", Work(more, 0, node.numel)
-            self.runtime.clock.go_on(kernel.gpu, kernel.stream, name, work)
+            self.runtime.clock.kernel(kernel.gpu, kernel.stream, name, work, True)
 
     def _kernel_for(self, node: Node, gpu: Gpu, way: Way, least: int) -> Kernel | None:
         """That of the last kernels which a node joins."""
