@@ -13,7 +13,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import simgpu
 from simgpu import _runtime as state
+from simgpu._dry import command
 from simgpu._dry.run import Job, run
 from support import compiled_models
 
@@ -290,6 +292,25 @@ def test_what_is_not_compiled_is_as_before():
 
     fused, eager = in_dry_run(program), in_dry_run(program, "eager")
     assert vars(fused) == vars(eager)
+
+
+def test_a_report_says_how_it_was_counted():
+    report = simgpu.dry_run(two_steps, world=1, compile="fuse")
+    assert report.compiled == "fuse" and "(--compile fuse)" in str(report)
+    options = command.read(["--world", "1", "--compile", "fuse", __file__])
+    assert command.job_of(options).compile == "fuse"
+    options = command.read(["--world", "1", "--no-compile", __file__])
+    assert command.job_of(options).compile == "eager"
+    with pytest.raises(ValueError, match="use one of"):
+        Job(compile="yes")
+
+
+def two_steps():
+    weight = x()
+    optimizer = torch.optim.SGD([weight])
+    for _ in range(2):
+        torch.compile(lambda a: (a + 1).mean())(weight).backward()
+        optimizer.step()
 
 
 # -- beside Inductor -------------------------------------------------------------------
