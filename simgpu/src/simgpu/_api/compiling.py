@@ -4,7 +4,8 @@ What it would make are kernels for a GPU that is not there. A module is refused 
 a function when it is called, because packages decorate functions that nobody calls.
 Uncompiled means: `torch.compile` gives back the very module or function, as PyTorch
 does with `disable=True`, so there is no `_orig_mod`. Leaves out: the time and memory
-that compiling would save; the figures are those of eager PyTorch.
+that compiling would save; the figures are those of eager PyTorch. A dry run may count
+them, see `_dry/fusing.py`.
 """
 
 import functools
@@ -34,7 +35,10 @@ def compile(model=None, *, disable: bool = False, **options):
         return model
     if getattr(model, "__name__", "") == _FLEX:  # what runs it uncompiled
         return model
-    if state.current().request.compile == "eager":
+    how = state.current().request.compile
+    if how == "fuse":
+        return state.current().dry.compiled(model)
+    if how == "eager":
         _tell()
         return model
     if isinstance(getattr(model, "__self__", model), nn.Module):

@@ -112,13 +112,7 @@ class Call:
         logged = self.is_logged()
         if logged and self.runtime.sanitizer.watching:
             sanitizing.before_kernel(self, gpu)
-        if self.operation.random:
-            out = self._draw(gpu)
-        else:
-            try:
-                out = self.func(*self.args, **self.kwargs)
-            except NotImplementedError as error:
-                out = compute_as_cuda(self, error)
+        out = self._compute(gpu)
         outputs = [out] if isinstance(out, _Tensor) else tensors_in(_as_list(out))
         blocks = place_all(outputs, gpu)
         if self.operation.take_memory is not None and gpu.workspaces is not None:
@@ -126,6 +120,15 @@ class Call:
         if logged:
             self.log(gpu, out, outputs, blocks)
         return out
+
+    def _compute(self, gpu: Gpu):
+        __tracebackhide__ = True
+        if self.operation.random:
+            return self._draw(gpu)
+        try:
+            return self.func(*self.args, **self.kwargs)
+        except NotImplementedError as error:
+            return compute_as_cuda(self, error)
 
     def _run_on_host(self):
         if self.operation.random:

@@ -42,7 +42,7 @@ def over(storage, dtype: torch.dtype, *where) -> torch.Tensor:
 class DeviceMemory:
     """The mark of a storage on a GPU: its block is freed with the storage."""
 
-    __slots__ = ("gpu", "nbytes", "block", "arriving", "awaited")
+    __slots__ = ("gpu", "nbytes", "block", "arriving", "awaited", "__weakref__")
 
     def __init__(self, gpu: Gpu, nbytes: int, stream: int):
         __tracebackhide__ = True

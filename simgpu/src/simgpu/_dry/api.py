@@ -53,8 +53,9 @@ def dry_run(
             stages of as many ranks each, "0,16" for these ranks; "same": a message to
             another rank is like that rank's own.
         routing: of tokens to experts: "even" or "refuse".
-        compile: what `torch.compile` does: "refuse", or "eager": give back what it is
-            given.
+        compile: what `torch.compile` does: "refuse"; "eager": give back what it is
+            given; or "fuse": count a chain of pointwise operations and reductions as
+            one kernel.
         tokens: of a step of the whole job; None: counted at the embedding.
         timeline: a file for a trace, which ui.perfetto.dev opens.
         memory_snapshot: a file for PyTorch's viewer of memory.
@@ -82,17 +83,15 @@ def dry_run(
         raise ValueError(
             f'network={network!r}: a script takes text, such as "400 Gbit/s"'
         )
-    if compile not in ("refuse", "eager"):
-        raise ValueError(f'compile={compile!r}; use "refuse" or "eager"')
+    if compile not in ("refuse", "eager", "fuse"):
+        raise ValueError(f'compile={compile!r}; use "refuse", "eager" or "fuse"')
     options = {
         "world": world, "node": node, "rank": rank, "card": _name_of(card),
         "memory": memory, "network": network, "steps": steps, "kinds": kinds,
-        "routing": routing, "tokens": tokens, "timeline": files[0],
+        "routing": routing, "compile": compile, "tokens": tokens, "timeline": files[0],
         "memory-snapshot": files[1],
     }  # fmt: skip
     words = [f"--{name}={its}" for name, its in options.items() if its is not None]
-    if compile == "eager":
-        words.append("--no-compile")
     return _script([*words, os.fspath(program), *map(str, arguments)], seconds)
 
 

@@ -47,7 +47,13 @@ class DryCall(Call):
         NotSimulated: where a shape depends on an unknown value.
     """
 
-    __slots__ = ("_func", "__weakref__")
+    __slots__ = ("_func", "_fusing", "__weakref__")
+
+    def __init__(self, runtime, operation, func, args, kwargs):
+        super().__init__(runtime, operation, func, args, kwargs)
+        fusing = runtime.dry.fusing
+        # what fuses it, if it is a part of compiled code
+        self._fusing = fusing if fusing is not None and fusing.takes(self) else None
 
     @property
     def func(self):
@@ -58,9 +64,22 @@ class DryCall(Call):
     def func(self, func) -> None:
         self._func = func
 
+    def _run_on_gpu(self, gpu):
+        __tracebackhide__ = True
+        if self._fusing is None:
+            return super()._run_on_gpu(gpu)
+        if hasattr(self._func, "asks"):  # in place only where it is a kernel by itself
+            self.func = self._shaper(self._func.asks)
+            self.operation = operation_of(self._func)
+        out = self._compute(gpu)
+        self._fusing.run(self, gpu, out)
+        return out
+
     def log(self, gpu, out, outputs, blocks) -> None:
         super().log(gpu, out, outputs, blocks)
         dry, name = self.runtime.dry, self.operation.name
+        if dry.fusing is not None and dry.fusing.region is not None:
+            dry.fusing.note_written([*outputs, *self.tensors[: not outputs]])
         if name == "embedding" and current_graph_task_id() == -1:
             dry.tokens.note(*self.args[:2])
         if current_graph_task_id() != -1 and torch.is_grad_enabled():
@@ -97,7 +116,7 @@ class DryCall(Call):
                 return True  # of which PyTorch computes nothing, or what we leave to it
             if not values.fits(tensor.nbytes, tensor.dtype, on_host):
                 return False
-        if not operation.makes or self._is_dynamic(operation, args):
+        if not operation.makes or self.is_dynamic(operation, args):
             return True
         with DisableTorchFunction(), DisableTorchDispatch(), torch.no_grad():
             try:
@@ -108,7 +127,7 @@ class DryCall(Call):
             return True
         return all(values.fits(p.nbytes, p.dtype, on_host) for p in found.tensors())
 
-    def _is_dynamic(self, operation, args) -> bool:
+    def is_dynamic(self, operation, args) -> bool:
         """Whether the shape of its result depends on values."""
         if torch.Tag.dynamic_output_shape in operation.func.tags:
             if operation.name not in ("index", "_unsafe_index"):
@@ -130,7 +149,7 @@ class DryCall(Call):
             return self._skip_in_place(operation, args, kwargs)
         if operation.name == "index":
             args = _with_places(args)
-        if self._is_dynamic(operation, args):
+        if self.is_dynamic(operation, args):
             raise NotSimulated(
                 f"{operation.name}, whose shape depends on values that a dry run does "
                 f"not know ({called_from()})"

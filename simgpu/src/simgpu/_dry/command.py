@@ -20,6 +20,7 @@ FITS, FAILED, WRONG, FULL = 0, 1, 2, 3
 _WITH_VALUE = {
     "--world", "--node", "--rank", "--card", "--memory", "--network", "--steps",
     "--kinds", "--routing", "--tokens", "--json", "--timeline", "--memory-snapshot",
+    "--compile",
 }  # fmt: skip
 _NEVER = (
     "the program ended after {} of {} steps: a step is a call of Optimizer.step, and "
@@ -33,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
         prog="simgpu dry-run",
         usage="%(prog)s --world N [--node N] [--card CARD] [--network BANDWIDTH] "
         "[--rank R] [--memory SIZE] [--kinds KINDS] [--routing HOW] [--steps N] "
-        "[--tokens N] [--no-compile] [--json FILE] [--timeline FILE] "
+        "[--tokens N] [--compile HOW] [--json FILE] [--timeline FILE] "
         "[--memory-snapshot FILE] (SCRIPT | -m MODULE | LAUNCHER ...) [ARGUMENT ...]",
         description="Run a training script as one rank of any number, without values: "
         "what memory it needs, and how long a step takes.",
@@ -56,8 +57,12 @@ def parser() -> argparse.ArgumentParser:
     add("--tokens", type=int, metavar="N",
         help="of a step, of the whole job (default: counted at the embedding)"
     )  # fmt: skip
-    add("--no-compile", action="store_true",
-        help="torch.compile gives back what it is given")  # fmt: skip
+    add("--compile", default="refuse", choices=("refuse", "eager", "fuse"),
+        metavar="HOW", help="what torch.compile does: refuse (default); eager: give "
+        "back what it is given; fuse: count a chain of pointwise operations and "
+        "reductions as one kernel")  # fmt: skip
+    add("--no-compile", dest="compile", action="store_const", const="eager",
+        help="--compile eager")  # fmt: skip
     add(
         "--json", type=Path, metavar="FILE", help="the report for programs; - is stdout"
     )
@@ -114,7 +119,7 @@ def job_of(options):
     return Job(
         options.world, options.node, options.rank, options.card, options.memory,
         options.network, options.steps, options.kinds, options.routing,
-        "eager" if options.no_compile else "refuse", options.tokens,
+        options.compile, options.tokens,
     )  # fmt: skip
 
 

@@ -401,4 +401,7 @@ def _step(report: DryReport) -> list[str]:
     )
     if report.compiled == "eager":
         lines.append("  torch.compile gave back what it was given (--no-compile)")
+    elif report.compiled == "fuse":
+        lines.append("  torch.compile: chains of pointwise operations and reductions "
+                     "counted as one kernel (--compile fuse)")  # fmt: skip
     return lines

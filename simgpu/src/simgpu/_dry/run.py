@@ -11,10 +11,11 @@ import torch
 
 from simgpu import _startup as startup
 from simgpu._device.cards import Card, find_card, parse_memory
-from simgpu._dry import files, report, tokens, values
+from simgpu._dry import files, regions, report, tokens, values
 from simgpu._dry import kinds as kinds_of_ranks
 from simgpu._dry.call import DryCall
 from simgpu._dry.drawn import drawn_of
+from simgpu._dry.fusing import Fusing
 from simgpu._dry.memory import Watch
 from simgpu._dry.peers import Peers, objects_of
 from simgpu._dry.progress import Progress
@@ -27,6 +28,7 @@ from simgpu._runtime import Runtime
 from simgpu._timing.topology import Topology
 
 ROUTING = ("even", "refuse")
+COMPILE = ("refuse", "eager", "fuse")
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ class Job:
         kinds: which ranks run where ranks differ, see `kinds.parse`.
         routing: "even": the indices that `topk`, `max` and `argmax` find are spread
             evenly, as a router's would be; "refuse": they are not known.
-        compile: what `torch.compile` does, as `simgpu.start` takes it.
+        compile: what `torch.compile` does: "refuse" and "eager", as `simgpu.start`
+            takes them, or "fuse": chains of operations are one kernel, see `fusing.py`.
         tokens: of a step of the whole job; None: counted, see `tokens.py`.
 
     Raises:
@@ -86,6 +89,8 @@ class Job:
             )
         if self.routing not in ROUTING:
             raise ValueError(f"routing={self.routing!r}; use one of {ROUTING}")
+        if self.compile not in COMPILE:
+            raise ValueError(f"compile={self.compile!r}; use one of {COMPILE}")
         object.__setattr__(self, "node", node)  # frozen
         found = kinds_of_ranks.parse(self.kinds, world, self.rank)
         object.__setattr__(self, "found", found)
@@ -136,6 +141,7 @@ class DryRun:
         self.runtime = Runtime(job.request(), False)
         self.runtime.call_kind = DryCall
         self.runtime.peers = Peers(job.found, store)
+        self.fusing = Fusing(self.runtime) if job.compile == "fuse" else None
         self.runtime.dry, self.runtime.network = self, job.network
         self.gpu = self.runtime.gpus[rank % job.node]
         self.reads: Counter[tuple[str, object]] = Counter()
@@ -143,6 +149,10 @@ class DryRun:
         self.events: list = []
         self.recomputed = 0  # floating-point operations of forward done again
         self.tokens = tokens.Counted()
+
+    def compiled(self, model):
+        """What `torch.compile` gives back, where its operations are fused."""
+        return regions.compiled(model)
 
     def note_read(self, value: object) -> None:
         """The program has read a value that nobody knows."""

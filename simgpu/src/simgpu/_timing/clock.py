@@ -17,7 +17,7 @@ from simgpu._locking import one_at_a_time
 from simgpu._timing import cost
 from simgpu._timing.engine import MANY, Engine, book_together
 from simgpu._timing.events import Event, StreamPosition, Wait
-from simgpu._timing.kernel_cost import Work, kernel_seconds, kernel_share
+from simgpu._timing.kernel_cost import FLOOR, Work, kernel_seconds, kernel_share
 from simgpu._timing.meeting import Key, Meeting
 
 if TYPE_CHECKING:
@@ -98,7 +98,8 @@ class Clock:
 
     # -- work --------------------------------------------------------------------------
 
-    def kernel(self, gpu: "Gpu", stream: int, name: str, work: Work) -> None:
+    def kernel(self, gpu: "Gpu", stream: int, name: str, work: Work,
+               more: bool = False) -> None:  # fmt: skip
         """A kernel on a stream of `gpu`: it takes its time and is logged.
 
         Args:
@@ -106,17 +107,18 @@ class Clock:
             stream: the number of the stream.
             name: of the operation.
             work: that it does.
+            more: whether that is more work of a kernel that has been launched.
         """
-        seconds = kernel_seconds(gpu.card, work)
+        seconds = kernel_seconds(gpu.card, work) - (FLOOR if more else 0.0)
         share = kernel_share(gpu.card, work.elements)
-        self._launch(gpu, stream, name, seconds, share, work.nbytes, work.flops)
+        self._launch(gpu, stream, name, seconds, share, work.nbytes, work.flops, more)
 
     def spin(self, gpu: "Gpu", stream: int, seconds: float) -> None:
         """A kernel of one thread that does nothing for so long."""
         self._launch(gpu, stream, "spin", seconds, kernel_share(gpu.card, 1), 0, 0)
 
     def _launch(self, gpu: "Gpu", stream: int, name: str, seconds: float, share: float,
-                nbytes: int, flops: int) -> None:  # fmt: skip
+                nbytes: int, flops: int, more: bool = False) -> None:  # fmt: skip
         index = gpu.index
         key = (index, stream)
         if self.pending:
@@ -124,7 +126,7 @@ class Clock:
         with self.lock:
             now = self._time
             launched = now.seconds
-            now.seconds = host = launched + cost.LAUNCH
+            now.seconds = host = launched + (0.0 if more else cost.LAUNCH)
             if host > self.latest:
                 self.latest = host
             ready = max(host + cost.START, self.done.get(key, 0.0))
@@ -137,9 +139,7 @@ class Clock:
             self.done[key] = end = start + seconds
             event = Event("kernel", name, gpu.name, start, end, nbytes, flops, "", "",
                           stream, launched)  # fmt: skip
-            self.events.append(event)
-            for recording in self.recordings:
-                recording.append(event)
+            self._log(event)
 
     def _beside_collectives(self, gpu: "Gpu", start: float, seconds: float) -> float:
         """Seconds of a kernel that fills a GPU, some of which collectives take.
