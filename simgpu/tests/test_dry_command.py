@@ -101,6 +101,15 @@ def test_what_stands_behind_torchrun(dry_run):
     assert "rank 0 of 32 on NVIDIA A100-SXM4-80GB" in done.stdout
 
 
+def test_the_flight_recorder_of_a_rank_that_is_alone(dry_run, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "trace_"))
+    waits = "import time; time.sleep(0.5)  # its thread looks whether others failed\n"
+    slow = TRAIN.replace("for step", waits + "for step", 1)
+    (tmp_path / "train.py").write_text(slow)
+    done = dry_run("--world", 4, "train.py")
+    assert done.status == 0 and "Traceback" not in done.stderr, done.stderr
+
+
 def test_the_files_for_other_tools(dry_run, tmp_path):
     files = ["--timeline", "trace.json", "--memory-snapshot", "memory.pickle"]
     done = dry_run("--world", 16, *files, "train.py")

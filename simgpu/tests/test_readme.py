@@ -37,8 +37,9 @@ def folder(tmp_path):
 
 
 def test_each_file_is_used():
-    used = {word for command, _ in CONSOLE for word in shlex.split(command)[-1].split()}
-    assert {name for name, _ in FILES} == {word for word in used if word.endswith(".py")}
+    last = [shlex.split(command)[-1] for command, _ in CONSOLE]
+    used = {word for words in last for word in words.split() if word.endswith(".py")}
+    assert {name for name, _ in FILES} == used
 
 
 @pytest.mark.slow

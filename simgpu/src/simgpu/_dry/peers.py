@@ -108,6 +108,9 @@ def _refusing(function, kinds: Kinds):
 class _Board:
     """Nobody reads what this rank posts."""
 
+    def __init__(self) -> None:
+        self.size, self.store = 1, dist.HashStore()
+
     def is_first(self, what: str) -> bool:
         return True
 
