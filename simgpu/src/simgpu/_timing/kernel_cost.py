@@ -31,8 +31,12 @@ PRODUCT_OF_BANDWIDTH = 0.87  # the same of a product
 # least; where there are fewer rows or columns, one of the next power of two
 SIDES = (64, 128)  # rows and columns of a tile
 LOADS = 200  # bytes of both factors that a multiprocessor takes in, a clock
-FILL = 100  # a block takes as long as if the inner dimension were so much longer
-SPLIT = 600  # of the inner dimension are left to a block at least, where several share it
+# A block on tensor cores takes as long as if the inner dimension were so much longer;
+# others overlap, since several are on a multiprocessor
+FILL = 100
+SPLIT = (
+    600  # of the inner dimension are left to a block at least, where several share it
+)
 # What was computed just before, and the result, lie in the L2 cache while they take up
 # no more than this share of it, and move so many bytes a clock and multiprocessor. That
 # is more than the memory's bandwidth on cards with GDDR memory only
@@ -162,11 +166,16 @@ def _rate(card, work: Work) -> float:
     dtype = dtype if dtype in card.flops else "float32"
     peak = card.flops[dtype]
     if work.product is not None and work.product.convolution:
-        if peak < 2 * card.flops["float32"]:  # the card has no tensor cores for it
+        if not _has_tensor_cores(card, dtype):
             return peak * CONVOLUTION
         return peak * (TF32_CONVOLUTION if dtype == "tf32" else HALF_CONVOLUTION)
     share = card.reached[dtype]
     return peak * share * (card.reached["attention"] if work.attention else 1.0)
+
+
+def _has_tensor_cores(card, dtype: str) -> bool:
+    """Whether a card has them for a type of float32's size or less."""
+    return card.flops.get(dtype, 0.0) >= 2 * card.flops["float32"]
 
 
 def _product_seconds(card, work: Work) -> float:
@@ -175,7 +184,8 @@ def _product_seconds(card, work: Work) -> float:
     clock = card.clock * 1e3
     flops = _rate(card, work) / (card.multi_processors * clock)
     size = _BYTES.get(dtype, 4)
-    busy = _product_clocks(product, card.multi_processors, flops, size) / clock
+    fill = FILL if _has_tensor_cores(card, dtype) else 0
+    busy = _product_clocks(product, card.multi_processors, flops, size, fill) / clock
     batch, rows, columns, inner = product[:4]
     near = batch * rows * (inner + columns) * size  # all but the second factor
     near = min(near, work.nbytes, OF_CACHE * card.l2_cache)
@@ -187,7 +197,7 @@ def _product_seconds(card, work: Work) -> float:
 
 @functools.lru_cache(maxsize=100_000)
 def _product_clocks(
-    product: Product, multi_processors: int, flops: float, size: int
+    product: Product, multi_processors: int, flops: float, size: int, fill: int
 ) -> float:
     """Clocks of matrix products in the blocks that take least.
 
@@ -196,6 +206,7 @@ def _product_clocks(
         multi_processors: of the card.
         flops: that a multiprocessor computes in a clock.
         size: of a number, in bytes.
+        fill: by how much longer the inner dimension seems.
     """
     batch, rows, columns, inner, _ = product
     if not batch * rows * columns:
@@ -207,7 +218,7 @@ def _product_clocks(
             blocks = batch * -(-rows // high) * -(-columns // wide)
             shares = max(1, min(multi_processors // blocks, inner // SPLIT))
             waves = max(1.0, blocks * shares / multi_processors)
-            clocks = waves * (inner / shares + FILL) * step
+            clocks = waves * (inner / shares + fill) * step
             if shares > 1:  # their sums are added up by another kernel
                 clocks += PRODUCT_CLOCKS
             least = min(least, clocks)
