@@ -201,7 +201,7 @@ def nccl_nvlink(row: list) -> tuple:
 
 
 def attention_bf16(row: list) -> tuple:
-    """[card, sequences, tokens, heads, kv heads, width, us]: FlashAttention 3, causal."""
+    """[card, sequences, tokens, heads, kv heads, width, us]: causal, version 3."""
     name, sequences, tokens, heads, groups, width, recorded = row
     shape = Attention(sequences * heads, tokens, tokens, width, causal=True)
     nbytes = 2 * sequences * tokens * width * 2 * (heads + groups)

@@ -2,11 +2,11 @@
 
 Models: kernels limited by memory (a "pass"), by arithmetic, and by both at once; matrix
 products in blocks of whole tiles, which share the inner dimension where there are fewer
-blocks than multiprocessors; an L2 cache that is faster than the memory and holds what a
-product works on; fused attention, which skips what a causal mask hides; and kernels that
-move more bytes than their tensors have. Leaves out: the L2 cache in passes (small
-tensors come from it at up to twice the speed), the clock that falls under long load,
-and which of cuBLAS's or cuDNN's kernels is chosen (such as Winograd's convolutions).
+blocks than multiprocessors; an L2 cache that holds what a product works on; fused
+attention, which skips what a causal mask hides; and kernels that move more bytes than
+their tensors have. Leaves out: the L2 cache in passes (small tensors come from it at up
+to twice the speed), the clock that falls under long load, and which of cuBLAS's or
+cuDNN's kernels is chosen (such as Winograd's convolutions).
 
 Every kernel takes a time of its own, and beside it
 
@@ -129,9 +129,8 @@ def kernel_seconds(card: Card, work: Work) -> float:
 def attention_seconds(card: Card, shape: Attention, dtype: str, nbytes: int) -> float:
     """Seconds of the forward pass of FlashAttention 3, or of cuDNN's like it.
 
-    PyTorch's own FlashAttention 2 is what `kernel_seconds` counts. Both are as fast as
-    each other on cards before Hopper; on Hopper the third lets products and exponentials
-    overlap, so that what takes longer decides.
+    `kernel_seconds` counts FlashAttention 2, which is PyTorch's own. The third is faster
+    on Hopper, where products and exponentials overlap: what takes longer decides.
 
     Args:
         card: on which it runs.
