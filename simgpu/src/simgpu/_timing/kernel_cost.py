@@ -34,9 +34,7 @@ LOADS = 200  # bytes of both factors that a multiprocessor takes in, a clock
 # A block on tensor cores takes as long as if the inner dimension were so much longer;
 # others overlap, since several are on a multiprocessor
 FILL = 100
-SPLIT = (
-    600  # of the inner dimension are left to a block at least, where several share it
-)
+SPLIT = 600  # of the inner dimension for each block at least, where several share it
 # What was computed just before, and the result, lie in the L2 cache while they take up
 # no more than this share of it, and move so many bytes a clock and multiprocessor. That
 # is more than the memory's bandwidth on cards with GDDR memory only
@@ -129,8 +127,8 @@ def kernel_seconds(card: Card, work: Work) -> float:
 def attention_seconds(card: Card, shape: Attention, dtype: str, nbytes: int) -> float:
     """Seconds of the forward pass of FlashAttention 3, or of cuDNN's like it.
 
-    `kernel_seconds` counts FlashAttention 2, which is PyTorch's own. The third is faster
-    on Hopper, where products and exponentials overlap: what takes longer decides.
+    `kernel_seconds` counts FlashAttention 2, which is PyTorch's own. The third is
+    faster on Hopper: products and exponentials overlap, and what takes longer decides.
 
     Args:
         card: on which it runs.
