@@ -35,7 +35,7 @@ def report() -> fidelity.Report:
 REACHED = {
     "product, bfloat16": (0.92, 0.97, 1.05),
     "attention, bfloat16": (0.73, 0.93, 1.05),
-    "product, float16": (0.92, 0.95, 1.08),
+    "product, float16": (0.88, 0.90, 1.0),
     "product, float32": (0.90, 0.97, 1.08),
     "pass, float16": (0.70, 1.0, 1.25),
     "pass, float32": (0.85, 0.95, 1.05),
