@@ -30,7 +30,8 @@ def need_gpus(number: int, card: str = "A100", memory: int | str | None = None) 
 
     Args:
         number: of GPUs.
-        card: which one to simulate: "T4", "V100", "A100", "H100" or "H200".
+        card: which one to simulate: "T4", "V100", "A100", "H100", "H200", "B200" or
+            "L40S".
         memory: cap for each GPU, in bytes or as text ("512MB").
 
     Raises:

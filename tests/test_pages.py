@@ -49,7 +49,7 @@ def test_links_lead_somewhere(page):
     "name",
     [
         "CONTRIBUTING.md", "tests/README.md", "simgpu/README.md",
-        "simgpu/HOW-IT-WORKS.md", "simgpu/WHAT-RUNS.md",
+        "simgpu/HOW-IT-WORKS.md", "simgpu/WHAT-RUNS.md", "simgpu/ADD-A-CARD.md",
     ],
 )  # fmt: skip
 def test_links_of_the_pages_for_maintainers_lead_somewhere(name):

@@ -8,7 +8,7 @@ from simgpu.costs import (
     HOST_COPY,
     LAUNCH,
     OF_BANDWIDTH,
-    PRODUCT_FLOOR,
+    PRODUCT_CLOCKS,
     START,
 )
 
@@ -168,7 +168,7 @@ def _first_win(fixed: float, each_byte: float) -> int:
 def break_even(answer) -> None:
     """The n from which copying, multiplying and copying back beats the CPU."""
     answer, link = number(answer), 1 / HOST_COPY
-    product = LAUNCH + START + PRODUCT_FLOOR
+    product = LAUNCH + START + PRODUCT_CLOCKS / (1e3 * CARDS["A100"].clock)
     there = LAUNCH + COPY_LATENCY  # the way back is launched while the product runs
     right = _first_win(there + product + COPY_LATENCY, 2 * link)
     if is_near(answer, right, 0.05):

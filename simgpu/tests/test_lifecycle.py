@@ -199,7 +199,7 @@ def test_starting_others_is_refused():
     [
         *(((number,), "choose 1 to 64") for number in (0, -1, 65, 10**9)),
         *(((number,), "a whole number") for number in (2.0, True, "4", None)),
-        ((1, "RTX"), "choose one of T4, V100, A100, H100, H200"),
+        ((1, "RTX"), "choose one of T4, V100, A100, H100, H200, B200, L40S"),
         ((1, "T4", "a lot"), "512MB"),
         ((1, "T4", "17GB"), "does not have 17GB"),
         ((1, "T4", 100), "too little memory"),
@@ -246,7 +246,13 @@ def test_what_names_gpus_in_cuda_visible_devices(monkeypatch, visible, ordinals)
 # Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"
 @pytest.mark.parametrize(
     "card, threads, shared, optin",
-    [("T4", 1024, 64, 64), ("A100", 2048, 164, 163), ("H100", 2048, 228, 227)],
+    [
+        ("T4", 1024, 64, 64),
+        ("A100", 2048, 164, 163),
+        ("H100", 2048, 228, 227),
+        ("B200", 2048, 228, 227),
+        ("L40S", 1536, 100, 99),
+    ],
 )
 def test_properties_are_the_cards_and_none_is_missing(card, threads, shared, optin):
     simgpu.start(2, card)

@@ -13,7 +13,13 @@ import pytest
 PROJECT = Path(__file__).resolve().parents[1]
 PAGES = [
     PROJECT / name
-    for name in ("README.md", "HOW-IT-WORKS.md", "WHAT-RUNS.md", "CHANGELOG.md")
+    for name in (
+        "README.md",
+        "HOW-IT-WORKS.md",
+        "WHAT-RUNS.md",
+        "ADD-A-CARD.md",
+        "CHANGELOG.md",
+    )  # fmt: skip
 ]
 PAGE = (PROJECT / "README.md").read_text(encoding="utf-8")
 FILES = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, re.DOTALL)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import simgpu
+from simgpu._compat import is_torch
 from simgpu._device.cards import CARDS, MIB
 from simgpu._device.workspaces import WORKSPACE, WORKSPACE_OF_HOPPER
 from simgpu._dispatch.working_memory import sum_buffers
@@ -44,6 +45,14 @@ def test_hopper_has_larger_workspaces(gpu):
     x = gpu(card="H200")
     x.detach() @ x.detach()
     assert workspaces() == WORKSPACE_OF_HOPPER == 32 * MIB
+
+
+@pytest.mark.parametrize("card, version", [("B200", (2, 12)), ("L40S", None)])
+def test_blackwell_has_as_large_ones_in_newer_pytorch(gpu, card, version):
+    x = gpu(card=card).detach()
+    x @ x
+    large = version is not None and is_torch(version)
+    assert workspaces() == (WORKSPACE_OF_HOPPER if large else WORKSPACE)
 
 
 def test_a_card_with_less_memory_has_no_workspaces(gpu):

@@ -203,6 +203,14 @@ def warn_of_newer_torch() -> None:
         )
 
 
+@functools.cache
+def is_torch(oldest: tuple[int, int]) -> bool:
+    """Whether this PyTorch is that version or a newer one."""
+    import torch
+
+    return _version(torch.__version__) >= oldest
+
+
 def _version(text: str) -> tuple[int, int]:
     """(2, 15) of "2.15.0+cpu"."""
     major, minor = text.split(".")[:2]

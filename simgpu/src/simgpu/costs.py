@@ -32,21 +32,24 @@ from simgpu._timing.cost import (
 from simgpu._timing.kernel_cost import (
     FLOOR,
     OF_BANDWIDTH,
+    PRODUCT_CLOCKS,
     PRODUCT_FLOOR,
     PRODUCT_OF_BANDWIDTH,
+    Attention,
     Product,
     Work,
+    attention_seconds,
     kernel_seconds,
     product_seconds,
 )
 from simgpu._timing.topology import Network, Topology
 
 __all__ = [
-    "COLLECTIVES", "COPY_LATENCY", "Choice", "EVENT", "FLOOR", "HOST_COPY", "LAUNCH",
-    "Network", "OF_BANDWIDTH", "OF_PEAK_BYTES", "PIN", "PIN_LATENCY", "PRODUCT_FLOOR",
-    "PRODUCT_OF_BANDWIDTH", "Product", "START", "Topology", "Work", "choose_collective",
-    "copy_bandwidth", "copy_seconds", "kernel_seconds", "pin_seconds",
-    "product_seconds",
+    "Attention", "COLLECTIVES", "COPY_LATENCY", "Choice", "EVENT", "FLOOR", "HOST_COPY",
+    "LAUNCH", "Network", "OF_BANDWIDTH", "OF_PEAK_BYTES", "PIN", "PIN_LATENCY",
+    "PRODUCT_CLOCKS", "PRODUCT_FLOOR", "PRODUCT_OF_BANDWIDTH", "Product", "START",
+    "Topology", "Work", "attention_seconds", "choose_collective", "copy_bandwidth",
+    "copy_seconds", "kernel_seconds", "pin_seconds", "product_seconds",
 ]  # fmt: skip
 
 

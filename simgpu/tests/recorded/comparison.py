@@ -71,7 +71,7 @@ def compare_rows(
         try:
             if not isinstance(row, list):
                 raise ValueError("a row is a list")
-            fitted = is_fitted(row)
+            fitted = is_fitted(row, recording.kind)
             figures = [Comparison(*figure, fitted) for figure in predict(row)]
             if not all(figure.recorded > 0 for figure in figures):
                 raise ValueError("nothing was measured")

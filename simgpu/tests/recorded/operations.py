@@ -17,6 +17,7 @@ from recorded.comparison import Comparison, Omission, compare_rows
 from recorded.files import Recording
 from simgpu._timing.collective_cost import choose
 from simgpu._timing.cost import copy_seconds
+from simgpu._timing.kernel_cost import Attention, attention_seconds
 from simgpu._timing.topology import Topology
 
 US = 1e-6
@@ -57,6 +58,12 @@ def product_fp16(m: int, n: int, k: int) -> Program:
     """(M, K) by (K, N) in half precision."""
     tensors = meta(m, k, dtype=HALF), meta(k, n, dtype=HALF)
     return Program(f"{m} x {n} x {k}", torch.mm, tensors)
+
+
+def product_bf16(m: int, n: int, k: int) -> Program:
+    """A Linear(K, N) without bias, of (M, K) in bfloat16."""
+    x, weight = (meta(*size, dtype=torch.bfloat16) for size in ((m, k), (n, k)))
+    return Program(f"{m} x {n} x {k}", F.linear, (x, weight))
 
 
 def product_fp32(op: str, b: int, m: int, n: int, k: int) -> Program:
@@ -125,6 +132,7 @@ def small(op: str, *_) -> Program:
 
 
 KINDS = {
+    "gemm_bf16": Kind("product, bfloat16", product_bf16, alone=True),
     "gemm_fp16": Kind("product, float16", product_fp16, alone=True),
     "gemm_fp32": Kind("product, float32", product_fp32),
     "bmm_fp16": Kind("product, float16", products_fp16),
@@ -192,6 +200,16 @@ def nccl_nvlink(row: list) -> tuple:
     return "collective", name, what, chosen.seconds, recorded * US
 
 
+def attention_bf16(row: list) -> tuple:
+    """[card, sequences, tokens, heads, kv heads, width, us]: causal, version 3."""
+    name, sequences, tokens, heads, groups, width, recorded = row
+    shape = Attention(sequences * heads, tokens, tokens, width, causal=True)
+    nbytes = 2 * sequences * tokens * width * 2 * (heads + groups)
+    seconds = attention_seconds(card_named(name), shape, "bfloat16", nbytes)
+    what = f"{sequences} x {tokens} tokens, {heads} heads of {width}, {groups} of keys"
+    return "attention, bfloat16", name, what, seconds, recorded * US
+
+
 class _Gpu(NamedTuple):
     """What a copy asks of a GPU."""
 
@@ -211,6 +229,7 @@ def copies(row: list) -> tuple:
 
 PREDICT: dict[str, Callable[[list], tuple]] = {
     **{name: _operation(name) for name in KINDS},
+    "attention_bf16": attention_bf16,
     "nccl_nvlink": nccl_nvlink,
     "copies": copies,
 }

@@ -7,9 +7,13 @@ cache sizes in the cost of an operation, and any card not in the table.
 Rates of matrix products (float64 through tensor cores where a card has them). T4 and
 V100 have no bfloat16 units, and their datasheets no rate for it: they compute in
 float32. Sources: NVIDIA's datasheets for T4 (2019), V100 SXM2 (2020), A100 80GB SXM
-(2021), H100 SXM (2023) and H200 SXM (2024). Rates are dense (no sparsity).
-`total_memory` is what PyTorch's out-of-memory messages in public reports name as the
-total capacity, to 0.01 GiB; it varies a little with the driver.
+(2021), H100 SXM (2023), H200 SXM (2024), L40S (2023) and HGX B200 (2025). Rates are
+dense (no sparsity). `total_memory` is what PyTorch's out-of-memory messages in public
+reports name as the total capacity, to 0.01 GiB; it varies a little with the driver.
+B200's memory: a bus of 7680 bits at 3996 MHz (torchao, pull request 4002), which is the
+datasheet's 7.7 TB/s.
+
+`ADD-A-CARD.md` beside the README says how a card is added.
 """
 
 import re
@@ -39,27 +43,41 @@ class Card:
     memory_bus: int  # bits
 
 
-# Shares of the peak that large matrix products reach, and fused attention of them.
-# Fitted to recorded products (tests/recordings: gemm_fp16, gemm_fp32) unless "as".
-_FUSED_A100 = 0.6 / 0.75  # FlashAttention-2, 2023: "50-73% of the theoretical maximum"
-_FUSED_H100 = 0.35 / 0.75  # FlashAttention-3, 2024: version 2 reaches "35% utilization"
+# Shares of the peak that the largest matrix products reach. Fitted to recorded products
+# (tests/recordings: gemm_bf16, gemm_fp16, gemm_fp32) unless "as".
+# Of fused attention, the largest: FlashAttention 2, which PyTorch has, and version 3.
+_FLASH_2_AMPERE = 0.70  # its authors, 2023: "50-73% of the theoretical maximum"
+# Its authors, 2024: "35% utilization" on H100; pytorch issue 142132 measured 0.33 with
+# 4608 tokens, which is 0.37 without what `kernel_cost` adds for blocks
+_FLASH_2_HOPPER = 0.37
+# As many FLOPs a clock and multiprocessor as on Hopper, whose instructions it uses:
+# assumed. Those of tensor cores grew by 2
+_FLASH_2_BLACKWELL = 0.18
+_FLASH_3 = 0.65  # on Hopper; fitted to tests/recordings: attention_bf16
 
 
-def _reached(float32: float, half: float, fused: float) -> dict[str, float]:
+def _reached(
+    float32: float, half: float, flash_2: float, flash_3: float = 0.0
+) -> dict[str, float]:
+    """Shares of the peak; those of attention in float32 are in proportion: assumed."""
     return {
         "float64": float32,  # as float32
         "float32": float32,
         "tf32": half,  # as half precision
         "float16": half,
         "bfloat16": half,
-        "attention": fused,
+        "float8": half,  # as half precision
+        "attention": flash_2 / half,  # of what products of the type reach
+        "flash 3": flash_3 or flash_2,  # of the peak; as version 2 before Hopper
     }
 
 
 def _rates(
-    float32: float, float16: float, float64: float, tf32: float, bfloat16: float
-) -> dict[str, float]:
-    return {
+    float32: float, float16: float, float64: float, tf32: float, bfloat16: float,
+    float8: float = 0.0,
+) -> dict[str, float]:  # fmt: skip
+    rates = {"float8": float8} if float8 else {}
+    return rates | {
         "float64": float64,
         "float32": float32,
         "tf32": tf32,
@@ -75,7 +93,7 @@ CARDS = {
         capability=(7, 5),
         multi_processors=40,
         flops=_rates(8.1e12, 65e12, 0.25e12, 8.1e12, 8.1e12),
-        reached=_reached(0.49, 0.49, 0.8),
+        reached=_reached(0.49, 0.49, 0.39),
         memory_bandwidth=320e9,
         pcie_bandwidth=16e9,
         nvlink_bandwidth=0,
@@ -92,7 +110,7 @@ CARDS = {
         capability=(7, 0),
         multi_processors=80,
         flops=_rates(15.7e12, 125e12, 7.8e12, 15.7e12, 15.7e12),
-        reached=_reached(0.9, 0.7, 0.8),
+        reached=_reached(0.9, 0.7, 0.56),
         memory_bandwidth=900e9,
         pcie_bandwidth=16e9,
         nvlink_bandwidth=150e9,
@@ -109,7 +127,7 @@ CARDS = {
         capability=(8, 0),
         multi_processors=108,
         flops=_rates(19.5e12, 312e12, 19.5e12, 156e12, 312e12),
-        reached=_reached(0.89, 0.75, _FUSED_A100),
+        reached=_reached(0.89, 0.765, _FLASH_2_AMPERE),
         memory_bandwidth=2039e9,
         pcie_bandwidth=32e9,
         nvlink_bandwidth=300e9,
@@ -125,8 +143,8 @@ CARDS = {
         total_memory=int(79.19 * GIB),
         capability=(9, 0),
         multi_processors=132,
-        flops=_rates(67e12, 989.4e12, 67e12, 494.7e12, 989.4e12),
-        reached=_reached(0.72, 0.75, _FUSED_H100),
+        flops=_rates(67e12, 989.4e12, 67e12, 494.7e12, 989.4e12, 1978.9e12),
+        reached=_reached(0.72, 0.87, _FLASH_2_HOPPER, _FLASH_3),
         memory_bandwidth=3350e9,
         pcie_bandwidth=64e9,
         nvlink_bandwidth=450e9,
@@ -142,8 +160,8 @@ CARDS = {
         total_memory=int(139.81 * GIB),
         capability=(9, 0),
         multi_processors=132,
-        flops=_rates(67e12, 989.4e12, 67e12, 494.7e12, 989.4e12),
-        reached=_reached(0.72, 0.75, _FUSED_H100),
+        flops=_rates(67e12, 989.4e12, 67e12, 494.7e12, 989.4e12, 1978.9e12),
+        reached=_reached(0.72, 0.88, _FLASH_2_HOPPER, _FLASH_3),
         memory_bandwidth=4800e9,
         pcie_bandwidth=64e9,
         nvlink_bandwidth=450e9,
@@ -153,6 +171,41 @@ CARDS = {
         clock=1_980_000,
         memory_clock=3_201_000,
         memory_bus=6144,
+    ),
+    "B200": Card(
+        name="NVIDIA B200",
+        total_memory=int(178.35 * GIB),
+        capability=(10, 0),
+        multi_processors=148,
+        flops=_rates(75e12, 2250e12, 37e12, 1100e12, 2250e12, 4500e12),
+        # products in float32 as on H100; FlashAttention 3 is of Hopper
+        reached=_reached(0.72, 0.85, _FLASH_2_BLACKWELL),
+        memory_bandwidth=7672e9,
+        pcie_bandwidth=64e9,
+        nvlink_bandwidth=900e9,
+        l2_cache=int(126.5 * MIB),
+        threads_per_multi_processor=2048,
+        shared_memory=228 * KIB,
+        clock=1_965_000,
+        memory_clock=3_996_000,
+        memory_bus=7680,
+    ),
+    "L40S": Card(
+        name="NVIDIA L40S",
+        total_memory=int(44.52 * GIB),
+        capability=(8, 9),
+        multi_processors=142,
+        flops=_rates(91.6e12, 362.05e12, 1.43e12, 183e12, 362.05e12, 733e12),
+        reached=_reached(0.72, 0.655, 0.55),  # float32 as on H100
+        memory_bandwidth=864e9,
+        pcie_bandwidth=32e9,
+        nvlink_bandwidth=0,
+        l2_cache=96 * MIB,
+        threads_per_multi_processor=1536,
+        shared_memory=100 * KIB,
+        clock=2_520_000,
+        memory_clock=9_001_000,
+        memory_bus=384,
     ),
 }
 

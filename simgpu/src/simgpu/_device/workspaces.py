@@ -10,26 +10,29 @@ out: cuSOLVER's and cuDNN's memory, and the 1 MiB that PyTorch 2.11 takes for cu
 at the first `addmm` with a bias (later versions share cuBLAS's).
 
 Source: aten/src/ATen/cuda/CublasHandlePool.cpp and detail/DeviceThreadHandles.h of
-PyTorch; 8519680 bytes for each thread are in `tests/recordings/alloc_training.json`.
+PyTorch, where Blackwell has Hopper's size since 2.12 (pull request 175344); 8519680
+bytes for each thread are in `tests/recordings/alloc_training.json`.
 """
 
 import os
 import re
 import warnings
 
+from simgpu._compat import is_torch
 from simgpu._device.cards import KIB, Card
 
 WORKSPACE = (2 * 4096 + 8 * 16) * KIB  # bytes: CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8
 WORKSPACE_OF_HOPPER = 8 * 4096 * KIB  # :4096:8
-_HOPPER = 9  # major compute capability
+_HOPPER, _BLACKWELL = 9, (10, 12)  # major compute capabilities
 OF_AUTOGRAD = 0  # the handle of autograd's thread, which never ends
 _CONFIG = re.compile(":([0-9]+):([0-9]+)")  # KiB, how many
 
 
 def default_size(card: Card) -> int:
     """Bytes of a workspace, as the environment or else the card has it."""
-    hopper = card.capability[0] == _HOPPER
-    size = WORKSPACE_OF_HOPPER if hopper else WORKSPACE
+    major = card.capability[0]
+    large = major == _HOPPER or (major in _BLACKWELL and is_torch((2, 12)))
+    size = WORKSPACE_OF_HOPPER if large else WORKSPACE
     config = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     if config is None:
         return size

@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 import torch
 
-from simgpu._timing.kernel_cost import Product, Work
+from simgpu._timing.kernel_cost import Attention, Product, Work
 
 _MOST_KNOWN = 100_000
 _STRIDED = torch.strided
-_known: dict[tuple, tuple[int, Product | None]] = {}
+_known: dict[tuple, tuple[int, Product | Attention | None]] = {}
 # operation -> the FLOPs of a call, where values decide or PyTorch has no formula
 COUNTED: dict[str, Callable] = {}
 
@@ -43,9 +43,10 @@ def work_of(call, out, outputs: list[torch.Tensor]) -> Work:
         return Work(nbytes, 0, elements, "", None, operation.traffic)
     of_inputs = not outputs or operation.name in COUNTED
     dtype = _computes_in(operation.name, call.tensors if of_inputs else outputs)
-    flops, product = arithmetic_of(call, out)
-    attention = "attention" in operation.name
-    return Work(nbytes, flops, elements, dtype, product, 1.0, attention)
+    flops, shape = arithmetic_of(call, out)
+    if "attention" in operation.name:
+        return Work(nbytes, flops, elements, dtype, None, 1.0, True, shape)
+    return Work(nbytes, flops, elements, dtype, shape)
 
 
 def bytes_in(tensor: torch.Tensor) -> int:
@@ -58,8 +59,8 @@ def bytes_in(tensor: torch.Tensor) -> int:
     return nbytes
 
 
-def arithmetic_of(call, out) -> tuple[int, Product | None]:
-    """FLOPs of a call with the result `out`, and the shape of its matrix product."""
+def arithmetic_of(call, out) -> tuple[int, Product | Attention | None]:
+    """FLOPs of a call with the result `out`, and the shape of its products."""
     if call.operation.name in COUNTED:
         return COUNTED[call.operation.name](call), None
     func = call.operation.func
@@ -68,11 +69,11 @@ def arithmetic_of(call, out) -> tuple[int, Product | None]:
     if key not in _known:
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
-        args = call.args
+        args, shape = call.args, _product_of(call, out)
         if "attention" in call.operation.name:
-            args = _with_all_heads(args)
+            args, shape = _with_all_heads(args), _attention_of(call)
         count = call.operation.flop_formula(*args, **call.kwargs, out_val=out)
-        _known[key] = int(count), _product_of(call, out)
+        _known[key] = int(count), shape
     return _known[key]
 
 
@@ -91,6 +92,17 @@ def _with_all_heads(args) -> list:
         (value.shape[0], heads, *value.shape[2:]) if is_in_heads(value) else value
         for value in args
     ]
+
+
+def _attention_of(call) -> Attention | None:
+    """The shape of a call of attention; its first tensors are (B, H, S, D)."""
+    named = {argument.name: value for argument, value in call.named_arguments()}
+    query, key = named.get("query"), named.get("key")
+    if query is None or key is None or query.dim() != 4:
+        return None
+    batch, heads, queries, width = query.shape
+    causal = bool(named.get("is_causal"))
+    return Attention(batch * heads, queries, key.shape[2], width, causal)
 
 
 def _product_of(call, out) -> Product | None:

@@ -41,7 +41,8 @@ class Ranks:
     Args:
         size: how many ranks (the world size), 1 to 32.
         device: "cuda", or "cpu".
-        card: which GPU to simulate: "T4", "V100", "A100", "H100" or "H200".
+        card: which GPU to simulate: "T4", "V100", "A100", "H100", "H200", "B200" or
+            "L40S".
         memory: cap for each GPU, in bytes or as text ("512MB").
         nodes: on which the ranks lie, equally many on each; more than one are
             simulated.
