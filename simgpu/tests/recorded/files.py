@@ -8,8 +8,8 @@ from typing import NamedTuple
 # A file's name begins with the kind of its rows; "what" in it says what they hold
 KINDS = (
     "add_fp16", "alloc", "allocator", "bmm_fp16", "conv_fp32", "copies", "gemm_fp16",
-    "gemm_fp32", "host_floor", "nccl_nvlink", "resnet50_v100", "steps_fp32",
-    "throughput_dle", "training_memory", "vector_fp32",
+    "gemm_fp32", "host_floor", "nccl_nodes", "nccl_nvlink", "nccl_tests",
+    "resnet50_v100", "steps_fp32", "throughput_dle", "training_memory", "vector_fp32",
 )  # fmt: skip
 
 

@@ -1,56 +1,81 @@
 """Seconds of a collective, from its message size, its ranks and their topology.
 
 Models: NCCL's algorithms ring, tree and NVLS (the NVSwitch reduces), and plain sends,
-each with the protocols LL (starts at once, little bandwidth) and Simple (starts late,
-all of the bandwidth). Each takes
+with the protocols LL (starts at once, little bandwidth), LL128 (some of it) and Simple
+(starts late, all of the bandwidth). Each takes
 
-    start + passes * step + hops * hop + bytes on the busiest link / its bandwidth
+    start + latency of passes and hops + bytes on the busiest link / its bandwidth
 
 and the fastest is chosen, as NCCL's tuner does. A pass either reduces or gathers; an
-all-reduce makes two. Each rank of a node has its own share of the network, as if the
-others used theirs. Leaves out: the protocol LL128, which lies between the two; other
-work on the same links; and the wait for the last rank, which is the clock's business.
+all-reduce makes two. A rank also copies its own part from its input to its output.
+Without NVLink two ranks meet at a PCIe switch, and more share what the host moves. Each
+rank of a node has its own share of the network, as if the others used theirs. Leaves
+out: sizes at which NCCL's tuner does not choose the fastest; other work on the same
+links; and the wait for the last rank, which is the clock's business.
 """
 
 import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from simgpu._device.cards import Card
 from simgpu._timing.kernel_cost import FLOOR
 from simgpu._timing.topology import Topology
 
 
-class Protocol(NamedTuple):
-    """How a kernel of NCCL moves data. Times are those of an H100 with NVLink."""
+class Latency(NamedTuple):
+    """Seconds of a collective of no bytes, by kind of card."""
 
-    step: float  # seconds of each pass over the bytes, however many ranks there are
-    hop: float  # seconds from one rank to the next in its node, besides the bytes
-    bandwidth: float  # share of the link's bandwidth
+    start: float  # of each kernel of NCCL
+    hop: float  # from a rank to the next in its node
+
+
+class Protocol(NamedTuple):
+    """How a kernel of NCCL moves data."""
+
+    step: float  # of each pass over the bytes, in starts of the card
+    wait: float  # of each hop in a node, in starts of the card
+    hop: float  # the same, in hops of the card; the two are added
+    bandwidth: float  # share of what the link reaches
 
 
 class Constants(NamedTuple):
-    """What the model assumes of NCCL. "Fitted": to recorded kernel times, see tests."""
+    """What the model assumes of NCCL. "Fitted": to runs of nccl-tests, see tests."""
 
-    start: float = 2e-6  # seconds of each kernel; fitted
-    # Fitted. NCCL's tuner has 0.6 microseconds and 1/4: a recorded kernel also waits
-    # for the other ranks' hosts
-    ll: Protocol = Protocol(0.0, 2.6e-6, 0.05)
-    simple: Protocol = Protocol(13.5e-6, 0.7e-6, 1.0)  # fitted
-    send_step: float = 6e-6  # seconds; that of a send with Simple; fitted
-    tree: float = 0.9  # of a ring's bandwidth: NCCL's tuner
-    nvls: float = 0.85  # the same
-    ll_limit: int = 16 * 1024  # bytes that a send moves with LL: NCCL's default
-    clock: int = 1_980_000  # kHz of an H100; latencies are cycles of the card: assumed
-    pcie_hop: float = 5 / 3  # times a hop over NVLink: NCCL's tuner
-    # of the link's bandwidth: "With the protocol overhead (~20%) NCCL can get an
-    # effective NVLink bandwidth of 370GB/s", of 450 (NVIDIA/nccl-tests, issue 212)
-    link: float = 0.8
-    network: float = 0.9  # of the network's bandwidth: assumed
+    ampere: Latency = Latency(9.1e-6, 0.8e-6)  # fitted to A100; assumed of older cards
+    hopper: Latency = Latency(4.4e-6, 0.84e-6)  # fitted to H100
+    blackwell: Latency = Latency(7.4e-6, 1.24e-6)  # fitted to B200
+    pcie: Latency = Latency(5.7e-6, 0.9e-6)  # fitted to L40S
+    ll: Protocol = Protocol(0.0, 0.0, 1.0, 0.62)  # fitted; over NVLink the next holds
+    ll_bandwidth: float = 11e9  # bytes/s that a rank sends with LL, at most; fitted
+    ll128: Protocol = Protocol(0.16, 0.0, 1.0, 0.4)  # fitted
+    simple: Protocol = Protocol(1.0, 0.63, 0.0, 1.0)  # fitted
+    ll_part: float = 7.8e9  # bytes/s of each send with LL, at most; fitted
+    # Sends and receives that go at once, all fitted: seconds to begin, hops for each
+    # rank more, and the share of what NVLink reaches
+    ll_send: float = 2e-6
+    send: float = 8.2e-6
+    peer: float = 0.5
+    sends: float = 0.84
+    tree: float = 0.9  # of a ring's bandwidth in a node: NCCL's tuner
+    nvls_step: float = 10.0  # of an all-reduce in the switch, in starts; fitted
+    nvls: float = 0.84  # of what the link reaches; fitted
+    own: float = 0.41  # bytes over the link that a byte of the own part costs; fitted
     # A step begins when a chunk of the one before has arrived. That costs this share of
-    # the bytes (fitted), up to those of a message of `chunked` bytes (assumed: the
-    # largest that was recorded)
-    fill: float = 0.39
-    chunked: int = 64 * 1000**2
+    # the first bytes; both fitted
+    fill: float = 0.1
+    filled: float = 50e6
+    link: float = 0.78  # of NVLink's bandwidth; fitted
+    # Of PCIe's bandwidth, without NVLink; fitted to one kind of machine with L40S
+    pair: float = 0.66  # of each of two ranks
+    host: float = 0.67  # of more than two together
+    sockets: float = 0.55  # of that, with more than `socket` ranks
+    socket: int = 4  # ranks on a socket of the host; assumed
+    # Of the network's bandwidth, and as above; fitted to two nodes of A100 with EFA
+    network: float = 0.87
+    far_fill: float = 1.4
+    far_filled: float = 16e6
+    adapter: float = 0.8  # of PCIe's bandwidth, between a rank and its adapter; assumed
 
 
 CONSTANTS = Constants()
@@ -82,7 +107,8 @@ class _Work(NamedTuple):
     sent: float  # bytes that leave the busiest GPU for its own node
     far_sent: float = 0.0  # bytes that leave the busiest node, or that come to it
     adapters: int = 1  # ranks that send these at once, each through its share
-    bandwidth: float = 1.0  # share of each link's bandwidth that the algorithm reaches
+    own: float = 0.0  # bytes that a rank copies to itself
+    bandwidth: float = 1.0  # share of a node's links that the algorithm reaches
 
 
 def _ring(passes: int, nbytes: int, group: Group) -> _Work:
@@ -91,7 +117,8 @@ def _ring(passes: int, nbytes: int, group: Group) -> _Work:
     sent = nbytes * steps / group.size
     near = sent if group.size > group.nodes else 0.0
     far_sent = sent if group.nodes > 1 else 0.0
-    return _Work(passes, steps - far, far, near, far_sent, group.adapters)
+    own = nbytes / group.size
+    return _Work(passes, steps - far, far, near, far_sent, group.adapters, own)
 
 
 def _chain(nbytes: int, group: Group) -> _Work:
@@ -110,17 +137,16 @@ def _tree(nbytes: int, group: Group) -> _Work:
     depth = math.ceil(math.log2(group.nodes))
     near = nbytes * min(2, group.most - 1)
     far_sent = nbytes * min(2, group.nodes - 1)
-    bandwidth = CONSTANTS.tree
-    return _Work(
-        2, 2 * (group.most - 1), 2 * depth, near, far_sent, group.adapters, bandwidth
-    )
+    hops, far_hops = 2 * (group.most - 1), 2 * depth
+    own, bandwidth = 0.0, CONSTANTS.tree
+    return _Work(2, hops, far_hops, near, far_sent, group.adapters, own, bandwidth)
 
 
 def _nvls(nbytes: int, group: Group) -> _Work:
     """All-reduce: the NVSwitch adds what its GPUs send and gives the sum to all."""
     sent = nbytes * (1 + 1 / group.adapters)
     tree = _tree(nbytes, group)
-    return tree._replace(hops=2, sent=sent, bandwidth=CONSTANTS.nvls)
+    return tree._replace(passes=1, hops=0, sent=sent, bandwidth=CONSTANTS.nvls)
 
 
 def _parts(nbytes: int, group: Group, nvlink: bool) -> _Work:
@@ -131,7 +157,7 @@ def _parts(nbytes: int, group: Group, nvlink: bool) -> _Work:
     part, far = nbytes / group.size, group.nodes - 1
     near = part * ((group.most if nvlink else group.size) - 1)
     far_sent = part * (group.size - group.adapters)
-    return _Work(1, group.size - 1 - far, far, near, far_sent)
+    return _Work(1, group.size - 1 - far, far, near, far_sent, own=part)
 
 
 def _send(nbytes: int, group: Group) -> _Work:
@@ -140,51 +166,137 @@ def _send(nbytes: int, group: Group) -> _Work:
     return _Work(1, 1 - far, far, nbytes * (1 - far), nbytes * far)
 
 
-def _seconds(work: _Work, protocol: Protocol, fill: float, topology: Topology) -> float:
-    """Seconds of an algorithm; `fill` is in proportion to its bytes."""
-    c, network = CONSTANTS, topology.network
-    hop = protocol.hop * (1 if topology.card.nvlink_bandwidth else c.pcie_hop)
-    latency = c.start + work.passes * protocol.step
-    latency += (work.hops + work.far_hops) * hop
-    latency *= c.clock / topology.card.clock
-    latency += work.far_hops * network.latency
-    near = work.sent * (1 + fill) / (topology.link_bandwidth * c.link)
-    # a rank reaches its adapter over PCIe
-    adapter = network.bandwidth / topology.ranks_per_node * c.network
-    adapter = min(adapter, topology.card.pcie_bandwidth * c.link)
-    far = work.far_sent / (adapter * work.adapters)
-    return latency + max(near, far) / (protocol.bandwidth * work.bandwidth)
+def latency_of(card: Card) -> Latency:
+    """Seconds of a collective of no bytes on a card."""
+    if not card.nvlink_bandwidth:
+        return CONSTANTS.pcie
+    if card.capability >= (10, 0):
+        return CONSTANTS.blackwell
+    return CONSTANTS.hopper if card.capability >= (9, 0) else CONSTANTS.ampere
+
+
+def near_bandwidth(group: Group, card: Card) -> float:
+    """Bytes/s that each rank of a group sends to the next in its node, at most."""
+    c = CONSTANTS
+    if card.nvlink_bandwidth:
+        return card.nvlink_bandwidth * c.link
+    if group.most <= 2:
+        return card.pcie_bandwidth * c.pair
+    share = c.host * (c.sockets if group.most > c.socket else 1.0)
+    return card.pcie_bandwidth * share / group.most
+
+
+def far_bandwidth(topology: Topology) -> float:
+    """Bytes/s that each rank of a node sends to others, over PCIe and its adapter."""
+    adapter = topology.network.bandwidth / topology.ranks_per_node
+    return min(
+        adapter * CONSTANTS.network, topology.card.pcie_bandwidth * CONSTANTS.adapter
+    )
+
+
+def _seconds_of_bytes(
+    work: _Work,
+    share: float,
+    group: Group,
+    topology: Topology,
+    most: float = math.inf,
+    fills: bool = False,
+) -> float:
+    """Seconds of an algorithm's bytes, with a share of each link or `most` bytes/s."""
+    c = CONSTANTS
+    near, far = work.sent, work.far_sent / work.adapters
+    if topology.card.nvlink_bandwidth:
+        near += work.own * c.own
+    if fills:
+        near += c.fill * min(near, c.filled)
+        far += c.far_fill * min(far, c.far_filled / topology.ranks_per_node)
+    near_link = near_bandwidth(group, topology.card) * work.bandwidth
+    far_link = far_bandwidth(topology)
+    return max(near / min(near_link * share, most), far / min(far_link * share, most))
+
+
+def _message(work: _Work, nbytes: int, group: Group, topology: Topology) -> float:
+    """Seconds of one send."""
+    c = CONSTANTS
+    start, _ = latency_of(topology.card)
+    latency = start + work.far_hops * topology.network.latency
+    simple = start * c.simple.step + _seconds_of_bytes(work, 1.0, group, topology)
+    return latency + min(_ll_part(work, nbytes, group, topology), simple)
+
+
+def _direct(work: _Work, part: float, group: Group, topology: Topology) -> float:
+    """Seconds of sends and receives that go at once, each of `part` bytes."""
+    c = CONSTANTS
+    start, hop = latency_of(topology.card)
+    # those to the other ranks are under way together, near and far
+    latency = start + (group.size - 2) * c.peer * hop
+    latency += topology.network.latency if work.far_hops else 0.0
+    share = c.sends if topology.card.nvlink_bandwidth else 1.0
+    simple = c.send + _seconds_of_bytes(work, share, group, topology)
+    return latency + min(c.ll_send + _ll_part(work, part, group, topology), simple)
+
+
+def _ll_part(work: _Work, part: float, group: Group, topology: Topology) -> float:
+    """Seconds of the bytes of sends with LL."""
+    c = CONSTANTS
+    all_parts = _seconds_of_bytes(work, c.ll.bandwidth, group, topology)
+    return max(part / c.ll_part, all_parts)
+
+
+def _relayed(
+    work: _Work, protocol: Protocol, group: Group, topology: Topology
+) -> float:
+    """Seconds of an algorithm in which ranks pass on what they have received."""
+    c = CONSTANTS
+    start, hop = latency_of(topology.card)
+    latency = start * (1 + work.passes * protocol.step)
+    # a hop between nodes begins and ends with one inside
+    hops = work.hops + work.far_hops
+    latency += hops * (start * protocol.wait + hop * protocol.hop)
+    latency += work.far_hops * topology.network.latency
+    most = c.ll_bandwidth if protocol is c.ll else math.inf
+    fills = protocol is c.simple
+    return latency + _seconds_of_bytes(
+        work, protocol.bandwidth, group, topology, most, fills
+    )
+
+
+def _switched(work: _Work, group: Group, topology: Topology) -> float:
+    """Seconds of an all-reduce in the NVSwitch."""
+    start, _ = latency_of(topology.card)
+    latency = start * (1 + CONSTANTS.nvls_step)
+    latency += work.far_hops * topology.network.latency
+    return latency + _seconds_of_bytes(work, 1.0, group, topology, fills=True)
 
 
 def _candidates(
     name: str, nbytes: int, group: Group, topology: Topology
 ) -> dict[str, float]:
     """Seconds of each algorithm that NCCL has for a collective."""
-    c = CONSTANTS
-    if name in ("send", "all_to_all", "gather", "scatter"):
-        work, part = _send(nbytes, group), nbytes
-        if name != "send":
-            work = _parts(nbytes, group, topology.card.nvlink_bandwidth > 0)
-            part = nbytes / group.size
-        seconds = _seconds(work, c.simple._replace(step=c.send_step), 0.0, topology)
-        if part <= c.ll_limit:
-            seconds = min(seconds, _seconds(work, c.ll, 0.0, topology))
-        return {"direct": seconds}
+    c, card = CONSTANTS, topology.card
+    if name == "send":
+        return {"direct": _message(_send(nbytes, group), nbytes, group, topology)}
+    if name in ("all_to_all", "gather", "scatter"):
+        work = _parts(nbytes, group, card.nvlink_bandwidth > 0)
+        return {"direct": _direct(work, nbytes / group.size, group, topology)}
     if name == "all_reduce":
         algorithms = {"ring": _ring(2, nbytes, group), "tree": _tree(nbytes, group)}
     elif name in ("all_gather", "reduce_scatter"):
         algorithms = {"ring": _ring(1, nbytes, group)}
     else:
         algorithms = {"ring": _chain(nbytes, group)}
-    fill = c.fill * min(1, c.chunked / nbytes) if nbytes else 0.0
+    protocols = [c.ll, c.simple]
+    # NCCL's LL128 needs NVLink, and writes that arrive in their order
+    if card.nvlink_bandwidth and (group.nodes == 1 or topology.network.ordered):
+        protocols.append(c.ll128)
     found = {
-        algorithm: min(_seconds(work, p, fill, topology) for p in (c.ll, c.simple))
+        algorithm: min(_relayed(work, p, group, topology) for p in protocols)
         for algorithm, work in algorithms.items()
     }
     # NCCL uses the switch of Hopper's NVLink from three GPUs on
-    hopper = topology.card.capability >= (9, 0) and topology.card.nvlink_bandwidth
+    hopper = card.capability >= (9, 0) and card.nvlink_bandwidth
     if name == "all_reduce" and hopper and group.adapters > 2:
-        found["NVLS"] = _seconds(_nvls(nbytes, group), c.simple, fill, topology)
+        found["NVLS"] = _switched(_nvls(nbytes, group), group, topology)
     return found
 
 
