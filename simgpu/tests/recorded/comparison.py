@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from recorded.files import Recording, is_fitted
+from recorded.files import NOT_FITTED, Recording, is_fitted
 
 OF_TIME = 1.3  # a prediction within this factor of its measurement counts as near
 
@@ -71,7 +71,7 @@ def compare_rows(
         try:
             if not isinstance(row, list):
                 raise ValueError("a row is a list")
-            fitted = is_fitted(row)
+            fitted = recording.kind not in NOT_FITTED and is_fitted(row)
             figures = [Comparison(*figure, fitted) for figure in predict(row)]
             if not all(figure.recorded > 0 for figure in figures):
                 raise ValueError("nothing was measured")

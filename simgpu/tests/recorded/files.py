@@ -12,6 +12,9 @@ KINDS = (
     "resnet50_v100", "steps_fp32", "throughput_dle", "training_memory", "vector_fp32",
 )  # fmt: skip
 
+# Kinds that no constant is fitted to: their figures contain more than what is predicted
+NOT_FITTED = ("nccl_nvlink",)
+
 
 class Recording(NamedTuple):
     """One file."""

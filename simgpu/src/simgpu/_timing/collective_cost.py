@@ -4,10 +4,9 @@ Models: NCCL's algorithms ring, tree and NVLS (the NVSwitch reduces), and plain 
 with the protocols LL (starts at once, little bandwidth), LL128 (some of it) and Simple
 (starts late, all of the bandwidth). Each takes
 
-    start + latency of passes and hops + bytes on the busiest link / its bandwidth
+    start + latency of hops + bytes on the busiest link / its bandwidth
 
-and the fastest is chosen, as NCCL's tuner does. A pass either reduces or gathers; an
-all-reduce makes two. A rank also copies its own part from its input to its output.
+and the fastest is chosen, as NCCL's tuner does. A rank also copies its own part from its input to its output.
 Without NVLink two ranks meet at a PCIe switch, and more share what the host moves. Each
 rank of a node has its own share of the network, as if the others used theirs. Leaves
 out: sizes at which NCCL's tuner does not choose the fastest; other work on the same
@@ -33,7 +32,7 @@ class Latency(NamedTuple):
 class Protocol(NamedTuple):
     """How a kernel of NCCL moves data."""
 
-    step: float  # of each pass over the bytes, in starts of the card
+    step: float  # before the first hop, in starts of the card
     wait: float  # of each hop in a node, in starts of the card
     hop: float  # the same, in hops of the card; the two are added
     bandwidth: float  # share of what the link reaches
@@ -42,40 +41,40 @@ class Protocol(NamedTuple):
 class Constants(NamedTuple):
     """What the model assumes of NCCL. "Fitted": to runs of nccl-tests, see tests."""
 
-    ampere: Latency = Latency(9.1e-6, 0.8e-6)  # fitted to A100; assumed of older cards
-    hopper: Latency = Latency(4.4e-6, 0.84e-6)  # fitted to H100
-    blackwell: Latency = Latency(7.4e-6, 1.24e-6)  # fitted to B200
-    pcie: Latency = Latency(5.7e-6, 0.9e-6)  # fitted to L40S
+    ampere: Latency = Latency(8.9e-6, 0.84e-6)  # fitted to A100; assumed of older cards
+    hopper: Latency = Latency(4.3e-6, 0.84e-6)  # fitted to H100
+    blackwell: Latency = Latency(7.3e-6, 1.25e-6)  # fitted to B200
+    pcie: Latency = Latency(5.7e-6, 0.92e-6)  # fitted to L40S
     ll: Protocol = Protocol(0.0, 0.0, 1.0, 0.62)  # fitted; over NVLink the next holds
     ll_bandwidth: float = 11e9  # bytes/s that a rank sends with LL, at most; fitted
-    ll128: Protocol = Protocol(0.16, 0.0, 1.0, 0.4)  # fitted
-    simple: Protocol = Protocol(1.0, 0.63, 0.0, 1.0)  # fitted
-    ll_part: float = 7.8e9  # bytes/s of each send with LL, at most; fitted
+    ll128: Protocol = Protocol(0.21, 0.0, 1.0, 0.41)  # fitted
+    simple: Protocol = Protocol(1.5, 0.58, 0.0, 1.0)  # fitted
+    ll_part: float = 6.5e9  # bytes/s of each send with LL, at most; fitted
     # Sends and receives that go at once, all fitted: seconds to begin, hops for each
     # rank more, and the share of what NVLink reaches
-    ll_send: float = 2e-6
+    ll_send: float = 2.1e-6
     send: float = 8.2e-6
-    peer: float = 0.5
+    peer: float = 0.45
     sends: float = 0.84
-    tree: float = 0.9  # of a ring's bandwidth in a node: NCCL's tuner
-    nvls_step: float = 10.0  # of an all-reduce in the switch, in starts; fitted
-    nvls: float = 0.84  # of what the link reaches; fitted
-    own: float = 0.41  # bytes over the link that a byte of the own part costs; fitted
+    tree: float = 0.9  # of a ring's bandwidth: NCCL's tuner
+    nvls_step: float = 10.8  # of an all-reduce in the switch, in starts; fitted
+    nvls: float = 0.82  # of what the link reaches; fitted
+    own: float = 0.42  # bytes over the link that a byte of the own part costs; fitted
     # A step begins when a chunk of the one before has arrived. That costs this share of
     # the first bytes; both fitted
-    fill: float = 0.1
-    filled: float = 50e6
+    fill: float = 0.09
+    filled: float = 40e6
     link: float = 0.78  # of NVLink's bandwidth; fitted
     # Of PCIe's bandwidth, without NVLink; fitted to one kind of machine with L40S
     pair: float = 0.66  # of each of two ranks
-    host: float = 0.67  # of more than two together
+    host: float = 0.66  # of more than two together
     sockets: float = 0.55  # of that, with more than `socket` ranks
     socket: int = 4  # ranks on a socket of the host; assumed
     # Of the network's bandwidth, and as above; fitted to two nodes of A100 with EFA
-    network: float = 0.87
+    network: float = 0.95
     far_fill: float = 1.4
     far_filled: float = 16e6
-    adapter: float = 0.8  # of PCIe's bandwidth, between a rank and its adapter; assumed
+    adapter: float = 0.8  # of PCIe's bandwidth, from a rank to its adapter; assumed
 
 
 CONSTANTS = Constants()
@@ -101,24 +100,23 @@ class Group(NamedTuple):
 class _Work(NamedTuple):
     """What an algorithm asks of the links."""
 
-    passes: int  # over the bytes: 1 to reduce or to gather, 2 to do both
     hops: int  # inside nodes, one after the other
     far_hops: int  # between nodes
-    sent: float  # bytes that leave the busiest GPU for its own node
-    far_sent: float = 0.0  # bytes that leave the busiest node, or that come to it
+    # Bytes, more of them where the algorithm does not reach all of the bandwidth
+    sent: float  # that leave the busiest GPU for its own node
+    far_sent: float = 0.0  # that leave the busiest node, or that come to it
     adapters: int = 1  # ranks that send these at once, each through its share
     own: float = 0.0  # bytes that a rank copies to itself
-    bandwidth: float = 1.0  # share of a node's links that the algorithm reaches
 
 
 def _ring(passes: int, nbytes: int, group: Group) -> _Work:
-    """`passes` times around: all-reduce 2, all-gather and reduce-scatter 1."""
+    """`passes` times around: to reduce, to gather, or both."""
     steps, far = passes * (group.size - 1), passes * (group.nodes - 1)
     sent = nbytes * steps / group.size
     near = sent if group.size > group.nodes else 0.0
     far_sent = sent if group.nodes > 1 else 0.0
     own = nbytes / group.size
-    return _Work(passes, steps - far, far, near, far_sent, group.adapters, own)
+    return _Work(steps - far, far, near, far_sent, group.adapters, own)
 
 
 def _chain(nbytes: int, group: Group) -> _Work:
@@ -126,7 +124,7 @@ def _chain(nbytes: int, group: Group) -> _Work:
     far = group.nodes - 1
     near = nbytes if group.size > group.nodes else 0
     far_sent = nbytes if far else 0
-    return _Work(1, group.size - 1 - far, far, near, far_sent, group.adapters)
+    return _Work(group.size - 1 - far, far, near, far_sent, group.adapters)
 
 
 def _tree(nbytes: int, group: Group) -> _Work:
@@ -135,18 +133,16 @@ def _tree(nbytes: int, group: Group) -> _Work:
     Two nodes exchange halves. Of more, each has two children in one of the two trees.
     """
     depth = math.ceil(math.log2(group.nodes))
-    near = nbytes * min(2, group.most - 1)
-    far_sent = nbytes * min(2, group.nodes - 1)
-    hops, far_hops = 2 * (group.most - 1), 2 * depth
-    own, bandwidth = 0.0, CONSTANTS.tree
-    return _Work(2, hops, far_hops, near, far_sent, group.adapters, own, bandwidth)
+    near = nbytes * min(2, group.most - 1) / CONSTANTS.tree
+    far_sent = nbytes * min(2, group.nodes - 1) / CONSTANTS.tree
+    hops, far_hops, own = 2 * (group.most - 1), 2 * depth, nbytes / group.size
+    return _Work(hops, far_hops, near, far_sent, group.adapters, own)
 
 
 def _nvls(nbytes: int, group: Group) -> _Work:
     """All-reduce: the NVSwitch adds what its GPUs send and gives the sum to all."""
-    sent = nbytes * (1 + 1 / group.adapters)
-    tree = _tree(nbytes, group)
-    return tree._replace(passes=1, hops=0, sent=sent, bandwidth=CONSTANTS.nvls)
+    sent = nbytes * (1 + 1 / group.adapters) / CONSTANTS.nvls
+    return _tree(nbytes, group)._replace(hops=0, sent=sent, own=0.0)
 
 
 def _parts(nbytes: int, group: Group, nvlink: bool) -> _Work:
@@ -157,13 +153,13 @@ def _parts(nbytes: int, group: Group, nvlink: bool) -> _Work:
     part, far = nbytes / group.size, group.nodes - 1
     near = part * ((group.most if nvlink else group.size) - 1)
     far_sent = part * (group.size - group.adapters)
-    return _Work(1, group.size - 1 - far, far, near, far_sent, own=part)
+    return _Work(group.size - 1 - far, far, near, far_sent, own=part)
 
 
 def _send(nbytes: int, group: Group) -> _Work:
     """One message from a rank to another, in the same node or far."""
     far = group.nodes - 1
-    return _Work(1, 1 - far, far, nbytes * (1 - far), nbytes * far)
+    return _Work(1 - far, far, nbytes * (1 - far), nbytes * far)
 
 
 def latency_of(card: Card) -> Latency:
@@ -175,23 +171,24 @@ def latency_of(card: Card) -> Latency:
     return CONSTANTS.hopper if card.capability >= (9, 0) else CONSTANTS.ampere
 
 
-def near_bandwidth(group: Group, card: Card) -> float:
-    """Bytes/s that each rank of a group sends to the next in its node, at most."""
-    c = CONSTANTS
+def near_bandwidth(group: Group, topology: Topology) -> float:
+    """Bytes/s that each rank of a group sends to the next in its node, at most.
+
+    Without NVLink all ranks of a node share what its host moves.
+    """
+    c, card, ranks = CONSTANTS, topology.card, topology.ranks_per_node
     if card.nvlink_bandwidth:
         return card.nvlink_bandwidth * c.link
     if group.most <= 2:
         return card.pcie_bandwidth * c.pair
-    share = c.host * (c.sockets if group.most > c.socket else 1.0)
-    return card.pcie_bandwidth * share / group.most
+    share = c.host * (c.sockets if ranks > c.socket else 1.0)
+    return card.pcie_bandwidth * min(share / ranks, c.pair)
 
 
 def far_bandwidth(topology: Topology) -> float:
     """Bytes/s that each rank of a node sends to others, over PCIe and its adapter."""
-    adapter = topology.network.bandwidth / topology.ranks_per_node
-    return min(
-        adapter * CONSTANTS.network, topology.card.pcie_bandwidth * CONSTANTS.adapter
-    )
+    adapter = topology.network.bandwidth / topology.ranks_per_node * CONSTANTS.network
+    return min(adapter, topology.card.pcie_bandwidth * CONSTANTS.adapter)
 
 
 def _seconds_of_bytes(
@@ -210,8 +207,7 @@ def _seconds_of_bytes(
     if fills:
         near += c.fill * min(near, c.filled)
         far += c.far_fill * min(far, c.far_filled / topology.ranks_per_node)
-    near_link = near_bandwidth(group, topology.card) * work.bandwidth
-    far_link = far_bandwidth(topology)
+    near_link, far_link = near_bandwidth(group, topology), far_bandwidth(topology)
     return max(near / min(near_link * share, most), far / min(far_link * share, most))
 
 
@@ -220,7 +216,7 @@ def _message(work: _Work, nbytes: int, group: Group, topology: Topology) -> floa
     c = CONSTANTS
     start, _ = latency_of(topology.card)
     latency = start + work.far_hops * topology.network.latency
-    simple = start * c.simple.step + _seconds_of_bytes(work, 1.0, group, topology)
+    simple = start * c.simple.wait + _seconds_of_bytes(work, 1.0, group, topology)
     return latency + min(_ll_part(work, nbytes, group, topology), simple)
 
 
@@ -249,7 +245,7 @@ def _relayed(
     """Seconds of an algorithm in which ranks pass on what they have received."""
     c = CONSTANTS
     start, hop = latency_of(topology.card)
-    latency = start * (1 + work.passes * protocol.step)
+    latency = start * (1 + protocol.step)
     # a hop between nodes begins and ends with one inside
     hops = work.hops + work.far_hops
     latency += hops * (start * protocol.wait + hop * protocol.hop)
