@@ -243,7 +243,9 @@ def test_what_is_no_network_says_what_is(bad):
 
 
 def test_more_ranks_share_the_host_where_there_is_no_nvlink():
-    ranks = {n: choose("all_gather", 2**28, range(n), Topology(T4, n)) for n in (2, 4, 8)}
+    ranks = {
+        n: choose("all_gather", 2**28, range(n), Topology(T4, n)) for n in (2, 4, 8)
+    }
     two, four, eight = (ranks[n].bus_bandwidth for n in (2, 4, 8))
     assert two > 3 * four > 3 * 3 * eight
     pair = choose("all_gather", 2**28, [0, 1], Topology(T4, 8))

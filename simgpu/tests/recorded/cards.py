@@ -36,11 +36,18 @@ _B200 = replace(
     nvlink_bandwidth=900e9,
 )
 _RTX_PRO_6000 = _datasheet(
-    "NVIDIA RTX PRO 6000 Blackwell", _A100, 188, 120e12, 504e12, 1597, (12, 0), 128 * MIB
+    "NVIDIA RTX PRO 6000 Blackwell",
+    _A100,
+    188,
+    120e12,
+    504e12,
+    1597,
+    (12, 0),
+    128 * MIB,
 )
 
-# NVIDIA's datasheets: V100 and A100 (PCIe), P4, P100 (PCIe, 16 GB), L4, A40, L40S, B200,
-# GB200, RTX PRO 6000 Blackwell (Server Edition)
+# NVIDIA's datasheets: V100 and A100 (PCIe), P4, P100 (PCIe, 16 GB), L4, A40, L40S,
+# B200, GB200, RTX PRO 6000 Blackwell (Server Edition)
 VARIANTS = {
     "A100-80GB-PCIE": replace(_A100, memory_bandwidth=1935e9, nvlink_bandwidth=0),
     "A100-40GB-PCIE": replace(_A100_40GB, nvlink_bandwidth=0),

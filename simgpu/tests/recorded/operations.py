@@ -190,7 +190,7 @@ def nccl_nvlink(row: list) -> tuple:
     Recorded as kernels, each from where its own rank launched it. So the constants are
     not fitted to it.
     """
-    return _in_a_node("collective with its wait", row)
+    return _in_a_node("waiting collective", row)
 
 
 def nccl_tests(row: list) -> tuple:

@@ -6,11 +6,12 @@ with the protocols LL (starts at once, little bandwidth), LL128 (some of it) and
 
     start + latency of hops + bytes on the busiest link / its bandwidth
 
-and the fastest is chosen, as NCCL's tuner does. A rank also copies its own part from its input to its output.
-Without NVLink two ranks meet at a PCIe switch, and more share what the host moves. Each
-rank of a node has its own share of the network, as if the others used theirs. Leaves
-out: sizes at which NCCL's tuner does not choose the fastest; other work on the same
-links; and the wait for the last rank, which is the clock's business.
+and the fastest is chosen, as NCCL's tuner does. A rank also copies its own part from
+its input to its output. Without NVLink two ranks meet at a PCIe switch, and more share
+what the host moves. Each rank of a node has its own share of the network, as if the
+others used theirs. Leaves out: sizes at which NCCL's tuner does not choose the fastest;
+other work on the same links; and the wait for the last rank, which is the clock's
+business.
 """
 
 import math
@@ -35,7 +36,7 @@ class Protocol(NamedTuple):
     step: float  # before the first hop, in starts of the card
     wait: float  # of each hop in a node, in starts of the card
     hop: float  # the same, in hops of the card; the two are added
-    bandwidth: float  # share of what the link reaches
+    share: float  # of the bandwidth that the link reaches
 
 
 class Constants(NamedTuple):
@@ -142,7 +143,8 @@ def _tree(nbytes: int, group: Group) -> _Work:
 def _nvls(nbytes: int, group: Group) -> _Work:
     """All-reduce: the NVSwitch adds what its GPUs send and gives the sum to all."""
     sent = nbytes * (1 + 1 / group.adapters) / CONSTANTS.nvls
-    return _tree(nbytes, group)._replace(hops=0, sent=sent, own=0.0)
+    tree = _tree(nbytes, group)
+    return _Work(0, tree.far_hops, sent, tree.far_sent, group.adapters)
 
 
 def _parts(nbytes: int, group: Group, nvlink: bool) -> _Work:
@@ -156,12 +158,6 @@ def _parts(nbytes: int, group: Group, nvlink: bool) -> _Work:
     return _Work(group.size - 1 - far, far, near, far_sent, own=part)
 
 
-def _send(nbytes: int, group: Group) -> _Work:
-    """One message from a rank to another, in the same node or far."""
-    far = group.nodes - 1
-    return _Work(1 - far, far, nbytes * (1 - far), nbytes * far)
-
-
 def latency_of(card: Card) -> Latency:
     """Seconds of a collective of no bytes on a card."""
     if not card.nvlink_bandwidth:
@@ -171,128 +167,118 @@ def latency_of(card: Card) -> Latency:
     return CONSTANTS.hopper if card.capability >= (9, 0) else CONSTANTS.ampere
 
 
-def near_bandwidth(group: Group, topology: Topology) -> float:
-    """Bytes/s that each rank of a group sends to the next in its node, at most.
+class _Links(NamedTuple):
+    """What connects the ranks of a group. Bandwidths are those that are reached."""
 
-    Without NVLink all ranks of a node share what its host moves.
-    """
+    start: float
+    hop: float
+    near: float  # bytes/s from each rank to the next in its node
+    far: float  # bytes/s from each rank of a node to others
+    far_hop: float  # seconds from node to node
+    own: float  # bytes over the link that a byte of a rank's own part costs
+    far_filled: float  # bytes of a rank
+
+
+def _links_of(group: Group, topology: Topology) -> _Links:
     c, card, ranks = CONSTANTS, topology.card, topology.ranks_per_node
+    network = topology.network
+    adapter = network.bandwidth / ranks * c.network
+    far = min(adapter, card.pcie_bandwidth * c.adapter)
+    own = 0.0
     if card.nvlink_bandwidth:
-        return card.nvlink_bandwidth * c.link
-    if group.most <= 2:
-        return card.pcie_bandwidth * c.pair
-    share = c.host * (c.sockets if ranks > c.socket else 1.0)
-    return card.pcie_bandwidth * min(share / ranks, c.pair)
+        near, own = card.nvlink_bandwidth * c.link, c.own
+    elif group.most <= 2:
+        near = card.pcie_bandwidth * c.pair
+    else:  # all ranks of a node share what its host moves
+        share = c.host * (c.sockets if ranks > c.socket else 1.0) / ranks
+        near = card.pcie_bandwidth * min(share, c.pair)
+    start, hop = latency_of(card)
+    filled = c.far_filled / ranks
+    return _Links(start, hop, near, far, network.latency, own, filled)
 
 
-def far_bandwidth(topology: Topology) -> float:
-    """Bytes/s that each rank of a node sends to others, over PCIe and its adapter."""
-    adapter = topology.network.bandwidth / topology.ranks_per_node * CONSTANTS.network
-    return min(adapter, topology.card.pcie_bandwidth * CONSTANTS.adapter)
-
-
-def _seconds_of_bytes(
-    work: _Work,
-    share: float,
-    group: Group,
-    topology: Topology,
-    most: float = math.inf,
-    fills: bool = False,
-) -> float:
-    """Seconds of an algorithm's bytes, with a share of each link or `most` bytes/s."""
-    c = CONSTANTS
-    near, far = work.sent, work.far_sent / work.adapters
-    if topology.card.nvlink_bandwidth:
-        near += work.own * c.own
-    if fills:
-        near += c.fill * min(near, c.filled)
-        far += c.far_fill * min(far, c.far_filled / topology.ranks_per_node)
-    near_link, far_link = near_bandwidth(group, topology), far_bandwidth(topology)
-    return max(near / min(near_link * share, most), far / min(far_link * share, most))
-
-
-def _message(work: _Work, nbytes: int, group: Group, topology: Topology) -> float:
-    """Seconds of one send."""
-    c = CONSTANTS
-    start, _ = latency_of(topology.card)
-    latency = start + work.far_hops * topology.network.latency
-    simple = start * c.simple.wait + _seconds_of_bytes(work, 1.0, group, topology)
-    return latency + min(_ll_part(work, nbytes, group, topology), simple)
-
-
-def _direct(work: _Work, part: float, group: Group, topology: Topology) -> float:
-    """Seconds of sends and receives that go at once, each of `part` bytes."""
-    c = CONSTANTS
-    start, hop = latency_of(topology.card)
-    # those to the other ranks are under way together, near and far
-    latency = start + (group.size - 2) * c.peer * hop
-    latency += topology.network.latency if work.far_hops else 0.0
-    share = c.sends if topology.card.nvlink_bandwidth else 1.0
-    simple = c.send + _seconds_of_bytes(work, share, group, topology)
-    return latency + min(c.ll_send + _ll_part(work, part, group, topology), simple)
-
-
-def _ll_part(work: _Work, part: float, group: Group, topology: Topology) -> float:
-    """Seconds of the bytes of sends with LL."""
-    c = CONSTANTS
-    all_parts = _seconds_of_bytes(work, c.ll.bandwidth, group, topology)
-    return max(part / c.ll_part, all_parts)
-
-
-def _relayed(
-    work: _Work, protocol: Protocol, group: Group, topology: Topology
-) -> float:
+def _relayed(work: _Work, protocol: Protocol, links: _Links) -> float:
     """Seconds of an algorithm in which ranks pass on what they have received."""
     c = CONSTANTS
-    start, hop = latency_of(topology.card)
-    latency = start * (1 + protocol.step)
     # a hop between nodes begins and ends with one inside
     hops = work.hops + work.far_hops
-    latency += hops * (start * protocol.wait + hop * protocol.hop)
-    latency += work.far_hops * topology.network.latency
-    most = c.ll_bandwidth if protocol is c.ll else math.inf
-    fills = protocol is c.simple
-    return latency + _seconds_of_bytes(
-        work, protocol.bandwidth, group, topology, most, fills
-    )
+    latency = links.start * (1 + protocol.step + hops * protocol.wait)
+    latency += hops * links.hop * protocol.hop + work.far_hops * links.far_hop
+    near, far = work.sent + work.own * links.own, work.far_sent / work.adapters
+    near_link, far_link = links.near * protocol.share, links.far * protocol.share
+    if protocol is c.ll:
+        near_link = min(near_link, c.ll_bandwidth)
+        far_link = min(far_link, c.ll_bandwidth)
+    elif protocol is c.simple:
+        near += c.fill * min(near, c.filled)
+        far += c.far_fill * min(far, links.far_filled)
+    return latency + max(near / near_link, far / far_link)
 
 
-def _switched(work: _Work, group: Group, topology: Topology) -> float:
+def _switched(work: _Work, links: _Links) -> float:
     """Seconds of an all-reduce in the NVSwitch."""
-    start, _ = latency_of(topology.card)
-    latency = start * (1 + CONSTANTS.nvls_step)
-    latency += work.far_hops * topology.network.latency
-    return latency + _seconds_of_bytes(work, 1.0, group, topology, fills=True)
+    switch = CONSTANTS.simple._replace(step=CONSTANTS.nvls_step, wait=0.0)
+    return _relayed(work, switch, links)
+
+
+def _of_sends(work: _Work, part: float, links: _Links) -> tuple[float, float]:
+    """Seconds of the bytes of sends, each of `part` bytes, with LL and with Simple."""
+    near, far = work.sent + work.own * links.own, work.far_sent / work.adapters
+    simple = max(near / links.near, far / links.far)
+    return max(part / CONSTANTS.ll_part, simple / CONSTANTS.ll.share), simple
+
+
+def _message(nbytes: int, group: Group, links: _Links) -> float:
+    """Seconds of one message from a rank to another, in the same node or far."""
+    far = group.nodes - 1
+    work = _Work(1 - far, far, nbytes * (1 - far), nbytes * far)
+    ll, simple = _of_sends(work, nbytes, links)
+    simple += links.start * CONSTANTS.simple.wait
+    return links.start + far * links.far_hop + min(ll, simple)
+
+
+def _direct(nbytes: int, group: Group, links: _Links, nvlink: bool) -> float:
+    """Seconds of all-to-all, gather, scatter: sends and receives that go at once."""
+    c = CONSTANTS
+    work = _parts(nbytes, group, nvlink)
+    ll, simple = _of_sends(work, nbytes / group.size, links)
+    if nvlink:
+        simple /= c.sends
+    # those to the other ranks are under way together, near and far
+    latency = links.start + (group.size - 2) * c.peer * links.hop
+    latency += links.far_hop if group.nodes > 1 else 0.0
+    return latency + min(c.ll_send + ll, c.send + simple)
 
 
 def _candidates(
     name: str, nbytes: int, group: Group, topology: Topology
 ) -> dict[str, float]:
     """Seconds of each algorithm that NCCL has for a collective."""
-    c, card = CONSTANTS, topology.card
+    c, card, links = CONSTANTS, topology.card, _links_of(group, topology)
+    nvlink = card.nvlink_bandwidth > 0
     if name == "send":
-        return {"direct": _message(_send(nbytes, group), nbytes, group, topology)}
+        return {"direct": _message(nbytes, group, links)}
     if name in ("all_to_all", "gather", "scatter"):
-        work = _parts(nbytes, group, card.nvlink_bandwidth > 0)
-        return {"direct": _direct(work, nbytes / group.size, group, topology)}
+        return {"direct": _direct(nbytes, group, links, nvlink)}
     if name == "all_reduce":
         algorithms = {"ring": _ring(2, nbytes, group), "tree": _tree(nbytes, group)}
     elif name in ("all_gather", "reduce_scatter"):
         algorithms = {"ring": _ring(1, nbytes, group)}
     else:
         algorithms = {"ring": _chain(nbytes, group)}
-    protocols = [c.ll, c.simple]
     # NCCL's LL128 needs NVLink, and writes that arrive in their order
-    if card.nvlink_bandwidth and (group.nodes == 1 or topology.network.ordered):
-        protocols.append(c.ll128)
-    found = {
-        algorithm: min(_relayed(work, p, group, topology) for p in protocols)
-        for algorithm, work in algorithms.items()
-    }
+    ll128 = nvlink and (group.nodes == 1 or topology.network.ordered)
+    found = {}
+    for algorithm, work in algorithms.items():
+        found[algorithm] = min(
+            _relayed(work, c.ll, links), _relayed(work, c.simple, links)
+        )
+        if ll128:
+            found[algorithm] = min(found[algorithm], _relayed(work, c.ll128, links))
     # NCCL uses the switch of Hopper's NVLink from three GPUs on
-    hopper = card.capability >= (9, 0) and card.nvlink_bandwidth
-    if name == "all_reduce" and hopper and group.adapters > 2:
-        found["NVLS"] = _switched(_nvls(nbytes, group), group, topology)
+    if name == "all_reduce" and nvlink and group.adapters > 2:
+        if card.capability >= (9, 0):
+            found["NVLS"] = _switched(_nvls(nbytes, group), links)
     return found
 
 
