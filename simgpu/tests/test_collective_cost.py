@@ -24,15 +24,47 @@ SIXTEEN_NODES = Topology(A100, 8, nodes=16)
 # -- recordings ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fitted", [True, False])
-def test_recorded_times_are_predicted(fitted):
-    (recording,) = (r for r in read(RECORDINGS) if r.name == "nccl_nvlink")
+def _recorded(name):
+    (recording,) = (r for r in read(RECORDINGS) if r.name == name)
     rows, omitted = compare(recording)
-    assert len(rows) == 60 and omitted == []
+    assert omitted == []
+    return rows
+
+
+@pytest.mark.parametrize("fitted", [True, False])
+@pytest.mark.parametrize(
+    "card, near", [("A100", 0.95), ("H100", 0.94), ("B200", 0.95), ("L40S", 0.86)]
+)
+def test_collectives_in_a_node_take_what_was_recorded(card, near, fitted):
+    rows = [row for row in _recorded("nccl_tests") if row.card == card]
+    assert len(rows) == 252
     found = figures_of(row for row in rows if row.fitted == fitted)
-    assert 0.9 < found.median < 1.1
-    assert 0.8 < found.low and found.high < 1.35
-    assert found.near > 0.89
+    assert 0.95 < found.median < 1.05
+    assert found.near > near
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather", "reduce_scatter"])
+def test_small_messages_take_what_was_recorded(name):
+    rows = [r for r in _recorded("nccl_tests") if r.what.startswith(f"{name} of")]
+    small = [r for r in rows if 2**16 <= int(r.what.split()[2]) <= 2**22]
+    near = figures_of(r for r in small if r.card != "L40S")  # its machine is uneven
+    assert 0.95 < near.median < 1.05 and near.near > 0.9
+
+
+@pytest.mark.parametrize("fitted", [True, False])
+def test_collectives_over_efa_take_what_was_recorded(fitted):
+    rows = [row for row in _recorded("nccl_nodes") if "2 nodes" in row.what]
+    assert len(rows) == 29
+    found = figures_of(row for row in rows if row.fitted == fitted)
+    assert 0.9 < found.median < 1.1 and found.near > 0.85
+
+
+def test_kernels_that_wait_for_the_last_rank_take_longer():
+    # recorded from the launch of each rank, at times of the order of a small message
+    rows = [row for row in _recorded("nccl_nvlink") if "all_reduce" in row.what]
+    assert len(rows) == 40 and not any(row.fitted for row in rows)
+    found = figures_of(rows)
+    assert 0.85 < found.median < 1 and found.low < 0.5 and found.high < 1.3
 
 
 # kernel times on 8 H100, the smallest of the ranks: (collective, MiB, microseconds)
@@ -77,17 +109,25 @@ def test_more_bytes_never_take_less_time(name, topology):
 @pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
 @pytest.mark.parametrize("nbytes", [1024, 256 * MIB])
 def test_two_nodes_cost_more_than_one(name, card, nbytes):
-    topology = Topology(card, 8, nodes=2)
+    # where ranks meet in the host, 8 adapters of their own would be faster than it is
+    network = None if card.nvlink_bandwidth else "100 Gbit/s"
+    topology = Topology(card, 8, nodes=2, network=network)
     near, far = ([0, 1], [0, 8]) if name == "send" else (range(8), range(4, 12))
     far_seconds = collective_seconds(name, nbytes, far, topology)
     assert far_seconds > collective_seconds(name, nbytes, near, topology)
 
 
-@pytest.mark.parametrize("name", ["all_reduce", "all_gather", "reduce_scatter"])
-def test_a_ring_of_large_messages_reaches_the_link(name):
+# nccl-tests on 8 A100 reach 222, 205 and 213 GB/s with 512 MiB: a rank copies its own
+# part as well, which counts half as much in an all-reduce
+@pytest.mark.parametrize(
+    "name, of_link",
+    [("all_reduce", 0.757), ("all_gather", 0.737), ("reduce_scatter", 0.737)],
+)
+def test_a_ring_of_large_messages_reaches_the_link(name, of_link):
     choice = choose(name, 2**34, range(8), ONE_NODE)
     assert choice.algorithm == "ring"
-    assert choice.bus_bandwidth == pytest.approx(0.8 * A100.nvlink_bandwidth, rel=0.01)
+    reached = choice.bus_bandwidth / A100.nvlink_bandwidth
+    assert reached == pytest.approx(of_link, rel=0.01)
 
 
 def test_a_tree_is_faster_for_small_messages_of_many_ranks():
@@ -171,6 +211,44 @@ def test_bandwidths_are_read(text, expected):
 def test_what_is_no_bandwidth_says_what_is(bad):
     with pytest.raises(ValueError, match='write "100 Gbit/s", "25 GB/s" or a number'):
         parse_bandwidth(bad)
+
+
+@pytest.mark.parametrize(
+    "text, card, expected",
+    [
+        ("400 Gbit/s EFA", A100, (50e9, 68e-6, False)),
+        ("400 GB/s efa", H100, (400e9, 27e-6, True)),
+        ("400 Gbit/s InfiniBand", H100, (50e9, 12e-6, True)),
+        ("400 Gbit/s", H100, (50e9, 12e-6, True)),
+        (5e9, A100, (5e9, 12e-6, True)),
+    ],
+)
+def test_a_network_may_say_its_kind(text, card, expected):
+    assert Topology(card, 8, nodes=2, network=text).network == expected
+
+
+def test_efa_has_a_floor_of_its_own():
+    # what nccl-tests print of the smallest all-reduce of two nodes
+    for card, network, recorded in ((A100, 50, 161e-6), (H100, 400, 69e-6)):
+        topology = Topology(card, 8, nodes=2, network=f"{network} GB/s EFA")
+        seconds = collective_seconds("all_reduce", 8, range(16), topology)
+        assert seconds == pytest.approx(recorded, rel=0.1)
+
+
+@pytest.mark.parametrize("bad", ["400 Gbit/s ATM", "EFA", "fast EFA"])
+def test_what_is_no_network_says_what_is(bad):
+    with pytest.raises(ValueError, match='write "100 Gbit/s", "25 GB/s" or a number'):
+        Topology(A100, 8, nodes=2, network=bad)
+
+
+def test_more_ranks_share_the_host_where_there_is_no_nvlink():
+    ranks = {
+        n: choose("all_gather", 2**28, range(n), Topology(T4, n)) for n in (2, 4, 8)
+    }
+    two, four, eight = (ranks[n].bus_bandwidth for n in (2, 4, 8))
+    assert two > 3 * four > 3 * 3 * eight
+    pair = choose("all_gather", 2**28, [0, 1], Topology(T4, 8))
+    assert pair.bus_bandwidth == two
 
 
 def test_the_default_network_has_200_gbit_for_each_rank():

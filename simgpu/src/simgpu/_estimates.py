@@ -203,8 +203,8 @@ def estimate_collective(
         ranks: of the job, each with a GPU of its own.
         card: a key of `simgpu.CARDS`, such as "H100", or a `Card` of your own.
         nodes: over which the ranks are spread, as many on each.
-        network: of a node, such as "100 Gbit/s" or "25 GB/s", bytes/s, or a `Network`;
-            None is 200 Gbit/s for each rank of the node.
+        network: of a node, such as "100 Gbit/s" or "400 GB/s EFA", bytes/s, or a
+            `Network`; None is 200 Gbit/s of InfiniBand for each rank of the node.
 
     Returns:
         The algorithm that NCCL would take, simulated seconds, and the bus bandwidth in

@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--memory", metavar="SIZE", help='of each card: "512MB"')
     add("--nodes", type=int, default=1, metavar="N",
         help="number this machine's ranks as those of N nodes")  # fmt: skip
-    add("--network", metavar="BANDWIDTH", help='between nodes: "100 Gbit/s"')
+    add("--network", metavar="BANDWIDTH", help='"100 Gbit/s", "400 GB/s EFA"')
     add("--timeline", metavar="FILE", type=Path, help="a trace of all ranks")
     add("--races", default="warn", choices=RACES,
         help="where streams use memory in no order: warn (default), raise, off, or "

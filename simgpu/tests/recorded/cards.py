@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from simgpu._device.cards import CARDS, GIB, MIB, Card
 
-_A100, _V100 = CARDS["A100"], CARDS["V100"]
+_A100, _H100, _V100 = CARDS["A100"], CARDS["H100"], CARDS["V100"]
 _A100_40GB = replace(_A100, memory_bandwidth=1555e9, total_memory=int(39.39 * GIB))
 
 
@@ -27,7 +27,19 @@ def _datasheet(
     )  # fmt: skip
 
 
-# NVIDIA's datasheets: V100 and A100 (PCIe), P4, P100 (PCIe, 16 GB), L4, A40
+_RTX_PRO_6000 = _datasheet(
+    "NVIDIA RTX PRO 6000 Blackwell",
+    _A100,
+    188,
+    120e12,
+    504e12,
+    1597,
+    (12, 0),
+    128 * MIB,
+)
+
+# NVIDIA's datasheets: V100 and A100 (PCIe), P4, P100 (PCIe, 16 GB), L4, A40, GB200,
+# RTX PRO 6000 Blackwell (Server Edition)
 VARIANTS = {
     "A100-80GB-PCIE": replace(_A100, memory_bandwidth=1935e9, nvlink_bandwidth=0),
     "A100-40GB-PCIE": replace(_A100_40GB, nvlink_bandwidth=0),
@@ -45,6 +57,8 @@ VARIANTS = {
         "NVIDIA L4", CARDS["T4"], 58, 30.3e12, 121e12, 300, (8, 9), 48 * MIB
     ),
     "A40": _datasheet("NVIDIA A40", _A100, 84, 37.4e12, 149.7e12, 696, (8, 6), 6 * MIB),
+    "GB200": replace(CARDS["B200"], name="NVIDIA GB200", multi_processors=152),
+    "RTX PRO 6000": replace(_RTX_PRO_6000, pcie_bandwidth=64e9),
 }
 
 
@@ -54,4 +68,4 @@ def card_named(name: str) -> Card:
     Raises:
         KeyError: for one that is in neither table.
     """
-    return (CARDS | VARIANTS)[str(name).upper()]
+    return (VARIANTS | CARDS)[str(name).upper()]

@@ -5,6 +5,7 @@ alone, or on an idle GPU between two events, with what the host takes inside. On
 GPU `tests/tools/record_on_gpu.py` runs the same.
 """
 
+import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -192,12 +193,45 @@ def between_events(function: Callable, *tensors) -> float:
 
 
 def nccl_nvlink(row: list) -> tuple:
-    """[card, collective, ranks, bytes, us]: in one node."""
+    """[card, collective, ranks, bytes, us]: in one node, with the wait for the last.
+
+    Recorded as kernels, each from where its own rank launched it. So the constants are
+    not fitted to it.
+    """
+    return _in_a_node("waiting collective", row)
+
+
+def nccl_tests(row: list) -> tuple:
+    """[card, collective, ranks, bytes, us]: in one node, launched back to back."""
+    return _in_a_node("collective", row)
+
+
+def _in_a_node(kind: str, row: list) -> tuple:
     name, collective, ranks, nbytes, recorded = row
     run = "send" if collective == "send_recv" else collective
     chosen = choose(run, nbytes, range(ranks), Topology(card_named(name), ranks))
     what = f"{collective} of {nbytes} bytes, {ranks} ranks"
-    return "collective", name, what, chosen.seconds, recorded * US
+    return kind, name, what, chosen.seconds, recorded * US
+
+
+_ADAPTERS = re.compile(r"(\w+) (\d+) x (\d+) Gbit/s per node")
+
+
+def nccl_nodes(row: list) -> tuple:
+    """[card, collective, nodes, ranks, network, bytes, us]: "EFA 4 x 100 Gbit/s"."""
+    name, collective, nodes, ranks, words, nbytes, recorded = row
+    network = None
+    if nodes > 1:
+        found = _ADAPTERS.match(words)
+        if not found:
+            raise ValueError(f"cannot read the network {words!r}")
+        kind, adapters, gbits = found.groups()
+        network = f"{int(adapters) * int(gbits)} Gbit/s {kind}"
+    topology = Topology(card_named(name), ranks // nodes, nodes, network)
+    chosen = choose(collective, nbytes, range(ranks), topology)
+    what = f"{collective} of {nbytes} bytes, {ranks} ranks, {nodes} nodes"
+    kind = "collective" if nodes == 1 else "collective of nodes"
+    return kind, name, what, chosen.seconds, recorded * US
 
 
 def attention_bf16(row: list) -> tuple:
@@ -230,6 +264,8 @@ def copies(row: list) -> tuple:
 PREDICT: dict[str, Callable[[list], tuple]] = {
     **{name: _operation(name) for name in KINDS},
     "attention_bf16": attention_bf16,
+    "nccl_nodes": nccl_nodes,
     "nccl_nvlink": nccl_nvlink,
+    "nccl_tests": nccl_tests,
     "copies": copies,
 }

@@ -85,7 +85,7 @@ def run_ranks(
         card: "T4", "V100", "A100", "H100", "H200", "B200" or "L40S".
         memory: of each GPU, in bytes or as text ("512MB"); None is all the card has.
         nodes: on which the ranks lie, as many on each.
-        network: of a node: "100 Gbit/s", "25 GB/s", bytes/s or a `Network`.
+        network: of a node: "100 Gbit/s", "25 GB/s EFA", bytes/s or a `Network`.
         seconds: real time after which the ranks are killed.
         kwargs: of the function.
 

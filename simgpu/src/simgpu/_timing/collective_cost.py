@@ -1,56 +1,81 @@
 """Seconds of a collective, from its message size, its ranks and their topology.
 
 Models: NCCL's algorithms ring, tree and NVLS (the NVSwitch reduces), and plain sends,
-each with the protocols LL (starts at once, little bandwidth) and Simple (starts late,
-all of the bandwidth). Each takes
+with the protocols LL (starts at once, little bandwidth), LL128 (some of it) and Simple
+(starts late, all of the bandwidth). Each takes
 
-    start + passes * step + hops * hop + bytes on the busiest link / its bandwidth
+    start + latency of hops + bytes on the busiest link / its bandwidth
 
-and the fastest is chosen, as NCCL's tuner does. A pass either reduces or gathers; an
-all-reduce makes two. Each rank of a node has its own share of the network, as if the
-others used theirs. Leaves out: the protocol LL128, which lies between the two; other
-work on the same links; and the wait for the last rank, which is the clock's business.
+and the fastest is chosen, as NCCL's tuner does. A rank also copies its own part from
+its input to its output. Without NVLink two ranks meet at a PCIe switch, and more share
+what the host moves. Each rank of a node has its own share of the network, as if the
+others used theirs. Leaves out: sizes at which NCCL's tuner does not choose the fastest;
+other work on the same links; and the wait for the last rank, which is the clock's
+business.
 """
 
 import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from simgpu._device.cards import Card
 from simgpu._timing.kernel_cost import FLOOR
 from simgpu._timing.topology import Topology
 
 
-class Protocol(NamedTuple):
-    """How a kernel of NCCL moves data. Times are those of an H100 with NVLink."""
+class Latency(NamedTuple):
+    """Seconds of a collective of no bytes, by kind of card."""
 
-    step: float  # seconds of each pass over the bytes, however many ranks there are
-    hop: float  # seconds from one rank to the next in its node, besides the bytes
-    bandwidth: float  # share of the link's bandwidth
+    start: float  # of each kernel of NCCL
+    hop: float  # from a rank to the next in its node
+
+
+class Protocol(NamedTuple):
+    """How a kernel of NCCL moves data."""
+
+    step: float  # before the first hop, in starts of the card
+    wait: float  # of each hop in a node, in starts of the card
+    hop: float  # the same, in hops of the card; the two are added
+    share: float  # of the bandwidth that the link reaches
 
 
 class Constants(NamedTuple):
-    """What the model assumes of NCCL. "Fitted": to recorded kernel times, see tests."""
+    """What the model assumes of NCCL. "Fitted": to runs of nccl-tests, see tests."""
 
-    start: float = 2e-6  # seconds of each kernel; fitted
-    # Fitted. NCCL's tuner has 0.6 microseconds and 1/4: a recorded kernel also waits
-    # for the other ranks' hosts
-    ll: Protocol = Protocol(0.0, 2.6e-6, 0.05)
-    simple: Protocol = Protocol(13.5e-6, 0.7e-6, 1.0)  # fitted
-    send_step: float = 6e-6  # seconds; that of a send with Simple; fitted
+    ampere: Latency = Latency(8.9e-6, 0.84e-6)  # fitted to A100; assumed of older cards
+    hopper: Latency = Latency(4.3e-6, 0.84e-6)  # fitted to H100
+    blackwell: Latency = Latency(7.3e-6, 1.25e-6)  # fitted to B200
+    pcie: Latency = Latency(5.7e-6, 0.92e-6)  # fitted to L40S
+    ll: Protocol = Protocol(0.0, 0.0, 1.0, 0.62)  # fitted; over NVLink the next holds
+    ll_bandwidth: float = 11e9  # bytes/s that a rank sends with LL, at most; fitted
+    ll128: Protocol = Protocol(0.21, 0.0, 1.0, 0.41)  # fitted
+    simple: Protocol = Protocol(1.5, 0.58, 0.0, 1.0)  # fitted
+    ll_part: float = 6.5e9  # bytes/s of each send with LL, at most; fitted
+    # Sends and receives that go at once, all fitted: seconds to begin, hops for each
+    # rank more, and the share of what NVLink reaches
+    ll_send: float = 2.1e-6
+    send: float = 8.2e-6
+    peer: float = 0.45
+    sends: float = 0.84
     tree: float = 0.9  # of a ring's bandwidth: NCCL's tuner
-    nvls: float = 0.85  # the same
-    ll_limit: int = 16 * 1024  # bytes that a send moves with LL: NCCL's default
-    clock: int = 1_980_000  # kHz of an H100; latencies are cycles of the card: assumed
-    pcie_hop: float = 5 / 3  # times a hop over NVLink: NCCL's tuner
-    # of the link's bandwidth: "With the protocol overhead (~20%) NCCL can get an
-    # effective NVLink bandwidth of 370GB/s", of 450 (NVIDIA/nccl-tests, issue 212)
-    link: float = 0.8
-    network: float = 0.9  # of the network's bandwidth: assumed
+    nvls_step: float = 10.8  # of an all-reduce in the switch, in starts; fitted
+    nvls: float = 0.82  # of what the link reaches; fitted
+    own: float = 0.42  # bytes over the link that a byte of the own part costs; fitted
     # A step begins when a chunk of the one before has arrived. That costs this share of
-    # the bytes (fitted), up to those of a message of `chunked` bytes (assumed: the
-    # largest that was recorded)
-    fill: float = 0.39
-    chunked: int = 64 * 1000**2
+    # the first bytes; both fitted
+    fill: float = 0.09
+    filled: float = 40e6
+    link: float = 0.78  # of NVLink's bandwidth; fitted
+    # Of PCIe's bandwidth, without NVLink; fitted to one kind of machine with L40S
+    pair: float = 0.66  # of each of two ranks
+    host: float = 0.66  # of more than two together
+    sockets: float = 0.55  # of that, with more than `socket` ranks
+    socket: int = 4  # ranks on a socket of the host; assumed
+    # Of the network's bandwidth, and as above; fitted to two nodes of A100 with EFA
+    network: float = 0.95
+    far_fill: float = 1.4
+    far_filled: float = 16e6
+    adapter: float = 0.8  # of PCIe's bandwidth, from a rank to its adapter; assumed
 
 
 CONSTANTS = Constants()
@@ -76,22 +101,23 @@ class Group(NamedTuple):
 class _Work(NamedTuple):
     """What an algorithm asks of the links."""
 
-    passes: int  # over the bytes: 1 to reduce or to gather, 2 to do both
     hops: int  # inside nodes, one after the other
     far_hops: int  # between nodes
-    sent: float  # bytes that leave the busiest GPU for its own node
-    far_sent: float = 0.0  # bytes that leave the busiest node, or that come to it
+    # Bytes, more of them where the algorithm does not reach all of the bandwidth
+    sent: float  # that leave the busiest GPU for its own node
+    far_sent: float = 0.0  # that leave the busiest node, or that come to it
     adapters: int = 1  # ranks that send these at once, each through its share
-    bandwidth: float = 1.0  # share of each link's bandwidth that the algorithm reaches
+    own: float = 0.0  # bytes that a rank copies to itself
 
 
 def _ring(passes: int, nbytes: int, group: Group) -> _Work:
-    """`passes` times around: all-reduce 2, all-gather and reduce-scatter 1."""
+    """`passes` times around: to reduce, to gather, or both."""
     steps, far = passes * (group.size - 1), passes * (group.nodes - 1)
     sent = nbytes * steps / group.size
     near = sent if group.size > group.nodes else 0.0
     far_sent = sent if group.nodes > 1 else 0.0
-    return _Work(passes, steps - far, far, near, far_sent, group.adapters)
+    own = nbytes / group.size
+    return _Work(steps - far, far, near, far_sent, group.adapters, own)
 
 
 def _chain(nbytes: int, group: Group) -> _Work:
@@ -99,7 +125,7 @@ def _chain(nbytes: int, group: Group) -> _Work:
     far = group.nodes - 1
     near = nbytes if group.size > group.nodes else 0
     far_sent = nbytes if far else 0
-    return _Work(1, group.size - 1 - far, far, near, far_sent, group.adapters)
+    return _Work(group.size - 1 - far, far, near, far_sent, group.adapters)
 
 
 def _tree(nbytes: int, group: Group) -> _Work:
@@ -108,19 +134,17 @@ def _tree(nbytes: int, group: Group) -> _Work:
     Two nodes exchange halves. Of more, each has two children in one of the two trees.
     """
     depth = math.ceil(math.log2(group.nodes))
-    near = nbytes * min(2, group.most - 1)
-    far_sent = nbytes * min(2, group.nodes - 1)
-    bandwidth = CONSTANTS.tree
-    return _Work(
-        2, 2 * (group.most - 1), 2 * depth, near, far_sent, group.adapters, bandwidth
-    )
+    near = nbytes * min(2, group.most - 1) / CONSTANTS.tree
+    far_sent = nbytes * min(2, group.nodes - 1) / CONSTANTS.tree
+    hops, far_hops, own = 2 * (group.most - 1), 2 * depth, nbytes / group.size
+    return _Work(hops, far_hops, near, far_sent, group.adapters, own)
 
 
 def _nvls(nbytes: int, group: Group) -> _Work:
     """All-reduce: the NVSwitch adds what its GPUs send and gives the sum to all."""
-    sent = nbytes * (1 + 1 / group.adapters)
+    sent = nbytes * (1 + 1 / group.adapters) / CONSTANTS.nvls
     tree = _tree(nbytes, group)
-    return tree._replace(hops=2, sent=sent, bandwidth=CONSTANTS.nvls)
+    return _Work(0, tree.far_hops, sent, tree.far_sent, group.adapters)
 
 
 def _parts(nbytes: int, group: Group, nvlink: bool) -> _Work:
@@ -131,60 +155,130 @@ def _parts(nbytes: int, group: Group, nvlink: bool) -> _Work:
     part, far = nbytes / group.size, group.nodes - 1
     near = part * ((group.most if nvlink else group.size) - 1)
     far_sent = part * (group.size - group.adapters)
-    return _Work(1, group.size - 1 - far, far, near, far_sent)
+    return _Work(group.size - 1 - far, far, near, far_sent, own=part)
 
 
-def _send(nbytes: int, group: Group) -> _Work:
-    """One message from a rank to another, in the same node or far."""
+def latency_of(card: Card) -> Latency:
+    """Seconds of a collective of no bytes on a card."""
+    if not card.nvlink_bandwidth:
+        return CONSTANTS.pcie
+    if card.capability >= (10, 0):
+        return CONSTANTS.blackwell
+    return CONSTANTS.hopper if card.capability >= (9, 0) else CONSTANTS.ampere
+
+
+class _Links(NamedTuple):
+    """What connects the ranks of a group. Bandwidths are those that are reached."""
+
+    start: float
+    hop: float
+    near: float  # bytes/s from each rank to the next in its node
+    far: float  # bytes/s from each rank of a node to others
+    far_hop: float  # seconds from node to node
+    own: float  # bytes over the link that a byte of a rank's own part costs
+    far_filled: float  # bytes of a rank
+
+
+def _links_of(group: Group, topology: Topology) -> _Links:
+    c, card, ranks = CONSTANTS, topology.card, topology.ranks_per_node
+    network = topology.network
+    adapter = network.bandwidth / ranks * c.network
+    far = min(adapter, card.pcie_bandwidth * c.adapter)
+    own = 0.0
+    if card.nvlink_bandwidth:
+        near, own = card.nvlink_bandwidth * c.link, c.own
+    elif group.most <= 2:
+        near = card.pcie_bandwidth * c.pair
+    else:  # all ranks of a node share what its host moves
+        share = c.host * (c.sockets if ranks > c.socket else 1.0) / ranks
+        near = card.pcie_bandwidth * min(share, c.pair)
+    start, hop = latency_of(card)
+    filled = c.far_filled / ranks
+    return _Links(start, hop, near, far, network.latency, own, filled)
+
+
+def _relayed(work: _Work, protocol: Protocol, links: _Links) -> float:
+    """Seconds of an algorithm in which ranks pass on what they have received."""
+    c = CONSTANTS
+    # a hop between nodes begins and ends with one inside
+    hops = work.hops + work.far_hops
+    latency = links.start * (1 + protocol.step + hops * protocol.wait)
+    latency += hops * links.hop * protocol.hop + work.far_hops * links.far_hop
+    near, far = work.sent + work.own * links.own, work.far_sent / work.adapters
+    near_link, far_link = links.near * protocol.share, links.far * protocol.share
+    if protocol is c.ll:
+        near_link = min(near_link, c.ll_bandwidth)
+        far_link = min(far_link, c.ll_bandwidth)
+    elif protocol is c.simple:
+        near += c.fill * min(near, c.filled)
+        far += c.far_fill * min(far, links.far_filled)
+    return latency + max(near / near_link, far / far_link)
+
+
+def _switched(work: _Work, links: _Links) -> float:
+    """Seconds of an all-reduce in the NVSwitch."""
+    switch = CONSTANTS.simple._replace(step=CONSTANTS.nvls_step, wait=0.0)
+    return _relayed(work, switch, links)
+
+
+def _of_sends(work: _Work, part: float, links: _Links) -> tuple[float, float]:
+    """Seconds of the bytes of sends, each of `part` bytes, with LL and with Simple."""
+    near, far = work.sent + work.own * links.own, work.far_sent / work.adapters
+    simple = max(near / links.near, far / links.far)
+    return max(part / CONSTANTS.ll_part, simple / CONSTANTS.ll.share), simple
+
+
+def _message(nbytes: int, group: Group, links: _Links) -> float:
+    """Seconds of one message from a rank to another, in the same node or far."""
     far = group.nodes - 1
-    return _Work(1, 1 - far, far, nbytes * (1 - far), nbytes * far)
+    work = _Work(1 - far, far, nbytes * (1 - far), nbytes * far)
+    ll, simple = _of_sends(work, nbytes, links)
+    simple += links.start * CONSTANTS.simple.wait
+    return links.start + far * links.far_hop + min(ll, simple)
 
 
-def _seconds(work: _Work, protocol: Protocol, fill: float, topology: Topology) -> float:
-    """Seconds of an algorithm; `fill` is in proportion to its bytes."""
-    c, network = CONSTANTS, topology.network
-    hop = protocol.hop * (1 if topology.card.nvlink_bandwidth else c.pcie_hop)
-    latency = c.start + work.passes * protocol.step
-    latency += (work.hops + work.far_hops) * hop
-    latency *= c.clock / topology.card.clock
-    latency += work.far_hops * network.latency
-    near = work.sent * (1 + fill) / (topology.link_bandwidth * c.link)
-    # a rank reaches its adapter over PCIe
-    adapter = network.bandwidth / topology.ranks_per_node * c.network
-    adapter = min(adapter, topology.card.pcie_bandwidth * c.link)
-    far = work.far_sent / (adapter * work.adapters)
-    return latency + max(near, far) / (protocol.bandwidth * work.bandwidth)
+def _direct(nbytes: int, group: Group, links: _Links, nvlink: bool) -> float:
+    """Seconds of all-to-all, gather, scatter: sends and receives that go at once."""
+    c = CONSTANTS
+    work = _parts(nbytes, group, nvlink)
+    ll, simple = _of_sends(work, nbytes / group.size, links)
+    if nvlink:
+        simple /= c.sends
+    # those to the other ranks are under way together, near and far
+    latency = links.start + (group.size - 2) * c.peer * links.hop
+    latency += links.far_hop if group.nodes > 1 else 0.0
+    return latency + min(c.ll_send + ll, c.send + simple)
 
 
 def _candidates(
     name: str, nbytes: int, group: Group, topology: Topology
 ) -> dict[str, float]:
     """Seconds of each algorithm that NCCL has for a collective."""
-    c = CONSTANTS
-    if name in ("send", "all_to_all", "gather", "scatter"):
-        work, part = _send(nbytes, group), nbytes
-        if name != "send":
-            work = _parts(nbytes, group, topology.card.nvlink_bandwidth > 0)
-            part = nbytes / group.size
-        seconds = _seconds(work, c.simple._replace(step=c.send_step), 0.0, topology)
-        if part <= c.ll_limit:
-            seconds = min(seconds, _seconds(work, c.ll, 0.0, topology))
-        return {"direct": seconds}
+    c, card, links = CONSTANTS, topology.card, _links_of(group, topology)
+    nvlink = card.nvlink_bandwidth > 0
+    if name == "send":
+        return {"direct": _message(nbytes, group, links)}
+    if name in ("all_to_all", "gather", "scatter"):
+        return {"direct": _direct(nbytes, group, links, nvlink)}
     if name == "all_reduce":
         algorithms = {"ring": _ring(2, nbytes, group), "tree": _tree(nbytes, group)}
     elif name in ("all_gather", "reduce_scatter"):
         algorithms = {"ring": _ring(1, nbytes, group)}
     else:
         algorithms = {"ring": _chain(nbytes, group)}
-    fill = c.fill * min(1, c.chunked / nbytes) if nbytes else 0.0
-    found = {
-        algorithm: min(_seconds(work, p, fill, topology) for p in (c.ll, c.simple))
-        for algorithm, work in algorithms.items()
-    }
+    # NCCL's LL128 needs NVLink, and writes that arrive in their order
+    ll128 = nvlink and (group.nodes == 1 or topology.network.ordered)
+    found = {}
+    for algorithm, work in algorithms.items():
+        found[algorithm] = min(
+            _relayed(work, c.ll, links), _relayed(work, c.simple, links)
+        )
+        if ll128:
+            found[algorithm] = min(found[algorithm], _relayed(work, c.ll128, links))
     # NCCL uses the switch of Hopper's NVLink from three GPUs on
-    hopper = topology.card.capability >= (9, 0) and topology.card.nvlink_bandwidth
-    if name == "all_reduce" and hopper and group.adapters > 2:
-        found["NVLS"] = _seconds(_nvls(nbytes, group), c.simple, fill, topology)
+    if name == "all_reduce" and nvlink and group.adapters > 2:
+        if card.capability >= (9, 0):
+            found["NVLS"] = _switched(_nvls(nbytes, group), links)
     return found
 
 

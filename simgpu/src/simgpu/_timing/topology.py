@@ -19,11 +19,17 @@ from simgpu._device.cards import Card
 # bytes/s for each rank of a node: 200 Gbit/s, as in NVIDIA's DGX A100, where each GPU
 # has an adapter for HDR InfiniBand
 DEFAULT_BANDWIDTH = 25e9
-# seconds from one node to another, assumed: NCCL's tuner (src/graph/tuning.cc) takes 3
-# to 14 microseconds for a hop, by protocol; TCP takes several times as long
+# seconds from one node to another over InfiniBand, assumed: no run was recorded. NCCL's
+# tuner (src/graph/tuning.cc) takes 3 to 14 microseconds for a hop, by protocol; TCP
+# takes several times as long
 DEFAULT_LATENCY = 12e-6
+# the same over EFA, the network of AWS: half of what the smallest all-reduce of two
+# nodes takes (161 microseconds with A100, 69 with H100) besides its hops in a node
+EFA_LATENCY = 27e-6  # of the second generation, from Hopper on; fitted to one figure
+FIRST_EFA_LATENCY = 68e-6  # of machines with A100; fitted
 
 _ACCEPTED = 'write "100 Gbit/s", "25 GB/s" or a number of bytes/s'
+_KIND = re.compile(r"(?P<bandwidth>.*\S)\s+(?P<kind>EFA|InfiniBand)", re.IGNORECASE)
 _BANDWIDTH = re.compile(
     r"(?P<number>\d+(?:\.\d+)?)\s*(?P<prefix>[kKMGT]?)"
     r"(?P<unit>bit|byte|b|B)s?(?:/s|ps)"
@@ -36,6 +42,28 @@ class Network(NamedTuple):
 
     bandwidth: float  # bytes/s that a node sends, and as many that it receives
     latency: float = DEFAULT_LATENCY  # seconds
+    ordered: bool = True  # writes arrive in their order, as NCCL's LL128 needs
+
+
+def network_of(text: float | str, card: Card) -> Network:
+    """The network that `text` describes: a bandwidth, and maybe its kind.
+
+    Args:
+        text: bytes/s, "100 Gbit/s", "400 GB/s EFA" or "400 Gbit/s InfiniBand". Without
+            a kind it is InfiniBand.
+        card: of the nodes. AWS connects machines with A100 and older cards with the
+            first generation of EFA, which does not keep the order of writes.
+
+    Raises:
+        ValueError: for what is not a bandwidth, with or without a kind.
+    """
+    found = _KIND.fullmatch(text.strip()) if isinstance(text, str) else None
+    bandwidth = parse_bandwidth(found["bandwidth"] if found else text)
+    if not found or found["kind"].lower() != "efa":
+        return Network(bandwidth)
+    first = card.capability < (9, 0)
+    latency = FIRST_EFA_LATENCY if first else EFA_LATENCY
+    return Network(bandwidth, latency, ordered=not first)
 
 
 def parse_bandwidth(bandwidth: float | str) -> float:
@@ -69,8 +97,8 @@ class Topology:
         ranks_per_node: each rank has one GPU.
         nodes: in the job.
         network: of a node, all its adapters together: a `Network`, text such as
-            "100 Gbit/s" or "25 GB/s", or bytes/s. The default is 200 Gbit/s for each
-            rank of a node.
+            "100 Gbit/s" or "400 GB/s EFA", or bytes/s; see `network_of`. The default is
+            200 Gbit/s of InfiniBand for each rank of a node.
 
     Raises:
         ValueError: for fewer than one node or rank, or a network that cannot be read.
@@ -96,7 +124,7 @@ class Topology:
         elif isinstance(network, Network):
             network = network._replace(bandwidth=parse_bandwidth(network.bandwidth))
         else:
-            network = Network(parse_bandwidth(network))
+            network = network_of(network, self.card)
         if not 0 <= network.latency < math.inf:
             raise ValueError(f"a network's latency in seconds: {network.latency!r}")
         object.__setattr__(self, "network", network)  # frozen
@@ -104,11 +132,6 @@ class Topology:
     @property
     def world_size(self) -> int:
         return self.nodes * self.ranks_per_node
-
-    @property
-    def link_bandwidth(self) -> float:
-        """Bytes/s from a GPU to the others of its node, one direction."""
-        return self.card.nvlink_bandwidth or self.card.pcie_bandwidth
 
     def node_of(self, rank: int) -> int:
         """The node of a rank, which torchrun calls GROUP_RANK.
