@@ -38,7 +38,9 @@ class Block(nn.Module):
         self.group, width, tp = group, of.hidden, of.tp
         self.heads, self.size = of.heads // tp, of.hidden // of.heads
         self.norms = nn.ParameterList(torch.empty(width) for _ in range(2))
-        self.qkv = nn.Parameter(torch.empty(3 * width // tp, width))
+        self.keys = (of.kv_heads or of.heads) // tp
+        rows = (self.heads + 2 * self.keys) * self.size
+        self.qkv = nn.Parameter(torch.empty(rows, width))
         self.out = nn.Parameter(torch.empty(width, width // tp))
         self.gate_up = nn.Parameter(torch.empty(2 * of.intermediate // tp, width))
         self.down = nn.Parameter(torch.empty(width, of.intermediate // tp))
@@ -56,8 +58,15 @@ class Block(nn.Module):
 
     def _attend(self, y, mask):
         tokens, batch, _ = y.shape
-        y = y.view(tokens, batch, 3, self.heads, self.size)
-        q, k, v = y.permute(2, 1, 0, 3, 4).contiguous()
+        if self.keys == self.heads:
+            y = y.view(tokens, batch, 3, self.heads, self.size)
+            q, k, v = y.permute(2, 1, 0, 3, 4).contiguous()
+        else:
+            counts = [self.heads, self.keys, self.keys]
+            q, k, v = (
+                its.transpose(0, 1).contiguous().view(batch, tokens, -1, self.size)
+                for its in y.split([count * self.size for count in counts], dim=-1)
+            )
         kv = torch.cat([k.unsqueeze(0), v.unsqueeze(0)], dim=0)
         q, kv = _Rotary.apply(q, kv.permute(1, 2, 0, 3, 4).contiguous())
         k, v = torch.split(kv, 1, dim=2)
@@ -65,9 +74,11 @@ class Block(nn.Module):
             ends = torch.zeros(batch + 1, dtype=torch.int32, device=y.device)
             counts = mask.sum(-1, dtype=torch.int32)
             torch.cumsum(counts, dim=0, dtype=torch.int32, out=ends[1:])
-        q, k, v = (its.view(batch, tokens, self.heads, self.size).transpose(1, 2)
+        q, k, v = (its.view(batch, tokens, -1, self.size).transpose(1, 2)
                    for its in (q, k, v))  # fmt: skip
-        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        shared = self.keys != self.heads
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True,
+                                                    enable_gqa=shared)  # fmt: skip
         y = y.transpose(1, 2).contiguous()
         return y.view(batch, tokens, self.heads * self.size).transpose(0, 1)
 

@@ -21,6 +21,9 @@ class Layout(NamedTuple):
     tied: bool = False  # the head has the embedding's weights
     card: str = "H100"
     node: int = 8  # ranks of a node
+    network: str = "3200 Gbit/s"  # of a node
+    trainer: str = "nanotron"
+    kv_heads: int = 0  # 0: as many as heads
 
     @property
     def gpus(self) -> int:
