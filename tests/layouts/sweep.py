@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -24,6 +25,7 @@ FRAGMENTS = 1.13
 # the sweep's tensor parallelism takes the host so much longer for each other rank
 LATE = 0.25e-3  # seconds
 WORLD = 512
+BUCKET = 25 * 2**20  # bytes of gradients in half precision, of DDP
 BLOCK = 2**26  # numbers by which the optimizer is measured
 
 
@@ -253,13 +255,16 @@ class Predicted:
         seconds += size / shares * (rates["adam"] + rates["copy"])
         seconds = max(seconds, 5 * len(weights) * self.host.launch)
         dp = group(of, of.dp, of.tp)
-        if of.dp > 1:
-            summing = collective_seconds("all_reduce", 4 * size, dp, place)
+        if of.dp > 1 and size:
+            # DDP sums bucket by bucket, and the sweep's one connection to the card lets
+            # little run beside that
+            count = 1 if of.zero else -(-2 * size // BUCKET)
+            one = collective_seconds("all_reduce", 4 * size // count, dp, place)
+            seconds += count * one
             if of.zero:
-                seconds += summing
-                seconds += collective_seconds("all_gather", 2 * size, dp, place)
-            else:  # beside the last backward pass
-                seconds += max(0.0, summing - its.backward.seconds)
+                for numbers, times in Counter(weights).items():
+                    one = collective_seconds("all_gather", 2 * numbers, dp, place)
+                    seconds += times * one
         if of.tied and of.pp > 1 and stage in (0, of.pp - 1):
             pair = group(of, 2, of.dp * of.tp * (of.pp - 1))
             nbytes = 4 * of.vocab // of.tp * of.hidden
