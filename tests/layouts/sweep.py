@@ -227,8 +227,8 @@ class Predicted:
         size = sum(self.weights(stage))
         states = 12 * size / (of.dp if of.zero else 1)
         static = 6 * size + states + self.parts["buffers"] + 2 * 2**25
-        if of.zero == 0 and of.trainer == "nanotron":
-            static += 2 * size  # DDP's buckets
+        if of.trainer == "nanotron":  # DDP's buckets; with ZeRO fitted, not found
+            static += 2 * size
         forward, backward = self.passes(stage)
         waiting = min(of.pp - stage, of.accumulate)
         both = forward + backward
