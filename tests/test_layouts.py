@@ -18,7 +18,7 @@ SMALL = Layout(6, 512, 8, 2048, 8192, 1024, 4, 3, 1, 1, 1)
 def whole():
     """The dry run of the whole program, as its first stage."""
 
-    def run(of: Layout, **options) -> simgpu._dry.report.DryReport:
+    def run(of: Layout, **options):
         BUFFERS.clear()
         dtype = torch.get_default_dtype()
         try:
@@ -82,13 +82,14 @@ def test_broken_runs_are_left_out_and_counted():
         row(), row(rate=3e4, zero=0), row(rate=1000.0, tp=2, dp=4),
         row(status="crashed or out of memory", rate=None, memory=None), row(nodes=2),
     ]  # fmt: skip
-    found, omitted = rows.steps(Recording("ultrascale", "ultrascale", {"rows": recorded}))
+    recording = Recording("ultrascale", "ultrascale", {"rows": recorded})
+    found, omitted = rows.steps(recording)
     assert [its.is_healthy for its in found] == [True, False, False, False]
     assert sorted(its.why for its in omitted) == [
         "8 ranks on 2 nodes", "broken: a third of the rate of a layout that is alike",
         "broken: more than a second for a micro-batch", "did not run",
     ]  # fmt: skip
-    (share, pick), = rows.choices(found).values()
+    ((share, pick),) = rows.choices(found).values()
     assert share == 1 and pick.layout.zero == 1
     *_, steps, choice = rows.lines_of(found)
     assert steps.startswith("steps: median ") and " of 1 healthy rows; " in steps

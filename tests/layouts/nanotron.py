@@ -1,6 +1,7 @@
 """The model of the sweep's trainer: what runs of it on one rank, block by block."""
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
@@ -136,10 +137,8 @@ def stages(of: Layout) -> list[tuple[int, bool]]:
 def train(of: Layout, stage: int = 0, steps: int = 2) -> None:
     """The whole program, as one rank of one stage runs it.
 
-    It is left to itself: what it sends, nobody takes, and what it takes is there.
+    Its neighbours in the pipeline are left out: what it would take is there.
     """
-    import torch.distributed as dist
-
     dist.init_process_group("nccl")
     torch.cuda.set_device(0)
     tp = dist.new_group(range(of.tp)) if of.tp > 1 else None
@@ -157,7 +156,7 @@ def train(of: Layout, stage: int = 0, steps: int = 2) -> None:
     weights = list(model.parameters())
     size = sum(weight.numel() for weight in weights)
     sums = torch.zeros(size, dtype=torch.float32)
-    buckets = torch.zeros(size) if of.zero == 0 else None  # of DDP
+    held = [torch.zeros(size)]  # DDP's buckets
     parts = sums.split([weight.numel() for weight in weights])
     shares = of.dp if of.zero else 1
     owned = torch.zeros(size // shares, dtype=torch.float32, requires_grad=True)
@@ -194,9 +193,13 @@ def train(of: Layout, stage: int = 0, steps: int = 2) -> None:
             part.mul_(torch.clamp(1.0 / (norm + 1e-6), max=1.0))
         owned.grad = sums[: owned.numel()]
         optimizer.step()
-        for weight, part in zip(weights, owned.split([w.numel() // shares for w in weights]), strict=False):
+        mine = owned.split([weight.numel() // shares for weight in weights])
+        for weight, part in zip(weights, mine, strict=True):
             weight.data.view(-1)[: part.numel()].copy_(part.detach())
         if dp is not None and of.zero:
-            gathered = torch.cat([w.detach().view(-1) for w in weights])
-            dist.all_gather_into_tensor(gathered[: size // of.dp * of.dp], gathered[: size // of.dp].clone(), group=dp)
+            for weight in weights:
+                whole = weight.detach().view(-1)
+                part = whole[: len(whole) // of.dp].clone()
+                dist.all_gather_into_tensor(whole, part, group=dp)
         sums.zero_()
+    held.clear()

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 
-import simgpu
 from simgpu import _runtime as state
 
 _BEHIND = 5 * 10**10  # cycles

@@ -182,6 +182,14 @@ class Predicted:
         self.fits = max(peaks) < find_card(of.card).total_memory
         self.seconds = self._seconds()
 
+    def with_host(self, host) -> float:
+        """Seconds of a step with another host."""
+        before, self.host = self.host, host
+        try:
+            return self._seconds() if self.parts else float("inf")
+        finally:
+            self.host = before
+
     def _pieces(self, stage: int) -> list[tuple[Piece, int]]:
         count, has_head = self.stages[stage]
         made = [(self.parts["first"], 1)] if stage == 0 else []
@@ -198,6 +206,7 @@ class Predicted:
         return made
 
     def passes(self, stage: int) -> tuple[Cost, Cost]:
+        """Forward and backward of a micro-batch through a stage."""
         forward = backward = Cost()
         for piece, count in self._pieces(stage):
             forward += piece.forward.times(count)
