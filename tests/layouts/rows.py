@@ -4,8 +4,9 @@ ultrascale     nanotron, every layout of a sweep on 1 to 64 nodes of H100
 vtrain_node, vtrain_nodes    Megatron-LM of 2022 on A100
 simumax_b200   Megatron-LM of 2025, Llama 3 70B cut to 12 layers, on 8 B200
 
-Which rows say nothing is decided by the recording alone: see `broken`. Fitted: of the
-sweep the 1B model, of vTrain's the rows of width 1024; all others judge.
+Which rows say nothing is decided by the recording alone: see `broken`. The host is
+fitted to the sweep's 1B model and to vTrain's rows of width 1024; others judge. But the
+form of all rules, `LATE` and those of memory were chosen with the 8B model in sight.
 """
 
 import re
@@ -112,7 +113,8 @@ HOST_OF = {"nanotron": "slow", "megatron": "fast", "megatron 2025": "fast"}
 def broken(rows: list[Recorded]) -> list[str]:
     """Why each row says nothing about its layout; "" if it does.
 
-    Written down before anything was fitted. A micro-batch that takes more than a second
+    It looks at recorded figures alone. Its limits were set with the rows, and what was
+    composed for them before the host was fitted, in sight. A micro-batch that takes more than a second
     while the card reaches less than a tenth of its peak; or three times as long as that
     of the fastest layout with the same model, micro-batch, pp and tp, if a step has at
     least 4 micro-batches: the two differ in what is done once a step.

@@ -47,8 +47,7 @@ class Clock:
 
     def __init__(self, gpus: list["Gpu"], sanitizer: Any, host: str = "bare") -> None:
         self.lock = sanitizer.lock
-        self.gpus = gpus
-        self.sanitizer = sanitizer
+        self.gpus, self.sanitizer = gpus, sanitizer
         self._launch_seconds, self._call_seconds = cost.HOSTS[host]
         self.events: deque[Event] = deque(maxlen=KEPT)
         self.waits: deque[Wait] = deque(maxlen=KEPT)

@@ -40,8 +40,8 @@ OF_PEAK_BYTES = 0.8  # of a link's bandwidth: pinned and peer copies
 # 1B in nanotron on H100 (ultrascale)
 HOSTS = {
     "bare": Host(LAUNCH, LAUNCH),
-    "fast": Host(36e-6, 73e-6),
-    "slow": Host(36e-6, 235e-6),
+    "fast": Host(36e-6, 79e-6),
+    "slow": Host(36e-6, 256e-6),
 }
 CHANNELS = 16  # multiprocessors that a collective takes (NCCL starts 8 to 32 blocks)
 HOST_COPY = 10e9  # bytes a second that the host copies in its own memory
