@@ -114,10 +114,11 @@ def broken(rows: list[Recorded]) -> list[str]:
     """Why each row says nothing about its layout; "" if it does.
 
     It looks at recorded figures alone. Its limits were set with the rows, and what was
-    composed for them before the host was fitted, in sight. A micro-batch that takes more than a second
-    while the card reaches less than a tenth of its peak; or three times as long as that
-    of the fastest layout with the same model, micro-batch, pp and tp, if a step has at
-    least 4 micro-batches: the two differ in what is done once a step.
+    composed for them before the host was fitted, in sight. A row is left out in which a
+    micro-batch takes more than a second while the card reaches less than a tenth of its
+    peak; or three times as long as in the fastest layout with the same model,
+    micro-batch, pp and tp, if a step has at least 4 micro-batches: the two differ in
+    what is done once a step.
     """
     fastest: dict = defaultdict(lambda: float("inf"))
 
