@@ -26,6 +26,7 @@ from recorded import files, memory, operations, steps
 from recorded.comparison import OF_TIME, Comparison, Omission, figures_of
 from recorded.files import Recording
 from tests import planned
+from tests.layouts import rows as layouts
 
 ROOT = Path(__file__).resolve().parents[1]
 # of the simulator, and of the planner alone
@@ -46,22 +47,28 @@ class Report(NamedTuple):
     peaks: list[memory.Peak]
     blocks: list[memory.Replayed]
     omitted: list[Omission]
+    steps: list[layouts.Step]
 
 
 def read(*folders: Path) -> list[Recording]:
     """The recordings in some folders, those of training runs among them."""
-    kinds = (*files.KINDS, *planned.KINDS)
+    kinds = (*files.KINDS, *planned.KINDS, *layouts.KINDS)
     return [recording for folder in folders for recording in files.read(folder, kinds)]
 
 
 def compare(recordings: list[Recording]) -> Report:
     """Every recording beside what is predicted."""
-    report = Report([], [], [], [])
+    report = Report([], [], [], [], [])
     for recording in recordings:
         if recording.fault:
             report.omitted.append(
                 Omission(recording.name, "the whole file", recording.fault)
             )
+        elif recording.kind in layouts.KINDS:
+            found, omitted = layouts.steps(recording)
+            report.steps.extend(found)
+            report.times.extend(layouts.comparisons(found))
+            report.omitted.extend(omitted)
         elif recording.kind in _TIMES:
             found, omitted = _TIMES[recording.kind](recording)
             report.times.extend(found)
@@ -83,7 +90,7 @@ def groups(times: list[Comparison]) -> dict[tuple[str, str, bool], list[Comparis
 
 
 def lines_of(report: Report) -> list[str]:
-    """The report as it is printed; the last line sums it up."""
+    """The report as it is printed; the last three lines sum it up."""
     lines = [
         f"{'':24}{'':16}{'':10}{'rows':>5}{'median':>8}{'10 %':>7}{'90 %':>7}"
         f"{'within ' + str(OF_TIME):>12}"
@@ -109,6 +116,8 @@ def lines_of(report: Report) -> list[str]:
         lines.append(f"not compared, {kind}: {count} times: {why}")
     if len(reasons) > SHOWN:
         lines.append(f"not compared: {len(reasons) - SHOWN} more reasons")
+    *each, steps, choice = layouts.lines_of(report.steps)
+    lines += each
     near = sum(row.is_near for row in report.times)
     share = 100 * near / len(report.times) if report.times else 0
     placed = sum(replayed.placed for replayed in report.blocks)
@@ -117,7 +126,7 @@ def lines_of(report: Report) -> list[str]:
         f"within {OF_TIME}: {share:.1f} % of {len(report.times)} rows; "
         f"blocks at their place: {placed} of {blocks}"
     )
-    return lines
+    return [*lines, steps, choice]
 
 
 def _line(kind: str, card: str, which: str, rows: list[Comparison]) -> str:

@@ -6,6 +6,7 @@ GPUs, whose own recording must be predicted exactly.
 
 import copy
 import json
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from recorded import allocator, files, memory
 from recorded.comparison import Comparison, figures_of
 from recorded.step import predict
 from tests import fidelity, planned
+from tests.layouts import rows as layouts
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -28,7 +30,24 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture(scope="module")
 def report() -> fidelity.Report:
-    return fidelity.compare(fidelity.read(*fidelity.FOLDERS))
+    """All but steps of whole layouts."""
+    found = fidelity.read(*fidelity.FOLDERS)
+    return fidelity.compare([its for its in found if its.kind not in layouts.KINDS])
+
+
+@pytest.mark.slow
+def test_steps_of_layouts_are_near_and_the_choice_is_good():
+    found = fidelity.read(*fidelity.FOLDERS)
+    report = fidelity.compare([its for its in found if its.kind in layouts.KINDS])
+    for kind, least in {"ultrascale": 0.7, "vtrain_node": 0.85}.items():
+        rows = [its for its in report.times if its.kind == f"step, {kind}"]
+        reached = figures_of(its for its in rows if not its.fitted)
+        assert reached.near >= least and 0.9 <= reached.median <= 1.1, kind
+    shares = [share for share, _ in layouts.choices(report.steps).values()]
+    assert len(shares) == 12 and min(shares) >= 0.75
+    assert statistics.median(shares) >= 0.95
+    ran = [its for its in report.steps if its.ran and its.peak]
+    assert sum(its.predicted.fits for its in ran) >= 0.9 * len(ran)
 
 
 # kind -> share of the rows within 1.3 and the median's bounds, of rows not fitted
@@ -93,7 +112,7 @@ def test_every_recording_is_compared(report):
     reasons = {omission.why for omission in report.omitted}
     assert reasons == {"not known: the speed of compiled kernels"}
     kinds = {recording.kind for recording in fidelity.read(*fidelity.FOLDERS)}
-    assert kinds == {*files.KINDS, *planned.KINDS} - {"allocator"}
+    assert kinds == {*files.KINDS, *planned.KINDS, *layouts.KINDS} - {"allocator"}
 
 
 def test_every_file_names_its_source():
@@ -140,7 +159,9 @@ def test_rows_that_cannot_be_compared_are_counted_with_the_reason(tmp_path, caps
     }  # fmt: skip
     fidelity.main(["--recordings", str(tmp_path), "--rows"])
     out = capsys.readouterr().out
-    assert out.splitlines()[-1].startswith("within 1.3: ")
+    near, steps, choice = out.splitlines()[-3:]
+    assert near.startswith("within 1.3: ")
+    assert steps.startswith("steps: ") and choice.startswith("choice: ")
     assert "of 1 rows; blocks at their place: 0 of 0" in out
 
 

@@ -96,7 +96,7 @@ class Runtime:
         self.sanitizer = StreamSanitizer(request.races)
         # storages of the host that copies use which it has not waited for
         self.unfinished = self.sanitizer.host_copies.unfinished
-        self.clock = Clock(self.gpus, self.sanitizer)
+        self.clock = Clock(self.gpus, self.sanitizer, request.host)
         self.host_memory = HostMemory(self.clock)  # that is pinned
         # address -> bytes of memory that the program has pinned by itself
         self.registered: dict[int, int] = {}

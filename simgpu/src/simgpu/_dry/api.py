@@ -26,6 +26,7 @@ def dry_run(
     compile: str = "refuse", tokens: int | None = None,
     timeline: str | os.PathLike | None = None,
     memory_snapshot: str | os.PathLike | None = None, seconds: float = _SECONDS,
+    host: str = "bare",
 ) -> DryReport:  # fmt: skip
     """Run a program as one rank of any number, without its values.
 
@@ -60,6 +61,8 @@ def dry_run(
         timeline: a file for a trace, which ui.perfetto.dev opens.
         memory_snapshot: a file for PyTorch's viewer of memory.
         seconds: that a script may take.
+        host: "bare": a launch takes what a small operation alone does; "fast" and
+            "slow": what it takes in a trainer, with its own Python.
 
     Returns:
         What it needs; `fits` says whether the memory is enough.
@@ -75,7 +78,7 @@ def dry_run(
     if callable(program):
         return _function(
             lambda: program(*arguments), files, world, node, rank, card, memory,
-            network, steps, kinds, routing, compile, tokens,
+            network, steps, kinds, routing, compile, tokens, host,
         )  # fmt: skip
     if isinstance(network, float | int):
         network = f"{network:.0f} B/s"
@@ -88,7 +91,8 @@ def dry_run(
     options = {
         "world": world, "node": node, "rank": rank, "card": _name_of(card),
         "memory": memory, "network": network, "steps": steps, "kinds": kinds,
-        "routing": routing, "compile": compile, "tokens": tokens, "timeline": files[0],
+        "routing": routing, "compile": compile, "tokens": tokens, "host": host,
+        "timeline": files[0],
         "memory-snapshot": files[1],
     }  # fmt: skip
     words = [f"--{name}={its}" for name, its in options.items() if its is not None]

@@ -20,7 +20,7 @@ FITS, FAILED, WRONG, FULL = 0, 1, 2, 3
 _WITH_VALUE = {
     "--world", "--node", "--rank", "--card", "--memory", "--network", "--steps",
     "--kinds", "--routing", "--tokens", "--json", "--timeline", "--memory-snapshot",
-    "--compile",
+    "--compile", "--host",
 }  # fmt: skip
 _NEVER = (
     "the program ended after {} of {} steps: a step is a call of Optimizer.step, and "
@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
         prog="simgpu dry-run",
         usage="%(prog)s --world N [--node N] [--card CARD] [--network BANDWIDTH] "
         "[--rank R] [--memory SIZE] [--kinds KINDS] [--routing HOW] [--steps N] "
-        "[--tokens N] [--compile HOW] [--json FILE] [--timeline FILE] "
+        "[--tokens N] [--host KIND] [--compile HOW] [--json FILE] [--timeline FILE] "
         "[--memory-snapshot FILE] (SCRIPT | -m MODULE | LAUNCHER ...) [ARGUMENT ...]",
         description="Run a training script as one rank of any number, without values: "
         "what memory it needs, and how long a step takes.",
@@ -57,6 +57,9 @@ def parser() -> argparse.ArgumentParser:
     add("--tokens", type=int, metavar="N",
         help="of a step, of the whole job (default: counted at the embedding)"
     )  # fmt: skip
+    add("--host", default="bare", metavar="KIND",
+        help="what a launch and a collective cost it: bare (default), or fast or slow, "
+        "as in trainers")  # fmt: skip
     add("--compile", default="refuse", choices=("refuse", "eager", "fuse"),
         metavar="HOW", help="what torch.compile does: refuse (default); eager: give "
         "back what it is given; fuse: count a chain of pointwise operations and "
@@ -119,7 +122,7 @@ def job_of(options):
     return Job(
         options.world, options.node, options.rank, options.card, options.memory,
         options.network, options.steps, options.kinds, options.routing,
-        options.compile, options.tokens,
+        options.compile, options.tokens, options.host,
     )  # fmt: skip
 
 

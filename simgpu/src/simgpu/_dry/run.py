@@ -25,6 +25,7 @@ from simgpu._frames import called_from
 from simgpu._rank_variables import Place
 from simgpu._request import Request
 from simgpu._runtime import Runtime
+from simgpu._timing.cost import HOSTS
 from simgpu._timing.topology import Topology
 
 ROUTING = ("even", "refuse")
@@ -49,6 +50,7 @@ class Job:
         compile: what `torch.compile` does: "refuse" and "eager", as `simgpu.start`
             takes them, or "fuse": chains of operations are one kernel, see `fusing.py`.
         tokens: of a step of the whole job; None: counted, see `tokens.py`.
+        host: what launches and collectives cost it, one of `cost.HOSTS`.
 
     Raises:
         ValueError: for what cannot be, with what to do.
@@ -65,6 +67,7 @@ class Job:
     routing: str = "even"
     compile: str = "refuse"
     tokens: int | None = None
+    host: str = "bare"
     found: kinds_of_ranks.Kinds = field(init=False, repr=False)
 
     def __post_init__(self):
@@ -91,6 +94,8 @@ class Job:
             raise ValueError(f"routing={self.routing!r}; use one of {ROUTING}")
         if self.compile not in COMPILE:
             raise ValueError(f"compile={self.compile!r}; use one of {COMPILE}")
+        if self.host not in HOSTS:
+            raise ValueError(f"host={self.host!r}; use one of {', '.join(HOSTS)}")
         object.__setattr__(self, "node", node)  # frozen
         found = kinds_of_ranks.parse(self.kinds, world, self.rank)
         object.__setattr__(self, "found", found)
@@ -103,7 +108,7 @@ class Job:
         if total > card.total_memory:
             raise ValueError(f"a {self.card} does not have {self.memory} of memory")
         whole = self.memory is None
-        return Request(self.node, card, total, "off", whole, self.compile)
+        return Request(self.node, card, total, "off", whole, self.compile, self.host)
 
 
 def run(job: Job, program: Callable[[], Any], progress: Progress | None = None,

@@ -45,10 +45,10 @@ class Clock:
     A thread begins when its parent starts it, and who joins it is as late as its end.
     """
 
-    def __init__(self, gpus: list["Gpu"], sanitizer: Any) -> None:
+    def __init__(self, gpus: list["Gpu"], sanitizer: Any, host: str = "bare") -> None:
         self.lock = sanitizer.lock
-        self.gpus = gpus
-        self.sanitizer = sanitizer
+        self.gpus, self.sanitizer = gpus, sanitizer
+        self._launch_seconds, self._call_seconds = cost.HOSTS[host]
         self.events: deque[Event] = deque(maxlen=KEPT)
         self.waits: deque[Wait] = deque(maxlen=KEPT)
         self.recordings: list[list[Event]] = []
@@ -126,7 +126,7 @@ class Clock:
         with self.lock:
             now = self._time
             launched = now.seconds
-            now.seconds = host = launched + (0.0 if more else cost.LAUNCH)
+            now.seconds = host = launched + (0.0 if more else self._launch_seconds)
             if host > self.latest:
                 self.latest = host
             ready = max(host + cost.START, self.done.get(key, 0.0))
@@ -179,7 +179,7 @@ class Clock:
     def _copy(self, source: "End", target: "End", nbytes: int, streams: Sequence[int],
               keys: list[Key], pinned: bool, wait: bool) -> None:  # fmt: skip
         launched = self.host
-        self.host += cost.LAUNCH
+        self.host += self._launch_seconds
         ready = max(self.host, *(self.done.get(key, 0.0) for key in keys))
         seconds = cost.copy_seconds(source, target, nbytes, pinned)
         start = book_together(self._copy_engines(source, target), ready, seconds)
@@ -237,7 +237,7 @@ class Clock:
             meeting.waiting.add(key)
             return meeting
         launched = self.host
-        self.host += cost.LAUNCH
+        self.host += self._call_seconds
         done = max(self.done.get(key, 0.0), self.done.get((index, behind), 0.0))
         ready = max(self.host + cost.START, done)
         after = [*self.pending.get(key, ()), *self.pending.get((index, behind), ())]

@@ -9,6 +9,21 @@ itself (the CPU's own operations cost nothing here).
 The constants are assumed, not measured, unless a source is given.
 """
 
+from typing import NamedTuple
+
+
+class Host(NamedTuple):
+    """What a host takes for what it does, in seconds.
+
+    Attributes:
+        launch: of a kernel or a copy: Python, autograd, the driver.
+        call: of a collective, launch included.
+    """
+
+    launch: float
+    call: float
+
+
 # What the host spends on a launch (Python, autograd, the driver), and how long after it
 # the kernel starts on an idle GPU. Their sum is fitted: a small operation between two
 # events takes 24 to 33 microseconds on T4, V100, A100 and H100, with the hosts of 2023
@@ -19,6 +34,15 @@ EVENT = 1e-6  # seconds of the host to record, query or wait for an event
 OPEN_HANDLE = 100e-6  # seconds of the host to map memory of another process
 COPY_LATENCY = 10e-6  # seconds before the first byte of a copy moves
 OF_PEAK_BYTES = 0.8  # of a link's bandwidth: pinned and peer copies
+# "bare" has what a small operation alone takes. Trainers take longer, for their own
+# Python, modules, hooks and autograd functions: "fast" is fitted to half of the runs
+# of Megatron-LM on A100 (tests/recordings, vtrain_node), "slow" to those of a model of
+# 1B in nanotron on H100 (ultrascale)
+HOSTS = {
+    "bare": Host(LAUNCH, LAUNCH),
+    "fast": Host(36e-6, 79e-6),
+    "slow": Host(36e-6, 256e-6),
+}
 CHANNELS = 16  # multiprocessors that a collective takes (NCCL starts 8 to 32 blocks)
 HOST_COPY = 10e9  # bytes a second that the host copies in its own memory
 # Pinning: chosen so that x.pin_memory().to(gpu) takes twice as long as x.to(gpu), the

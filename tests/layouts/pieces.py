@@ -1,0 +1,116 @@
+"""What the parts of a training step cost: each is dry-run alone, once for each shape.
+
+A part runs behind a kernel that takes long, so that the card never waits for the host:
+its time is then that of its kernels and messages, and the host's is counted apart.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from simgpu import _runtime as state
+
+_BEHIND = 5 * 10**10  # cycles
+
+
+class Cost(NamedTuple):
+    """Of one pass through a part; sums and multiples are of what is done in a row.
+
+    Attributes:
+        seconds: of the card.
+        launches: of kernels and copies by the host in forward.
+        back_launches: in backward.
+        calls: of collectives.
+        functions: of Python that autograd calls.
+        kept: bytes that are there afterwards and were not before.
+        most: bytes that were there at the peak, beyond those before.
+    """
+
+    seconds: float = 0.0
+    launches: int = 0
+    back_launches: int = 0
+    calls: int = 0
+    functions: int = 0
+    kept: int = 0
+    most: int = 0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        figures = [a + b for a, b in zip(self[:6], other[:6], strict=True)]
+        return Cost(*figures, max(self.most, self.kept + other.most))
+
+    def times(self, count: int) -> "Cost":
+        if not count:
+            return Cost()
+        most = max(self.most, (count - 1) * self.kept + self.most)
+        return Cost(*(count * its for its in self[:6]), most)
+
+
+class Piece(NamedTuple):
+    """Both passes of a part; `weights` are the numbers of its parameters."""
+
+    forward: Cost
+    backward: Cost
+    weights: tuple[int, ...] = ()
+
+
+def measured(run: Callable[[], object], backward: bool = False) -> tuple[Cost, object]:
+    """What a call costs, and what it returns."""
+    runtime = state.current()
+    clock, gpu = runtime.clock, runtime.gpus[0]
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda._sleep(_BEHIND)
+    key = (gpu.index, torch.cuda.current_stream().stream_id)
+    first = len(runtime.dry.events)
+    with _counted() as functions:
+        start = clock.record(*key).time
+        made = run()
+        clock.settle()
+        end = max(seconds for where, seconds in clock.done.items()
+                  if where[0] == gpu.index)  # fmt: skip
+    events = runtime.dry.events[first:]
+    calls = sum(event.kind == "collective" for event in events)
+    launches = len(events) - calls
+    kept = torch.cuda.memory_allocated() - before
+    most = torch.cuda.max_memory_allocated() - before
+    cost = Cost(end - start, launches * (not backward), launches * backward, calls,
+                functions[0], kept, most)  # fmt: skip
+    return cost, made
+
+
+class _counted:  # noqa: N801 - used as a context
+    """Counts the autograd functions of Python that are called."""
+
+    def __enter__(self) -> list[int]:
+        self.found = found = [0]
+        self.apply = apply = torch.autograd.Function.apply
+
+        def counting(cls, *args, **kwargs):
+            found[0] += 1
+            return apply.__func__(cls, *args, **kwargs)
+
+        torch.autograd.Function.apply = classmethod(counting)
+        return found
+
+    def __exit__(self, *error) -> None:
+        torch.autograd.Function.apply = self.apply
+
+
+def passes(run: Callable, *inputs: torch.Tensor) -> tuple[Cost, Cost]:
+    """Both passes of a part, of which gradients of the parameters stay."""
+    forward, out = measured(lambda: run(*inputs))
+    if out.dim() == 0:
+        grad = None
+    else:
+        grad = torch.empty_like(out)
+    functions = forward.functions
+    ends = [out, grad]
+    del out, grad
+
+    def back():
+        torch.autograd.backward(ends.pop(0), ends.pop())
+
+    backward, _ = measured(back, True)
+    return forward, backward._replace(functions=functions)

@@ -1,0 +1,286 @@
+"""The sweep's layouts, composed from dry runs of their parts."""
+
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+import simgpu
+from simgpu._device.cards import find_card
+from simgpu._timing.collective_cost import Group, collective_seconds
+from simgpu._timing.topology import Topology
+from tests.layouts import megatron, nanotron, schedule
+from tests.layouts.pieces import Cost, Piece, measured, passes
+from tests.layouts.schedule import Pass, Stage
+from tests.layouts.shapes import Layout
+from tests.layouts.tensor_parallel import BUFFERS
+
+TRAINERS = {"nanotron": nanotron, "megatron": megatron, "megatron 2025": nanotron}
+# that the allocator holds and no tensor has: of the rows of the 1B model; fitted
+FRAGMENTS = 1.07
+# Fitted, and not found in the source: the rows whose first stage has the head hold so
+# many more copies of its logits in float32
+LOGITS = 1
+# Fitted, and not understood: where a pipeline spans several nodes, each collective of
+# the sweep's tensor parallelism takes the host so much longer for each other rank
+LATE = 0.25e-3  # seconds
+WORLD = 512
+BUCKET = 25 * 2**20  # bytes of gradients in half precision, of DDP
+BLOCK = 2**26  # numbers by which the optimizer is measured
+
+
+@contextlib.contextmanager
+def on_card(numbers: torch.dtype = torch.bfloat16) -> Iterator[None]:
+    """What a part makes is on the card, in half precision."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(numbers)
+    torch.set_default_device("cuda")
+    try:
+        yield
+    finally:
+        torch.set_default_device("cpu")
+        torch.set_default_dtype(dtype)
+
+
+def shape_of(of: Layout) -> Layout:
+    """What decides what parts cost."""
+    return of._replace(layers=1, accumulate=1, dp=1, pp=1, zero=0, tied=False)
+
+
+def measure(shapes: set[Layout], card: str) -> dict[Layout, dict[str, Piece]]:
+    """The parts of each shape; none of one that the card has no room for."""
+    found: dict = {}
+    (network,) = {of.network for of in shapes}
+
+    def run():
+        dist.init_process_group("nccl")
+        torch.cuda.set_device(0)
+        groups = {1: None}
+        for of in sorted(shapes):
+            if 2.5 * _logits(of) > find_card(card).total_memory:
+                found[of] = {}  # the rest has no room beside two of these
+                continue
+            if of.tp not in groups:
+                groups[of.tp] = dist.new_group(range(of.tp))
+            BUFFERS.clear()
+            with on_card(_numbers(of)):
+                try:
+                    found[of] = _parts(of, groups[of.tp])
+                except torch.OutOfMemoryError:
+                    found[of] = {}
+            BUFFERS.clear()
+
+    simgpu.dry_run(run, world=WORLD, card=card, network=network)
+    return found
+
+
+def _numbers(of: Layout) -> torch.dtype:
+    return torch.float16 if of.trainer == "megatron" else torch.bfloat16
+
+
+def parts_of(layouts: list[Layout]) -> dict[Layout, dict[str, Piece]]:
+    """The parts of all shapes among some layouts; each is measured once."""
+    shapes: dict = {}
+    for of in layouts:
+        shapes.setdefault((of.card, of.network), set()).add(shape_of(of))
+    for (card, _), its in shapes.items():
+        if missing := its - _PARTS.keys():
+            _PARTS.update(measure(missing, card))
+    return _PARTS
+
+
+_PARTS: dict = {}
+
+
+def _logits(of: Layout) -> int:
+    """Bytes of the logits in float32, of which there are two at a time."""
+    return 4 * of.tokens * of.micro * of.vocab // of.tp
+
+
+def _parts(of: Layout, group) -> dict[str, Piece]:
+    ids = torch.zeros(of.micro, of.tokens, dtype=torch.int64)
+    mask = torch.ones(of.micro, of.tokens, dtype=torch.bool)
+    its = TRAINERS[of.trainer]
+    slices = 1 if of.trainer == "megatron" else of.tp
+    shape = (of.tokens // slices, of.micro, of.hidden)
+    x = torch.empty(shape).requires_grad_()
+    parts = {
+        "first": (its.First(of, group), (ids,)),
+        "block": (its.Block(of, group), (x, mask)),
+        "last": (its.Last(of, group), (x, ids, mask)),
+    }
+    made = {}
+    for name in ("block", "first", "block", "last"):  # the first has buffers to make
+        part, inputs = parts[name]
+        forward, backward = passes(part, *inputs)
+        weights = tuple(its.numel() for its in part.parameters())
+        made[name] = Piece(forward, backward, weights)
+        for its in (x, *part.parameters()):
+            its.grad = None
+    made["buffers"] = BUFFERS.nbytes
+    return made
+
+
+@functools.cache
+def optimizer_seconds(card: str) -> dict[str, float]:
+    """Seconds of a parameter, of what is done once for each number."""
+    found = {}
+
+    def run():
+        torch.cuda.set_device(0)
+        with on_card():
+            weight, grad = torch.empty(BLOCK), torch.empty(BLOCK)
+            total = torch.empty(BLOCK, dtype=torch.float32)
+            owned = torch.empty(BLOCK, dtype=torch.float32)
+            owned.grad = total
+            adam = torch.optim.AdamW([owned], fused=True)
+            adam.step()
+            for name, doing in {
+                "add": lambda: total.add_(grad),
+                "clip": lambda: (torch.linalg.vector_norm(total), total.mul_(0.5)),
+                "adam": adam.step,
+                "copy": lambda: weight.copy_(owned.detach()),
+                "zero": total.zero_,
+            }.items():
+                found[name] = measured(doing)[0].seconds / BLOCK
+
+    simgpu.dry_run(run, world=1, card=card, steps=100)
+    return found
+
+
+def topology(of: Layout) -> Topology:
+    nodes = max(1, of.gpus // of.node)
+    return Topology(find_card(of.card), of.node, nodes, of.network)
+
+
+def group(of: Layout, size: int, apart: int) -> Group:
+    """Ranks that lie `apart` from each other."""
+    near = max(1, min(size, of.node // apart))
+    return Group(size, size // near, near, near)
+
+
+class Predicted:
+    """A step of a layout.
+
+    Attributes:
+        seconds: of it.
+        peak: bytes of the first stage.
+        fits: whether the fullest stage does.
+    """
+
+    def __init__(self, of: Layout, parts: dict, host):
+        self.of, self.parts, self.host = of, parts, host
+        self.stages = (megatron if "megatron" in of.trainer else nanotron).stages(of)
+        if not parts:
+            self.seconds, self.peak, self.fits = float("inf"), float("inf"), False
+            return
+        peaks = [self._peak(i) for i in range(of.pp)]
+        self.peak = peaks[0]
+        self.fits = max(peaks) < find_card(of.card).total_memory
+        self.seconds = self._seconds()
+
+    def with_host(self, host) -> float:
+        """Seconds of a step with another host."""
+        before, self.host = self.host, host
+        try:
+            return self._seconds() if self.parts else float("inf")
+        finally:
+            self.host = before
+
+    def _pieces(self, stage: int) -> list[tuple[Piece, int]]:
+        count, has_head = self.stages[stage]
+        made = [(self.parts["first"], 1)] if stage == 0 else []
+        made.append((self.parts["block"], count))
+        return made + ([(self.parts["last"], 1)] if has_head else [])
+
+    def weights(self, stage: int) -> list[int]:
+        """Numbers of each parameter; the head is not counted twice."""
+        made = []
+        for piece, count in self._pieces(stage):
+            made += piece.weights * count
+        if self.of.tied and stage == 0 and self.stages[0][1]:
+            made.remove(max(self.parts["last"].weights))
+        return made
+
+    def passes(self, stage: int) -> tuple[Cost, Cost]:
+        """Forward and backward of a micro-batch through a stage."""
+        forward = backward = Cost()
+        for piece, count in self._pieces(stage):
+            forward += piece.forward.times(count)
+        for piece, count in reversed(self._pieces(stage)):
+            backward += piece.backward.times(count)
+        return forward, backward
+
+    def _host(self, cost: Cost) -> float:
+        """Seconds of the host."""
+        of, host = self.of, self.host
+        launches = cost.launches + cost.back_launches
+        seconds = launches * host.launch + cost.calls * host.call
+        if of.trainer == "nanotron" and of.pp > 1 and of.gpus > of.node:
+            seconds += cost.calls * (of.tp - 1) * LATE
+        return seconds
+
+    def _stage(self, stage: int) -> Stage:
+        forward, backward = self.passes(stage)
+        weights = self.weights(stage)
+        adding = sum(weights) * optimizer_seconds(self.of.card)["add"]
+        there = Pass(forward.seconds, self._host(forward))
+        back = self._host(backward) + len(weights) * self.host.launch
+        return Stage(there, Pass(backward.seconds + adding, back))
+
+    def _peak(self, stage: int) -> int:
+        of = self.of
+        size = sum(self.weights(stage))
+        states = 12 * size / (of.dp if of.zero else 1)
+        static = 6 * size + states + self.parts["buffers"] + 2 * 2**25
+        if of.trainer == "nanotron":  # DDP's buckets; with ZeRO fitted, not found
+            static += 2 * size
+        forward, backward = self.passes(stage)
+        waiting = min(of.pp - stage, of.accumulate)
+        both = forward + backward
+        if of.trainer == "nanotron" and self.stages[stage][1]:
+            static += LOGITS * _logits(of)
+        held = static + (waiting - 1) * forward.kept + both.most
+        return int(held * (FRAGMENTS if of.trainer == "nanotron" else 1))
+
+    def _seconds(self) -> float:
+        of = self.of
+        place = topology(of)
+        nbytes = 2 * of.tokens // of.tp * of.micro * of.hidden
+        far = of.dp * of.tp >= of.node
+        ends = Group(2, 1 + far, 2 - far, 1 if far else 2)
+        message = collective_seconds("send", nbytes, ends, place)
+        message += 2 * collective_seconds("send", 64, ends, place)
+        message += 6 * self.host.call
+        stages = tuple(self._stage(i) for i in range(of.pp))
+        passes = schedule.seconds(stages, of.accumulate, message)
+        return passes + max(self._end(i, stages[i], place) for i in range(of.pp))
+
+    def _end(self, stage: int, its: Stage, place: Topology) -> float:
+        """What is done once in a step."""
+        of, rates = self.of, optimizer_seconds(self.of.card)
+        weights = self.weights(stage)
+        size = sum(weights)
+        shares = of.dp if of.zero else 1
+        seconds = size * (rates["clip"] + rates["zero"])
+        seconds += size / shares * (rates["adam"] + rates["copy"])
+        seconds = max(seconds, 5 * len(weights) * self.host.launch)
+        dp = group(of, of.dp, of.tp)
+        if of.dp > 1 and size:
+            # DDP sums bucket by bucket, and the sweep's one connection to the card lets
+            # little run beside that
+            count = 1 if of.zero else -(-2 * size // BUCKET)
+            one = collective_seconds("all_reduce", 4 * size // count, dp, place)
+            seconds += count * one
+            if of.zero:
+                for numbers, times in Counter(weights).items():
+                    one = collective_seconds("all_gather", 2 * numbers, dp, place)
+                    seconds += times * one
+        if of.tied and of.pp > 1 and stage in (0, of.pp - 1):
+            pair = group(of, 2, of.dp * of.tp * (of.pp - 1))
+            nbytes = 4 * of.vocab // of.tp * of.hidden
+            seconds += collective_seconds("all_reduce", nbytes, pair, place)
+        return seconds
