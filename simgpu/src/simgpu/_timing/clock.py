@@ -49,6 +49,8 @@ class Clock:
         self.lock = sanitizer.lock
         self.gpus = gpus
         self.sanitizer = sanitizer
+        host = cost.host_of(gpus[0].card) if gpus else cost.ASSUMED
+        self.launch, self.start = host.launch, host.start  # seconds
         self.events: deque[Event] = deque(maxlen=KEPT)
         self.waits: deque[Wait] = deque(maxlen=KEPT)
         self.recordings: list[list[Event]] = []
@@ -124,10 +126,10 @@ class Clock:
         with self.lock:
             now = self._time
             launched = now.seconds
-            now.seconds = host = launched + cost.LAUNCH
+            now.seconds = host = launched + self.launch
             if host > self.latest:
                 self.latest = host
-            ready = max(host + cost.START, self.done.get(key, 0.0))
+            ready = max(host + self.start, self.done.get(key, 0.0))
             engine = self.compute[index]
             if index in self.beside and share > 1 / 2:
                 seconds = self._beside_collectives(gpu, ready, seconds)
@@ -179,7 +181,7 @@ class Clock:
     def _copy(self, source: "End", target: "End", nbytes: int, streams: Sequence[int],
               keys: list[Key], pinned: bool, wait: bool) -> None:  # fmt: skip
         launched = self.host
-        self.host += cost.LAUNCH
+        self.host += self.launch
         ready = max(self.host, *(self.done.get(key, 0.0) for key in keys))
         seconds = cost.copy_seconds(source, target, nbytes, pinned)
         start = book_together(self._copy_engines(source, target), ready, seconds)
@@ -237,9 +239,9 @@ class Clock:
             meeting.waiting.add(key)
             return meeting
         launched = self.host
-        self.host += cost.LAUNCH
+        self.host += self.launch
         done = max(self.done.get(key, 0.0), self.done.get((index, behind), 0.0))
-        ready = max(self.host + cost.START, done)
+        ready = max(self.host + self.start, done)
         after = [*self.pending.get(key, ()), *self.pending.get((index, behind), ())]
         after = list(dict.fromkeys(after))
         meeting = Meeting(name, key, ready, after, seconds, nbytes, launched)

@@ -6,8 +6,11 @@ Models: a copy takes its bytes over the slowest link on its way. Leaves out: wha
 first use of CUDA, of each kernel and of each segment costs, and what the host computes
 itself (the CPU's own operations cost nothing here).
 
-The constants are assumed, not measured, unless a source is given.
+The constants are assumed, not measured, unless a source is given. A card that was
+measured (`simgpu measure`) brings some of its own, as `Card.host`.
 """
+
+from simgpu._device.cards import Card, Host
 
 # What the host spends on a launch (Python, autograd, the driver), and how long after it
 # the kernel starts on an idle GPU. Their sum is fitted: a small operation between two
@@ -27,10 +30,18 @@ HOST_COPY = 10e9  # bytes a second that the host copies in its own memory
 PIN_LATENCY = 20e-6  # seconds
 PIN = 16e9  # bytes a second that the host pins
 
+ASSUMED = Host(LAUNCH, START, COPY_LATENCY, HOST_COPY)
+
+
+def host_of(card: Card) -> Host:
+    """What the machine around a card takes."""
+    return card.host or ASSUMED
+
 
 def copy_seconds(source, target, nbytes: int, pinned: bool) -> float:
     """Seconds of a copy between two GPUs, or a GPU and the host (None)."""
-    return COPY_LATENCY + nbytes / copy_bandwidth(source, target, pinned)
+    latency = host_of((source or target).card).copy
+    return latency + nbytes / copy_bandwidth(source, target, pinned)
 
 
 def copy_bandwidth(source, target, pinned: bool) -> float:
@@ -45,7 +56,9 @@ def copy_bandwidth(source, target, pinned: bool) -> float:
     if len(ends) == 2 and all(gpu.card.nvlink_bandwidth for gpu in ends):
         return min(gpu.card.nvlink_bandwidth for gpu in ends) * OF_PEAK_BYTES
     link = min(gpu.card.pcie_bandwidth for gpu in ends) * OF_PEAK_BYTES
-    return link if pinned or len(ends) == 2 else min(link, HOST_COPY)
+    if pinned or len(ends) == 2:
+        return link
+    return min(link, host_of(ends[0].card).copy_bandwidth)
 
 
 def pin_seconds(nbytes: int) -> float:
