@@ -15,11 +15,12 @@ import torch.distributed as dist
 
 from simgpu._measure import facts
 from simgpu._measure.figures import Recorded
-from simgpu._measure.timing import Budget, Run, Stopwatch
+from simgpu._measure.timing import LONG, Budget, Run, Stopwatch, Times, once
 
 KIB = 1024
-# the largest first: bandwidths are fitted to them
-SIZES = [4**power * KIB for power in (10, 9, 8, 0, 2, 4, 6, 7, 1, 3, 5)]
+# First what says how long the larger ones take; then what constants are fitted to
+SIZES = [4**power * KIB for power in (8, 0, 9, 10, 2, 4, 6, 7, 1, 3, 5)]
+COUNT, TIMES = 10, 5  # how often a collective runs, and how often that is done
 WHAT = {
     "nccl_tests": "NCCL inside one machine, in a row, no launch inside: "
     "[card, collective, ranks, bytes as nccl-tests counts them, us]",
@@ -75,15 +76,15 @@ def _measure(card: str, budget: Budget, network: str) -> Links:
     left_out = 0
     for group in _groups(here, nodes):
         for collective, make in _COLLECTIVES.items():
-            if not _goes_on(budget, None):
+            if collective == "send" and len(group.ranks) > 2:
+                continue
+            if not _told(int(budget.left > 0), None):
                 left_out += 1
                 continue
             if rank in group.ranks:
-                for nbytes in SIZES:
-                    if not _goes_on(budget, group.members):
-                        left_out += 1
-                        break
-                    _row(found, watch, card, network, group, collective, make, nbytes)
+                measured = _sizes(watch, budget, group, make)
+                left_out += len(SIZES) - len(measured)
+                _keep(found, measured, card, network, group, collective)
             _meet()  # the others have waited here
     recordings = {kind: recorded for kind, recorded in found.items() if recorded.rows}
     return Links(recordings, ranks, nodes, buffers, left_out)
@@ -101,30 +102,50 @@ def _groups(here: int, nodes: int) -> Iterator[_Group]:
         size = 1 << (size - 1).bit_length() - 1  # the next smaller power of two
 
 
-def _row(found, watch, card, network, group, collective, make, nbytes) -> None:
-    """Measure one collective of one size."""
-    size = len(group.ranks)
-    elements = nbytes // 2 // size * size
-    try:
-        run = make(elements, size, group.members)
-        times = watch.in_a_row(run)
-    except torch.OutOfMemoryError:  # equally on all cards
-        return
-    us, nbytes = round(1e6 * times.seconds, 3), 2 * elements
-    if group.nodes == 1:
-        kind, row = "nccl_tests", [card, collective, size, nbytes, us]
-    else:
-        kind = "nccl_nodes"
-        row = [card, collective, group.nodes, size, network, nbytes, us]
-    found[kind].rows.append(row)
-    found[kind].spread.append(round(times.spread, 3))
+def _sizes(
+    watch: Stopwatch, budget: Budget, group: _Group, make: Callable[..., Run]
+) -> dict[int, Times]:
+    """Bytes -> what a collective takes, of the sizes for which there is time."""
+    size, a_byte = len(group.ranks), 0.0
+    found = {}
+    for nbytes in SIZES:
+        elements = nbytes // 2 // size * size
+        # what must be run of it, were it as long as the largest one so far
+        least = 4 * a_byte * nbytes
+        if not _told(int(least < budget.left), group.members):
+            continue
+        try:
+            run = make(elements, size, group.members)
+        except torch.OutOfMemoryError:  # equally on all cards
+            continue
+        run()
+        took = once(run)
+        a_byte = took / nbytes if nbytes >= SIZES[0] else a_byte
+        often = _told(
+            max(1, min(COUNT, int(LONG / max(took, 1e-6) / 4))), group.members
+        )
+        found[2 * elements] = watch.in_a_row(run, often, min(TIMES, 1 + often))
+    return found
 
 
-def _goes_on(budget: Budget, group: dist.ProcessGroup | None) -> bool:
-    """Whether there is time yet for each of the ranks: all of them hear the same."""
-    flag = torch.tensor(0 if budget.is_over else 1, device="cuda")
-    dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
-    return bool(flag.item())
+def _keep(found, measured, card, network, group, collective) -> None:
+    """Write the rows of one collective."""
+    for nbytes, times in measured.items():
+        us, size = round(1e6 * times.seconds, 3), len(group.ranks)
+        if group.nodes == 1:
+            kind, row = "nccl_tests", [card, collective, size, nbytes, us]
+        else:
+            kind = "nccl_nodes"
+            row = [card, collective, group.nodes, size, network, nbytes, us]
+        found[kind].rows.append(row)
+        found[kind].spread.append(round(times.spread, 3))
+
+
+def _told(number: int, group: dist.ProcessGroup | None) -> int:
+    """What rank 0 says: all ranks of a group must do the same."""
+    said = torch.tensor(number, device="cuda")
+    dist.broadcast(said, src=0, group=group)
+    return int(said.item())
 
 
 def _meet() -> None:
@@ -146,12 +167,14 @@ def _all_reduce(elements: int, size: int, group) -> Run:
 
 def _all_gather(elements: int, size: int, group) -> Run:
     whole, part = _half(elements), _half(elements // size)
-    return lambda: dist.all_gather_into_tensor(whole, part, group=group)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return lambda: gather(whole, part, group=group)
 
 
 def _reduce_scatter(elements: int, size: int, group) -> Run:
     whole, part = _half(elements), _half(elements // size)
-    return lambda: dist.reduce_scatter_tensor(part, whole, group=group)
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return lambda: scatter(part, whole, group=group)
 
 
 def _all_to_all(elements: int, size: int, group) -> Run:
@@ -159,9 +182,18 @@ def _all_to_all(elements: int, size: int, group) -> Run:
     return lambda: dist.all_to_all_single(theirs, mine, group=group)
 
 
+def _send(elements: int, size: int, group) -> Run:
+    """From rank 0 to rank 1, which are all of the group."""
+    x = _half(elements)
+    if dist.get_rank() == 0:
+        return lambda: dist.send(x, 1, group=group)
+    return lambda: dist.recv(x, 0, group=group)
+
+
 _COLLECTIVES: dict[str, Callable[..., Run]] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
+    "send": _send,
 }

@@ -47,12 +47,13 @@ class Budget:
 
     def check(self) -> None:
         """Raises OutOfTime once it is over."""
-        if time.monotonic() > self.end:
+        if not self.left:
             raise OutOfTime
 
     @property
-    def is_over(self) -> bool:
-        return time.monotonic() > self.end
+    def left(self) -> float:
+        """Seconds."""
+        return max(self.end - time.monotonic(), 0.0)
 
 
 def of(seconds: Iterable[float]) -> Times:
@@ -106,11 +107,13 @@ class Stopwatch:
         torch.cuda.synchronize()
         return of(_seconds(*pair) for pair in pairs)
 
-    def in_a_row(self, run: Run, count: int = 10) -> Times:
-        """The same of `count` calls behind each other, after one more."""
-        found, runs = [], _runs(run)
-        count = max(1, min(count, runs))
-        for _ in range(max(FEWEST, runs // 2)):
+    def in_a_row(self, run: Run, count: int, times: int) -> Times:
+        """The same of `count` calls behind each other, after one more.
+
+        How often is given, since other ranks must run a collective as often.
+        """
+        found = []
+        for _ in range(times):
             self.keep_busy(count + 3)
             start, end = _events()
             run()
