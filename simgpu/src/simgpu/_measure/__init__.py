@@ -1,7 +1,7 @@
 """`simgpu measure`: what a machine's own GPUs take, and the constants of a card.
 
 command.py      the command line, and which of the GPUs are measured
-timing.py       how a time is taken: events, a cold cache, medians, the time that is left
+timing.py       how a time is taken: events, a cold cache, medians; the time left
 figures.py      what is measured of one card
 links.py        what is measured between GPUs, under torchrun
 facts.py        names, versions, memory

@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     add("--network-name", default="unnamed", metavar="NAME",
         help='in the rows: "EFA 4 x 100 Gbit/s per node"')  # fmt: skip
     add("--fit", action="store_true",
-        help="measure nothing: fit the constants of FILE to its figures again")  # fmt: skip
+        help="measure nothing: fit FILE's constants to its figures again")  # fmt: skip
     add("--simulated", metavar="CARD", help="a rehearsal, without a GPU")
     add("--world", type=int, default=1, metavar="N", help="of it: ranks (default 1)")
     add("--node", type=int, metavar="N", help="of them on a node")

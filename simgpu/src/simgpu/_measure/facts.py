@@ -58,7 +58,7 @@ def _driver() -> str:
 
 def properties() -> dict[str, Any]:
     """What the driver says of the card, under the names of `Card`."""
-    asked = torch.cuda.get_device_properties()
+    asked = torch.cuda.get_device_properties(torch.cuda.current_device())
     found = {ours: getattr(asked, its, None) for ours, its in _PROPERTIES.items()}
     found = {key: value for key, value in found.items() if value}
     return {"name": name(), "capability": [asked.major, asked.minor], **found}

@@ -4,11 +4,11 @@ Each constant is that with which the model's own formula has the right median ov
 rows that it decides, one after the other:
 
     memory_bandwidth   sums of 16 MiB and more, with a cold L2 cache
-    flops, reached     products of each type, of at least a tenth of the largest's FLOPs
-    attention          fused attention, the same
     pcie_bandwidth     pinned copies of 64 MiB and more, both ways
     host               launches in a row; a sum between two events; pinned copies of
                        4 KiB; pageable copies of 64 MiB and more
+    flops, reached     products of each type, of at least a tenth of the largest's FLOPs
+    attention          fused attention, the same
     nvlink_bandwidth   all-reduce, all-gather and reduce-scatter of 64 MiB and more
                        inside one machine, or else copies between two cards. None, if
                        that is not 1.5 times as fast as PCIe: it is PCIe then
@@ -84,7 +84,7 @@ def solve(ratio: Callable[[float], float], low: float, high: float) -> float:
     for _ in range(_STEPS):
         middle = math.sqrt(low * high)
         low, high = (middle, high) if ratio(middle) > 1 + 1e-9 else (low, middle)
-    return high
+    return float(f"{high:.6g}")
 
 
 def _median(pairs: Sequence[tuple[float, float]]) -> float:
@@ -304,10 +304,10 @@ def _between_cards(card: Card, recordings: dict[str, Rows], known: bool) -> Card
 
 _STEPS_OF_CARD = {
     "memory_bandwidth": _memory,
+    "pcie_bandwidth": _pcie,
     "host": None,
     "flops": _products,
     "attention": _attention,
-    "pcie_bandwidth": _pcie,
     "nvlink_bandwidth": _between_cards,
 }
 

@@ -112,12 +112,10 @@ def _sizes(
         elements = nbytes // 2 // size * size
         # what must be run of it, were it as long as the largest one so far
         least = 4 * a_byte * nbytes
-        if not _told(int(least < budget.left), group.members):
+        fits = 4 * nbytes < torch.cuda.mem_get_info()[0]
+        if not _told(int(fits and least < budget.left), group.members):
             continue
-        try:
-            run = make(elements, size, group.members)
-        except torch.OutOfMemoryError:  # equally on all cards
-            continue
+        run = make(elements, size, group.members)
         run()
         took = once(run)
         a_byte = took / nbytes if nbytes >= SIZES[0] else a_byte

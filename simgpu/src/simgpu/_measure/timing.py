@@ -79,7 +79,7 @@ class Stopwatch:
     """Takes times on the current GPU; it holds a buffer to empty the L2 cache."""
 
     def __init__(self):
-        properties = torch.cuda.get_device_properties()
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         cache = getattr(properties, "L2_cache_size", 0)
         free = torch.cuda.mem_get_info()[0]
         size = min(max(256 * MIB, 4 * cache), free // 8)
