@@ -184,6 +184,8 @@ class _Written:
         """Before anything takes long: whether it can be written."""
         from simgpu._measure import facts, files
 
+        if self.rank:
+            return
         self.path = self.options.file or Path(f"{facts.known_card()}.json")
         self.before = files.before(self.path, hardware)
 

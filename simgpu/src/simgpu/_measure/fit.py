@@ -114,8 +114,11 @@ def card_of(
     measured = list(given)
     for name, step in _STEPS_OF_CARD.items():
         if name == "host":
-            host = None if launch is None else _host(card, recordings, launch)
-            found = card if host is None else dataclasses.replace(card, host=host)
+            found = card
+            if launch is not None:
+                host = _host(card, recordings, launch)
+                found = dataclasses.replace(card, host=host)
+                found = _pcie(found, recordings, known)  # now that its latency is known
         else:
             found = step(card, recordings, known)
         if found is not card:
