@@ -89,7 +89,7 @@ def test_every_recording_is_compared(report):
     reasons = {omission.why for omission in report.omitted}
     assert reasons == {"not known: the speed of compiled kernels"}
     kinds = {recording.kind for recording in fidelity.read(*fidelity.FOLDERS)}
-    assert kinds == {*files.KINDS, *planned.KINDS} - {"allocator"}
+    assert kinds == {*files.KINDS, *planned.KINDS} - {"allocator", *files.MEASURED}
 
 
 def test_every_file_names_its_source():

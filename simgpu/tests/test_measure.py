@@ -41,8 +41,10 @@ def write(folder, card, name: str = "my.json", links: bool = True):
 
 @pytest.fixture(scope="module")
 def few():
-    """Fewer runs of a collective: on simulated GPUs all of them are alike."""
+    """Fewer runs: on simulated GPUs all of them are alike."""
     patch = pytest.MonkeyPatch()
+    patch.setattr(timing, "RUNS", 3)
+    patch.setattr(timing, "WARM_UP", 1)
     patch.setattr(links, "COUNT", 2)
     patch.setattr(links, "TIMES", 2)
     yield

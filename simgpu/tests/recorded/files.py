@@ -11,13 +11,14 @@ from typing import NamedTuple
 from recorded.cards import add_measured
 from simgpu._device import measured
 
+# Kinds that only files of `simgpu measure` have until now
+MEASURED = ("attention_sdpa", "gemm_fp64", "gemm_tf32")
 # A file's name begins with the kind of its rows; "what" in it says what they hold
 KINDS = (
     "add_fp16", "alloc", "allocator", "bmm_fp16", "conv_fp32", "copies", "gemm_fp16",
     "gemm_fp32", "host_floor", "nccl_nvlink", "resnet50_v100", "steps_fp32",
     "throughput_dle", "training_memory", "vector_fp32",
-    # only in files of `simgpu measure` until now
-    "attention_sdpa", "gemm_fp64", "gemm_tf32",
+    *MEASURED,
 )  # fmt: skip
 
 

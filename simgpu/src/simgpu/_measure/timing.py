@@ -131,7 +131,7 @@ def between_events(run: Run) -> Times:
     return of(once(run) for _ in range(_runs(run)))
 
 
-def launch(run: Run, count: int = 200) -> Times:
+def launch(run: Run, count: int = 100) -> Times:
     """What the host takes for the launch of a kernel that is shorter than that."""
 
     def seconds(times: int) -> float:
@@ -142,7 +142,9 @@ def launch(run: Run, count: int = 200) -> Times:
         return once(several)
 
     seconds(count)
-    return of((seconds(2 * count) - seconds(count)) / count for _ in range(RUNS // 2))
+    return of(
+        (seconds(2 * count) - seconds(count)) / count for _ in range(1 + RUNS // 3)
+    )
 
 
 def _runs(run: Run) -> int:

@@ -49,8 +49,7 @@ class Clock:
         self.lock = sanitizer.lock
         self.gpus = gpus
         self.sanitizer = sanitizer
-        host = cost.host_of(gpus[0].card) if gpus else cost.ASSUMED
-        self.launch, self.start = host.launch, host.start  # seconds
+        self.launch, self.start, *_ = cost.host_of(gpus[0].card if gpus else None)
         self.events: deque[Event] = deque(maxlen=KEPT)
         self.waits: deque[Wait] = deque(maxlen=KEPT)
         self.recordings: list[list[Event]] = []
@@ -205,8 +204,7 @@ class Clock:
         ways = (("out", source), ("in", target))
         keys = [(peer + way, gpu.index) for way, gpu in ways if gpu is not None]
         for key in keys:
-            if key not in self.links:
-                self.links[key] = Engine()
+            self.links.setdefault(key, Engine())
         return [self.links[key] for key in keys]
 
     def _log(self, event: Event) -> None:

@@ -33,9 +33,9 @@ PIN = 16e9  # bytes a second that the host pins
 ASSUMED = Host(LAUNCH, START, COPY_LATENCY, HOST_COPY)
 
 
-def host_of(card: Card) -> Host:
+def host_of(card: Card | None) -> Host:
     """What the machine around a card takes."""
-    return card.host or ASSUMED
+    return (card and card.host) or ASSUMED
 
 
 def copy_seconds(source, target, nbytes: int, pinned: bool) -> float:
