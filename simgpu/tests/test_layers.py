@@ -38,7 +38,15 @@ LAYERS = [
     {"_estimates"},
     {"_nvidia_smi"},
     {"_failures", "_child_commands", "_launch", "_launchers", "_options", "_site"},
-    {"__main__", "_spawn_main", "_ranks", "_prove", "_dry", "pytest_plugin"},
+    {
+        "__main__",
+        "_spawn_main",
+        "_ranks",
+        "_prove",
+        "_dry",
+        "_measure",
+        "pytest_plugin",
+    },
     {"__init__"},  # its imports are for type checkers; what it loads comes later
 ]
 HEIGHTS = {name: height for height, names in enumerate(LAYERS) for name in names}

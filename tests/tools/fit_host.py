@@ -17,7 +17,7 @@ if __package__ in (None, ""):  # run as a script
     sys.path[:0] = [str(root), str(root / "simgpu" / "tests")]
 
 from recorded import files
-from simgpu._timing.cost import HOSTS, Host
+from simgpu._timing.cost import HOSTS, Launches
 from tests.layouts import rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,7 +32,7 @@ def _steps(folder: Path, kinds: tuple[str, ...]) -> list[rows.Step]:
     return [its for its in found if its.is_healthy and rows._counts(its)]
 
 
-def _error(found: list[rows.Step], host: Host) -> float:
+def _error(found: list[rows.Step], host: Launches) -> float:
     total = 0.0
     for its in found:
         ratio = its.predicted.with_host(host) / its.seconds
@@ -40,7 +40,7 @@ def _error(found: list[rows.Step], host: Host) -> float:
     return total / len(found)
 
 
-def fit(found: list[rows.Step], start: Host, only_calls: bool) -> Host:
+def fit(found: list[rows.Step], start: Launches, only_calls: bool) -> Launches:
     """Steps along each constant, ever smaller."""
     best, least, step = start, _error(found, start), 1.4
     while step > 1.03:
@@ -70,7 +70,7 @@ def main() -> None:
         start = HOSTS[name]._replace(launch=launch)
         best = fit(fitted, start, only_calls=name == "slow")
         launch = best.launch  # one for both: the calls tell them apart
-        print(f'"{name}": Host({best.launch:.3g}, {best.call:.3g}), ', end="")
+        print(f'"{name}": Launches({best.launch:.3g}, {best.call:.3g}), ', end="")
         for what, its in (("fitted", fitted), ("others", others)):
             if its:
                 print(f"{what}: {_error(its, best):.3f} of {len(its)} rows ", end="")

@@ -8,6 +8,7 @@
     python -m simgpu prove script.py --worlds 1,2,4
     python -m simgpu dry-run --world 1024 --card H100 script.py [args]
     python -m simgpu sweep --world 64 'script.py --tp {1,2,4} --batch {1,2}'
+    python -m simgpu measure my.json
     torchrun --nproc-per-node=8 -m simgpu --nodes 2 --network "100 Gbit/s" script.py
 
 The launcher may stand behind the command or before it. Behind it, `--gpus` counts the
@@ -57,12 +58,14 @@ _SUBCOMMANDS = {
     "prove": "simgpu._prove.command",
     "dry-run": "simgpu._dry.command",
     "sweep": "simgpu._dry.sweep_command",
+    "measure": "simgpu._measure.command",
 }
 
 
 def main() -> None:
     """Start the GPUs, then become the program, or start it."""
-    child_commands.disarm()
+    if sys.argv[1:2] != ["measure"]:  # whose GPUs may be those of a command above it
+        child_commands.disarm()
     if sys.argv[1:2] and sys.argv[1] in _SUBCOMMANDS:
         command = importlib.import_module(_SUBCOMMANDS[sys.argv[1]])
         sys.exit(command.main(sys.argv[2:]))

@@ -77,7 +77,8 @@ def estimate(
         function: what to run.
         arguments: of it: tensors on "meta", modules and optimizers with such tensors,
             lists, tuples and dicts of these, and anything else.
-        card: a key of `simgpu.CARDS`, such as "H100", or a `Card` of your own.
+        card: a key of `simgpu.CARDS`, such as "H100", a file that `simgpu measure` has
+            written, or a `Card` of your own.
         memory: of the card, in bytes or as text ("512MB"); None is all it has. It may
             be more than any card has, to learn what a program would need.
 
@@ -201,7 +202,8 @@ def estimate_collective(
         nbytes: of the message as nccl-tests counts it: the larger of what a rank has
             before and after it.
         ranks: of the job, each with a GPU of its own.
-        card: a key of `simgpu.CARDS`, such as "H100", or a `Card` of your own.
+        card: a key of `simgpu.CARDS`, such as "H100", a file that `simgpu measure` has
+            written, or a `Card` of your own.
         nodes: over which the ranks are spread, as many on each.
         network: of a node, such as "100 Gbit/s" or "400 GB/s EFA", bytes/s, or a
             `Network`; None is 200 Gbit/s of InfiniBand for each rank of the node.

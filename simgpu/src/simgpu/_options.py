@@ -6,6 +6,7 @@ import shlex
 import sys
 from pathlib import Path
 
+from simgpu._device import measured
 from simgpu._device.cards import CARDS
 from simgpu._launchers import LAUNCHERS, find_command
 from simgpu._rank_variables import lay_out
@@ -43,6 +44,8 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
             lay_out(parsed.nodes)
         except ValueError as error:
             parser.error(str(error))
+    parsed.card = measured.absolute(parsed.card)
+    parsed.network = measured.absolute(parsed.network)
     if parsed.gpus is None:
         parsed.gpus = int(os.environ["LOCAL_WORLD_SIZE"])
     parsed.request = {
@@ -73,11 +76,16 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--gpus", type=int, required="LOCAL_WORLD_SIZE" not in os.environ, metavar="N",
         help="under torchrun, as many as there are ranks on this node")  # fmt: skip
-    add("--card", default="A100", help=", ".join(CARDS))
+    add("--card", default="A100",
+        help=", ".join(CARDS) + ", or a file of simgpu measure")  # fmt: skip
     add("--memory", metavar="SIZE", help='of each card: "512MB"')
     add("--nodes", type=int, default=1, metavar="N",
         help="number this machine's ranks as those of N nodes")  # fmt: skip
-    add("--network", metavar="BANDWIDTH", help='"100 Gbit/s", "400 GB/s EFA"')
+    add(
+        "--network",
+        metavar="BANDWIDTH",
+        help='between nodes: "100 Gbit/s", "400 GB/s EFA", or a file of simgpu measure',
+    )
     add("--timeline", metavar="FILE", type=Path, help="a trace of all ranks")
     add("--races", default="warn", choices=RACES,
         help="where streams use memory in no order: warn (default), raise, off, or "

@@ -75,7 +75,8 @@ def copy_seconds(
     source: Card | None, target: Card | None, nbytes: int, pinned: bool
 ) -> float:
     """Seconds of a copy of `nbytes`; see `copy_bandwidth` for the other arguments."""
-    return COPY_LATENCY + nbytes / copy_bandwidth(source, target, pinned)
+    seconds: float = cost.copy_seconds(_end(source), _end(target), nbytes, pinned)
+    return seconds
 
 
 def _end(card: Card | None) -> _End | None:

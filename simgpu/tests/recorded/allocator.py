@@ -2,13 +2,20 @@
 
 Random programs of `torch.empty` and `del` whose figures must agree after every step,
 and steps of training in float32, float16 and bfloat16, with every event recorded.
-The programs run on a real GPU, where `tests/tools/record_on_gpu.py` writes down what
-they did, and on a simulated one. Nothing here knows on which.
+The programs run on a real GPU, where this file writes down what they did, and on a
+simulated one. Nothing here knows on which.
+
+    python tests/recorded/allocator.py allocator_my_card.json       # with CUDA
 """
 
+import argparse
 import gc
+import json
+import os
 import random
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -366,3 +373,35 @@ def placed_blocks(golden: dict) -> tuple[int, int, list[str]]:
         if value != golden[key]
     ]
     return placed, blocks, faults
+
+
+# -- a file of them --------------------------------------------------------------------
+
+
+def record(training: Iterable[str] = tuple(TRAINING)) -> dict:
+    """A recording of the current GPU, of all programs and of steps of training."""
+    return {
+        "what": "random programs and steps of training, event by event",
+        "hardware": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "rows": [
+            *(record_trace(name) for name in TRACES),
+            *(record_training(name) for name in training),
+        ],
+    }
+
+
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("file", type=Path)
+    path = parser.parse_args(words).file
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if os.environ.get(name):
+            raise SystemExit(f"{name} changes the allocator: unset it")
+    if not torch.cuda.is_available():
+        raise SystemExit("no CUDA GPU here")
+    path.write_text(json.dumps(record()) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

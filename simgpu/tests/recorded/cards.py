@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from simgpu._device.cards import CARDS, GIB, MIB, Card
+from simgpu._device.cards import CARDS, GIB, MIB, Card, card_from
 
 _A100, _H100, _V100 = CARDS["A100"], CARDS["H100"], CARDS["V100"]
 _A100_40GB = replace(_A100, memory_bandwidth=1555e9, total_memory=int(39.39 * GIB))
@@ -60,6 +60,16 @@ VARIANTS = {
     "GB200": replace(CARDS["B200"], name="NVIDIA GB200", multi_processors=152),
     "RTX PRO 6000": replace(_RTX_PRO_6000, pcie_bandwidth=64e9),
 }
+
+
+def add_measured(file: dict) -> None:
+    """From now on the card of a file of `simgpu measure` is known, as it was fitted.
+
+    A card that is in a table stays as it is there.
+    """
+    name = file["card_name"].upper()
+    if "card" in file and name not in CARDS | VARIANTS:
+        VARIANTS[name] = card_from(file["card"])
 
 
 def card_named(name: str) -> Card:

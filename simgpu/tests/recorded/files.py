@@ -1,16 +1,25 @@
-"""Reading recordings: JSON files, each with the rows of one kind."""
+"""Reading recordings: JSON files, each with the rows of one kind.
+
+A file that `simgpu measure` has written holds several kinds of rows.
+"""
 
 import json
 import zlib
 from pathlib import Path
 from typing import NamedTuple
 
+from recorded.cards import add_measured
+from simgpu._device import measured
+
+# Kinds that only files of `simgpu measure` have until now
+MEASURED = ("attention_sdpa", "gemm_fp64", "gemm_tf32")
 # A file's name begins with the kind of its rows; "what" in it says what they hold
 KINDS = (
     "add_fp16", "alloc", "allocator", "attention_bf16", "bmm_fp16", "conv_fp32",
     "copies", "gemm_bf16", "gemm_fp16", "gemm_fp32", "host_floor", "nccl_nodes",
     "nccl_nvlink", "nccl_tests", "resnet50_v100", "steps_fp32", "throughput_dle",
     "training_memory", "vector_fp32",
+    *MEASURED,
 )  # fmt: skip
 
 # Of these kinds the files have only rows whose hash is even
@@ -41,20 +50,32 @@ def read(folder: Path, kinds: tuple[str, ...] = KINDS) -> list[Recording]:
     paths = sorted(Path(folder).rglob("*.json"), key=lambda path: path.stem)
     if not paths:
         raise ValueError(f"no recordings (*.json) in {folder}")
-    return [_read(path, kinds) for path in paths]
+    return [recording for path in paths for recording in _read(path, kinds)]
 
 
-def _read(path: Path, kinds: tuple[str, ...]) -> Recording:
-    kind = max((k for k in kinds if path.stem.startswith(k)), key=len, default="")
+def _read(path: Path, kinds: tuple[str, ...]) -> list[Recording]:
+    name = path.stem
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        return Recording(path.stem, kind, {}, f"no JSON: {error}")
+        return [Recording(name, _kind(name, kinds), {}, f"no JSON: {error}")]
+    if not isinstance(data, dict) or data.get("kind") != measured.KIND:
+        return [_of_one_kind(name, data, kinds)]
+    add_measured(data)
+    return [_of_one_kind(kind, its, kinds) for kind, its in data["recordings"].items()]
+
+
+def _kind(name: str, kinds: tuple[str, ...]) -> str:
+    return max((kind for kind in kinds if name.startswith(kind)), key=len, default="")
+
+
+def _of_one_kind(name: str, data, kinds: tuple[str, ...]) -> Recording:
+    kind = _kind(name, kinds)
     if not kind:
-        return Recording(path.stem, "", {}, "its name begins with no known kind")
+        return Recording(name, "", {}, "its name begins with no known kind")
     if not isinstance(data, dict) or not isinstance(data.get("rows"), list):
-        return Recording(path.stem, kind, {}, 'it has no list "rows"')
-    return Recording(path.stem, kind, data)
+        return Recording(name, kind, {}, 'it has no list "rows"')
+    return Recording(name, kind, data)
 
 
 def is_fitted(row: list, kind: str = "") -> bool:

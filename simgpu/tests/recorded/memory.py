@@ -34,7 +34,7 @@ def compare(
 
 
 def _programs(recording: Recording):
-    """Random programs and steps, as `tests/tools/record_on_gpu.py` records them."""
+    """Random programs and steps, as `recorded/allocator.py` records them."""
     replayed, omitted = [], []
     for row in recording.data["rows"]:
         try:

@@ -2,7 +2,7 @@
 
 Each operation is run without values (`simgpu.estimate`) as it was recorded: the kernel
 alone, or on an idle GPU between two events, with what the host takes inside. On a real
-GPU `tests/tools/record_on_gpu.py` runs the same.
+GPU `simgpu measure` runs the same.
 """
 
 import re
@@ -77,6 +77,36 @@ def product_fp32(op: str, b: int, m: int, n: int, k: int) -> Program:
     raise KeyError(op)
 
 
+def product_of(dtype: torch.dtype, precision: str = "highest") -> Callable:
+    """(M, K) by (K, N) in a type; "high" is TF32."""
+
+    def program(m: int, n: int, k: int) -> Program:
+        def run(a, b):
+            before = torch.get_float32_matmul_precision()
+            torch.set_float32_matmul_precision(precision)
+            try:
+                return torch.mm(a, b)
+            finally:
+                torch.set_float32_matmul_precision(before)
+
+        tensors = meta(m, k, dtype=dtype), meta(k, n, dtype=dtype)
+        return Program(f"{m} x {n} x {k}", run, tensors)
+
+    return program
+
+
+def attention(b: int, tokens: int, heads: int, kv_heads: int, width: int) -> Program:
+    """PyTorch's own causal attention, in bfloat16."""
+    sides = ((b, its, tokens, width) for its in (heads, kv_heads, kv_heads))
+    tensors = tuple(meta(*side, dtype=torch.bfloat16) for side in sides)
+    attend = F.scaled_dot_product_attention
+
+    def run(q, k, v):
+        return attend(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
+
+    return Program(f"{b} x {tokens} tokens, {heads} heads of {width}", run, tensors)
+
+
 def products_fp16(op: str, b: int, n: int) -> Program:
     """(B, N, N) by (B, N, N)."""
     tensors = meta(b, n, n, dtype=HALF), meta(b, n, n, dtype=HALF)
@@ -136,6 +166,9 @@ KINDS = {
     "gemm_bf16": Kind("product, bfloat16", product_bf16, alone=True),
     "gemm_fp16": Kind("product, float16", product_fp16, alone=True),
     "gemm_fp32": Kind("product, float32", product_fp32),
+    "gemm_tf32": Kind("product, TF32", product_of(torch.float32, "high"), alone=True),
+    "gemm_fp64": Kind("product, float64", product_of(torch.float64), alone=True),
+    "attention_sdpa": Kind("attention of PyTorch", attention, alone=True),
     "bmm_fp16": Kind("product, float16", products_fp16),
     "conv_fp32": Kind("convolution, float32", convolution),
     "vector_fp32": Kind("pass, float32", one_pass),
@@ -251,10 +284,13 @@ class _Gpu(NamedTuple):
 
 
 def copies(row: list) -> tuple:
-    """[card, way, memory, bytes or null, GB/s]: between the host and a GPU."""
+    """[card, way, memory, bytes or null, GB/s]: between the host and a GPU, or two."""
     name, way, memory, nbytes, recorded = row
     gpu = _Gpu(card_named(name))
-    ends = {"host to device": (None, gpu), "device to host": (gpu, None)}[way]
+    ends = {
+        "host to device": (None, gpu), "device to host": (gpu, None),
+        "device to device": (gpu, gpu),
+    }[way]  # fmt: skip
     nbytes = nbytes or LARGE
     seconds = copy_seconds(*ends, nbytes, pinned=memory.startswith("pinned"))
     # as seconds, so that more than 1 is too slow here too

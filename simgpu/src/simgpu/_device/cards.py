@@ -16,10 +16,23 @@ datasheet's 7.7 TB/s.
 `ADD-A-CARD.md` beside the README says how a card is added.
 """
 
+import os
 import re
 from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from simgpu._device import measured
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
+
+
+class Host(NamedTuple):
+    """What the machine around a card takes, where that was measured."""
+
+    launch: float  # seconds of the host for a launch
+    start: float  # seconds until the kernel starts on an idle GPU
+    copy: float  # seconds before the first byte of a copy moves
+    copy_bandwidth: float  # bytes/s that the host copies in its own memory
 
 
 @dataclass(frozen=True)
@@ -41,6 +54,7 @@ class Card:
     clock: int  # kHz, at most
     memory_clock: int  # kHz
     memory_bus: int  # bits
+    host: Host | None = None  # None: the constants of `_timing/cost.py`
 
 
 # Shares of the peak that the largest matrix products reach. Fitted to recorded products
@@ -212,18 +226,41 @@ CARDS = {
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
 
-def find_card(name: str | Card) -> Card:
+def find_card(name: str | os.PathLike[str] | Card) -> Card:
     """The card of that name, in any case; a `Card` of your own is taken as it is.
 
+    Args:
+        name: of the table, or of a file that `simgpu measure` has written: "my.json".
+
     Raises:
-        ValueError: for a name that is not in the table; the message lists them.
+        ValueError: for a name that is not in the table; the message lists them. For a
+            file that is not there, or has no card.
     """
     if isinstance(name, Card):
         return name
+    if measured.names_file(name):
+        try:
+            return card_from(measured.constants(name, "card"))
+        except (TypeError, KeyError) as error:
+            raise measured.damaged(name, "card", error) from None
     card = CARDS.get(str(name).upper())
     if card is None:
         raise ValueError(f"unknown card {name!r}; choose one of {', '.join(CARDS)}")
     return card
+
+
+def card_from(constants: dict[str, Any]) -> Card:
+    """The card that JSON has: the fields of `Card`.
+
+    Raises:
+        TypeError: for fields that a card does not have, or that are missing.
+        KeyError: for missing ones.
+    """
+    host = constants["host"]
+    return Card(**constants | {
+        "capability": tuple(constants["capability"]),
+        "host": None if host is None else Host(**host),
+    })  # fmt: skip
 
 
 def parse_memory(size: int | str) -> int:

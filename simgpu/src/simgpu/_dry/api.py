@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from simgpu._device import measured
 from simgpu._device.cards import CARDS, Card, find_card
 from simgpu._dry.fresh import FreshRun
 from simgpu._dry.report import DryReport, Kept, of_dict
@@ -45,8 +46,8 @@ def dry_run(
         arguments: of the function, or words for the script.
         world: ranks of the job.
         node: of them on a node; None: at most 8.
-        card: of every rank.
-        network: of a node: "400 Gbit/s", or bytes per second.
+        card: of every rank: "H100", or a file that `simgpu measure` has written.
+        network: of a node: "400 Gbit/s", bytes per second, or such a file.
         rank: which one runs.
         memory: of each card, in bytes or as text ("40GB"); None is all it has.
         steps: after which the program is left, 2 or more.
@@ -82,6 +83,8 @@ def dry_run(
         )  # fmt: skip
     if isinstance(network, float | int):
         network = f"{network:.0f} B/s"
+    elif measured.names_file(network):
+        network = measured.absolute(network)
     elif network is not None and not isinstance(network, str):
         raise ValueError(
             f'network={network!r}: a script takes text, such as "400 Gbit/s"'
@@ -134,6 +137,8 @@ def _script(words: list[str], seconds: float) -> DryReport:
 def _name_of(card: str | Card) -> str:
     """What the command takes for a card."""
     found = find_card(card)
+    if not isinstance(card, Card) and measured.names_file(card):
+        return str(measured.absolute(card))
     for name, its in CARDS.items():
         if its == found:
             return name

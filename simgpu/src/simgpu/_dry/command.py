@@ -44,9 +44,12 @@ def parser() -> argparse.ArgumentParser:
     add("--world", type=int, metavar="N", help="ranks of the job")
     add("--node", type=int, metavar="N", help="ranks of a node (default: at most 8)")
     add("--rank", type=int, default=0, metavar="R", help="that runs (default 0)")
-    add("--card", default="H100", help="of every rank (default H100)")
+    add("--card", default="H100",
+        help="of every rank (default H100), or a file of simgpu measure")  # fmt: skip
     add("--memory", metavar="SIZE", help='of each card: "40GB"; default: all it has')
-    add("--network", metavar="BANDWIDTH", help='of a node: "400 Gbit/s"')
+    add(
+        "--network", metavar="BANDWIDTH", help='of a node: "400 Gbit/s", or such a file'
+    )
     add("--steps", type=int, default=3, metavar="N", help="to run (default 3)")
     add("--kinds", metavar="KINDS",
         help='where ranks differ, which of them run: "pp=4" for stages of as many '

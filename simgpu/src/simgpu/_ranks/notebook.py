@@ -42,11 +42,11 @@ class Ranks:
         size: how many ranks (the world size), 1 to 32.
         device: "cuda", or "cpu".
         card: which GPU to simulate: "T4", "V100", "A100", "H100", "H200", "B200" or
-            "L40S".
+            "L40S", or a file that `simgpu measure` has written, "my.json".
         memory: cap for each GPU, in bytes or as text ("512MB").
         nodes: on which the ranks lie, equally many on each; more than one are
             simulated.
-        network: between nodes: bytes/s, or text such as "100 Gbit/s".
+        network: between nodes: bytes/s, text such as "100 Gbit/s", or such a file.
         timeout: seconds before a collective that waits for another rank gives up.
         threads: of PyTorch in each rank.
 

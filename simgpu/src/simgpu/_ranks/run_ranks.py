@@ -82,10 +82,12 @@ def run_ranks(
         function: at the top level of a module, which every rank imports.
         ranks: how many.
         args: of the function, on every rank.
-        card: "T4", "V100", "A100", "H100", "H200", "B200" or "L40S".
+        card: "T4", "V100", "A100", "H100", "H200", "B200" or "L40S", or a file of
+            `simgpu measure`.
         memory: of each GPU, in bytes or as text ("512MB"); None is all the card has.
         nodes: on which the ranks lie, as many on each.
-        network: of a node: "100 Gbit/s", "25 GB/s EFA", bytes/s or a `Network`.
+        network: of a node: "100 Gbit/s", "25 GB/s EFA", bytes/s, a `Network` or such a
+            file.
         seconds: real time after which the ranks are killed.
         kwargs: of the function.
 

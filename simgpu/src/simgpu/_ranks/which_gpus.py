@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
 
+from simgpu._device import measured
 from simgpu._device.cards import find_card, parse_memory, show_bytes
 from simgpu._switch import wanted
 from simgpu._timing.topology import Topology
@@ -23,7 +24,7 @@ class Gpus:
 
     Attributes:
         simulated: or the machine's own.
-        card: what is simulated: "A100".
+        card: what is simulated: "A100", or a file of `simgpu measure`.
         memory: of each, in bytes or as text; None is all it has.
         nodes: on which the ranks lie, equally many on each.
         network: between nodes, as `simgpu._timing.topology.Topology` takes it.
@@ -41,7 +42,8 @@ class Gpus:
             return f"real GPUs{cap}"
         found = find_card(self.card)
         size = found.total_memory if self.memory is None else parse_memory(self.memory)
-        each = f"simulated GPUs ({self.card.upper()}, {show_bytes(size)} each)"
+        name = found.name if measured.names_file(self.card) else self.card.upper()
+        each = f"simulated GPUs ({name}, {show_bytes(size)} each)"
         return each if self.nodes == 1 else f"{each} on {self.nodes} nodes"
 
 
@@ -70,6 +72,7 @@ def choose(
     if size % nodes:
         raise ValueError(f"{size} ranks cannot be shared equally by {nodes} nodes")
     Topology(found, size // nodes, nodes, network)
+    card, network = measured.absolute(card), measured.absolute(network)
     if device == "cpu":
         return None
     if simulated:

@@ -48,7 +48,8 @@ class Clock:
     def __init__(self, gpus: list["Gpu"], sanitizer: Any, host: str = "bare") -> None:
         self.lock = sanitizer.lock
         self.gpus, self.sanitizer = gpus, sanitizer
-        self._launch_seconds, self._call_seconds = cost.HOSTS[host]
+        times = cost.launch_times(host, gpus[0].card if gpus else None)
+        self.launch, self.call, self.start = times
         self.events: deque[Event] = deque(maxlen=KEPT)
         self.waits: deque[Wait] = deque(maxlen=KEPT)
         self.recordings: list[list[Event]] = []
@@ -126,10 +127,10 @@ class Clock:
         with self.lock:
             now = self._time
             launched = now.seconds
-            now.seconds = host = launched + (0.0 if more else self._launch_seconds)
+            now.seconds = host = launched + (0.0 if more else self.launch)
             if host > self.latest:
                 self.latest = host
-            ready = max(host + cost.START, self.done.get(key, 0.0))
+            ready = max(host + self.start, self.done.get(key, 0.0))
             engine = self.compute[index]
             if index in self.beside and share > 1 / 2:
                 seconds = self._beside_collectives(gpu, ready, seconds)
@@ -179,7 +180,7 @@ class Clock:
     def _copy(self, source: "End", target: "End", nbytes: int, streams: Sequence[int],
               keys: list[Key], pinned: bool, wait: bool) -> None:  # fmt: skip
         launched = self.host
-        self.host += self._launch_seconds
+        self.host += self.launch
         ready = max(self.host, *(self.done.get(key, 0.0) for key in keys))
         seconds = cost.copy_seconds(source, target, nbytes, pinned)
         start = book_together(self._copy_engines(source, target), ready, seconds)
@@ -203,8 +204,7 @@ class Clock:
         ways = (("out", source), ("in", target))
         keys = [(peer + way, gpu.index) for way, gpu in ways if gpu is not None]
         for key in keys:
-            if key not in self.links:
-                self.links[key] = Engine()
+            self.links.setdefault(key, Engine())
         return [self.links[key] for key in keys]
 
     def _log(self, event: Event) -> None:
@@ -237,9 +237,9 @@ class Clock:
             meeting.waiting.add(key)
             return meeting
         launched = self.host
-        self.host += self._call_seconds
+        self.host += self.call
         done = max(self.done.get(key, 0.0), self.done.get((index, behind), 0.0))
-        ready = max(self.host + cost.START, done)
+        ready = max(self.host + self.start, done)
         after = [*self.pending.get(key, ()), *self.pending.get((index, behind), ())]
         after = list(dict.fromkeys(after))
         meeting = Meeting(name, key, ready, after, seconds, nbytes, launched)

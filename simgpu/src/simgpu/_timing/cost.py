@@ -6,14 +6,17 @@ Models: a copy takes its bytes over the slowest link on its way. Leaves out: wha
 first use of CUDA, of each kernel and of each segment costs, and what the host computes
 itself (the CPU's own operations cost nothing here).
 
-The constants are assumed, not measured, unless a source is given.
+The constants are assumed, not measured, unless a source is given. A card that was
+measured (`simgpu measure`) brings some of its own, as `Card.host`.
 """
 
 from typing import NamedTuple
 
+from simgpu._device.cards import Card, Host
 
-class Host(NamedTuple):
-    """What a host takes for what it does, in seconds.
+
+class Launches(NamedTuple):
+    """What a program's launches take of its host, in seconds.
 
     Attributes:
         launch: of a kernel or a copy: Python, autograd, the driver.
@@ -39,9 +42,9 @@ OF_PEAK_BYTES = 0.8  # of a link's bandwidth: pinned and peer copies
 # of Megatron-LM on A100 (tests/recordings, vtrain_node), "slow" to those of a model of
 # 1B in nanotron on H100 (ultrascale)
 HOSTS = {
-    "bare": Host(LAUNCH, LAUNCH),
-    "fast": Host(36e-6, 79e-6),
-    "slow": Host(36e-6, 256e-6),
+    "bare": Launches(LAUNCH, LAUNCH),
+    "fast": Launches(36e-6, 79e-6),
+    "slow": Launches(36e-6, 256e-6),
 }
 CHANNELS = 16  # multiprocessors that a collective takes (NCCL starts 8 to 32 blocks)
 HOST_COPY = 10e9  # bytes a second that the host copies in its own memory
@@ -51,10 +54,31 @@ HOST_COPY = 10e9  # bytes a second that the host copies in its own memory
 PIN_LATENCY = 20e-6  # seconds
 PIN = 16e9  # bytes a second that the host pins
 
+ASSUMED = Host(LAUNCH, START, COPY_LATENCY, HOST_COPY)
+
+
+def host_of(card: Card | None) -> Host:
+    """What the machine around a card takes."""
+    return (card and card.host) or ASSUMED
+
+
+def launch_times(host: str, card: Card | None) -> tuple[float, float, float]:
+    """Seconds of a launch, of a collective's call, and until a kernel starts.
+
+    Args:
+        host: a key of `HOSTS`; "bare" is the machine around the card.
+        card: None where there is none.
+    """
+    machine = host_of(card)
+    if host == "bare":
+        return machine.launch, machine.launch, machine.start
+    return *HOSTS[host], machine.start
+
 
 def copy_seconds(source, target, nbytes: int, pinned: bool) -> float:
     """Seconds of a copy between two GPUs, or a GPU and the host (None)."""
-    return COPY_LATENCY + nbytes / copy_bandwidth(source, target, pinned)
+    latency = host_of((source or target).card).copy
+    return latency + nbytes / copy_bandwidth(source, target, pinned)
 
 
 def copy_bandwidth(source, target, pinned: bool) -> float:
@@ -69,7 +93,9 @@ def copy_bandwidth(source, target, pinned: bool) -> float:
     if len(ends) == 2 and all(gpu.card.nvlink_bandwidth for gpu in ends):
         return min(gpu.card.nvlink_bandwidth for gpu in ends) * OF_PEAK_BYTES
     link = min(gpu.card.pcie_bandwidth for gpu in ends) * OF_PEAK_BYTES
-    return link if pinned or len(ends) == 2 else min(link, HOST_COPY)
+    if pinned or len(ends) == 2:
+        return link
+    return min(link, host_of(ends[0].card).copy_bandwidth)
 
 
 def pin_seconds(nbytes: int) -> float:

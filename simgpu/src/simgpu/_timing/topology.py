@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import NamedTuple
 
+from simgpu._device import measured
 from simgpu._device.cards import Card
 
 # bytes/s for each rank of a node: 200 Gbit/s, as in NVIDIA's DGX A100, where each GPU
@@ -88,6 +89,18 @@ def parse_bandwidth(bandwidth: float | str) -> float:
     return float(bandwidth)
 
 
+def measured_network(path: str) -> Network:
+    """The network that a file of `simgpu measure` has.
+
+    Raises:
+        ValueError: for a file that is not there, or has no network.
+    """
+    try:
+        return Network(**measured.constants(path, "network"))
+    except TypeError as error:
+        raise measured.damaged(path, "network", error) from None
+
+
 @dataclass(frozen=True)
 class Topology:
     """The ranks of a job on their nodes.
@@ -97,8 +110,9 @@ class Topology:
         ranks_per_node: each rank has one GPU.
         nodes: in the job.
         network: of a node, all its adapters together: a `Network`, text such as
-            "100 Gbit/s" or "400 GB/s EFA", or bytes/s; see `network_of`. The default is
-            200 Gbit/s of InfiniBand for each rank of a node.
+            "100 Gbit/s" or "400 GB/s EFA", or bytes/s; see `network_of`; or a file that
+            `simgpu measure` has written, "my.json". The default is 200 Gbit/s of
+            InfiniBand for each rank of a node.
 
     Raises:
         ValueError: for fewer than one node or rank, or a network that cannot be read.
@@ -119,6 +133,8 @@ class Topology:
             ):
                 raise ValueError(f"{name} must be an integer of 1 or more: {number!r}")
         network = self.network
+        if measured.names_file(network):
+            network = measured_network(network)
         if network is None:
             network = Network(DEFAULT_BANDWIDTH * self.ranks_per_node)
         elif isinstance(network, Network):
