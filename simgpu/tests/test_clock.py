@@ -629,6 +629,41 @@ def test_bytes_that_are_not_moved_are_not_counted(log):
     assert [e.nbytes for e in log.events] == [moved, moved, 4, 4 + 1000 * 4]
 
 
+@pytest.mark.parametrize("passes, run", [
+    (3, lambda a, b, half: a.add_(b)),
+    (2, lambda a, b, half: a.mul_(2)),
+    (2, lambda a, b, half: a.copy_(b)),
+    (1.5, lambda a, b, half: half.copy_(b)),
+    (1, lambda a, b, half: a.zero_()),
+    (1, lambda a, b, half: a.normal_()),
+    (3, lambda a, b, half: torch.add(b, b.T, out=a)),
+    (3, lambda a, b, half: torch.add(a, b, out=a)),
+    (3, lambda a, b, half: torch.mm(b, b.T, out=a)),
+    (2, lambda a, b, half: torch.split_with_sizes_copy(b, [8, 24], out=[a[:8], a[8:]])),
+    (6, lambda a, b, half: torch._foreach_add_([a, a.T], [b, b])),
+    (4, lambda a, b, half: torch._foreach_copy_([a, a.T], [b, b])),
+    (2, lambda a, b, half: torch._foreach_zero_([a, a.T])),
+    ((3 + 4) / 32, lambda a, b, half: a.scatter_(0, b[:1].long(), b[:1])),
+])  # fmt: skip
+def test_what_an_operation_in_place_reads_and_writes(log, passes, run):
+    a, b = torch.ones(2, 32, 32, device="cuda").unbind()
+    half = b.half()
+    log.clear()
+    run(a, b, half)
+    assert sum(e.nbytes for e in log.events) == passes * a.nbytes
+
+
+def test_a_fused_optimizer_reads_four_and_writes_three(log):
+    weight = nn.Parameter(torch.ones(1000, device="cuda"))
+    weight.grad = torch.ones(1000, device="cuda")
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    optimizer.step()
+    log.clear()
+    optimizer.step()
+    steps = 4 + 2 * 4  # of the optimizer: read in one kernel, added to in another
+    assert sum(e.nbytes for e in log.events) == 7 * weight.nbytes + steps
+
+
 def test_the_cards_agree_with_pytorchs_own_datasheets():
     from torch._inductor.analysis.device_info import lookup_device_info
 

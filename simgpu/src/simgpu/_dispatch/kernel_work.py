@@ -1,9 +1,10 @@
 """How much work a kernel is: its bytes, its FLOPs, its shape, and its type.
 
-Models: each tensor that it reads or writes counts once, with the bytes that it has;
-FLOPs come from PyTorch's own formulas (`torch.utils.flop_counter`). Operations without
-a formula (element-wise ones, reductions) count as bytes alone. A convolution is the
-product of its input's windows and its weight, and so is each gradient of it.
+Models: each tensor counts once where it is read and once where it is written, with the
+bytes that it has; FLOPs come from PyTorch's own formulas (`torch.utils.flop_counter`).
+Operations without a formula (element-wise ones, reductions) count as bytes alone. A
+convolution is the product of its input's windows and its weight, and so is each
+gradient of it.
 """
 
 import math
@@ -11,10 +12,12 @@ from collections.abc import Callable
 
 import torch
 
+from simgpu._dispatch.placement import tensors_in
 from simgpu._timing.kernel_cost import Attention, Product, Work
 
 _MOST_KNOWN = 100_000
 _STRIDED = torch.strided
+_INDICES = (torch.int64, torch.int32, torch.bool, torch.uint8)
 _known: dict[tuple, tuple[int, Product | Attention | None]] = {}
 # operation -> the FLOPs of a call, where values decide or PyTorch has no formula
 COUNTED: dict[str, Callable] = {}
@@ -24,12 +27,15 @@ def work_of(call, out, outputs: list[torch.Tensor]) -> Work:
     """The work of a call with the result `out`, in which `outputs` are the tensors."""
     operation = call.operation
     nbytes, elements = 0, 1
-    read = call.tensors
-    if operation.is_factory:
-        read = ()
+    if operation.writes:
+        moved = _moved_in_place(call, outputs)
+    elif operation.is_factory:
+        moved = outputs
     elif operation.gathers:  # of its first tensor only as much as it returns
-        read = (*read[1:], *outputs)
-    for tensor in (*read, *outputs):
+        moved = (*call.tensors[1:], *outputs, *outputs)
+    else:
+        moved = (*call.tensors, *outputs)
+    for tensor in moved:
         try:
             if tensor.layout is _STRIDED and 0 not in tensor.stride():
                 nbytes += tensor.nbytes
@@ -47,6 +53,23 @@ def work_of(call, out, outputs: list[torch.Tensor]) -> Work:
     if "attention" in operation.name:
         return Work(nbytes, flops, elements, dtype, None, 1.0, True, shape)
     return Work(nbytes, flops, elements, dtype, shape)
+
+
+def _moved_in_place(call, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What an operation that writes arguments moves, each tensor so often."""
+    operation = call.operation
+    written = tensors_in([call.argument(*where) for where in operation.written])
+    mine = {id(tensor) for tensor in written}
+    read = []
+    for tensor in reversed(call.tensors):  # one that is read, too, comes before `out`
+        if id(tensor) in mine:
+            mine.remove(id(tensor))
+        else:
+            read.append(tensor)
+    if operation.scatters:  # of its first tensor only as much as it is given
+        given = [tensor for tensor in read if tensor.dtype not in _INDICES] or read
+        return read + given[:1] * operation.scatters
+    return read + written * (1 if operation.overwrites else 2)
 
 
 def bytes_in(tensor: torch.Tensor) -> int:

@@ -32,6 +32,16 @@ _SILENT = {
 }  # fmt: skip
 # they read of their first tensor only what they return
 _GATHERS = {"embedding", "index", "index_select", "gather", "take", "_unsafe_index"}
+_OVERWRITES = {
+    "copy_", "_foreach_copy_", "zero_", "_foreach_zero_", "fill_", "normal_",
+    "uniform_", "random_", "bernoulli_", "exponential_", "cauchy_", "log_normal_",
+    "geometric_",
+}  # fmt: skip
+# they go to some places of their first tensor, so often
+_SCATTERS = {
+    "index_copy_": 1, "scatter_": 1, "index_put_": 1, "_index_put_impl_": 1,
+    "index_add_": 2, "scatter_add_": 2,
+}  # fmt: skip
 # they have code for any device, and one kernel on CUDA
 _OWN_KERNELS = {"silu_backward", "mish_backward"}
 
@@ -58,8 +68,9 @@ class Operation:
 
     __slots__ = (
         "func", "name", "arguments", "writes", "makes", "has_device", "random",
-        "silent", "is_factory", "gathers", "size_is_read_back", "take_memory",
-        "flop_formula", "traffic", "run", "in_parts",
+        "silent", "is_factory", "gathers", "written", "overwrites", "scatters",
+        "size_is_read_back", "take_memory", "flop_formula", "traffic", "run",
+        "in_parts",
     )  # fmt: skip
 
     def __init__(self, func):
@@ -79,6 +90,16 @@ class Operation:
         # it reads nothing of its tensors but their shapes and the like
         self.is_factory = self.name.startswith("new_") or self.name.endswith("_like")
         self.gathers = self.name in _GATHERS
+        # (position, name) of what it writes. Fused optimizers unscale gradients, but
+        # only where they are given a scale
+        self.written = [
+            (i, a.name) for i, a in enumerate(schema.arguments) if is_written(a)
+            and not (a.name == "grads" and self.name.startswith("_fused_"))
+        ]  # fmt: skip
+        # it does not read what it writes
+        is_out = any(argument.is_out for argument in schema.arguments)
+        self.overwrites = is_out or self.name in _OVERWRITES
+        self.scatters = _SCATTERS.get(self.name, 0)
         # what it takes of a GPU's memory beside its results
         self.take_memory = working_memory.TAKES.get(self.name)
         # the host must read how large the result is before it can go on; "index" only
