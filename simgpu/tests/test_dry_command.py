@@ -201,7 +201,7 @@ def test_files_that_were_there_stay(dry_run, tmp_path):
     for path in there:
         assert f"{path.name} is there, and stays as it is" in done.stdout
     assert torch.load(tmp_path / "new.pt", "cpu")["weight"].shape == (64, 64)
-    assert "train.py:18: a file of shapes, without these values" in done.stdout
+    assert "train.py:17: a file of shapes, without these values" in done.stdout
 
 
 HUGE = """
