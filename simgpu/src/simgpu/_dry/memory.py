@@ -165,9 +165,8 @@ class Watch:
     def _tag(self, tensor, kind: str) -> None:
         for part in [tensor] if is_plain(tensor) else inner_tensors(tensor):
             block = block_of(part)
-            number = self._live.get(block.address) if block is not None else None
-            if number is not None and self._made[number][1]["kind"] != "communication":
-                self._kinds.setdefault(number, kind)
+            if block is not None and block.address in self._live:
+                self._kinds.setdefault(self._live[block.address], kind)
 
     def _kind(self, number: int) -> str:
         """Of an allocation."""
