@@ -79,7 +79,7 @@ class DryCall(Call):
         super().log(gpu, out, outputs, blocks)
         dry, name = self.runtime.dry, self.operation.name
         if dry.fusing is not None and dry.fusing.region is not None:
-            dry.fusing.note_written([*outputs, *self.tensors[: not outputs]])
+            dry.fusing.note_written(outputs or self.tensors[:1])
         if name == "embedding" and current_graph_task_id() == -1:
             dry.tokens.note(*self.args[:2])
         if current_graph_task_id() != -1 and torch.is_grad_enabled():

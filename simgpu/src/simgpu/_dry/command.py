@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 from simgpu import _failures as failures
 from simgpu._dry import launchers
+from simgpu._request import DRY_COMPILE
 
 FITS, FAILED, WRONG, FULL = 0, 1, 2, 3
 _WITH_VALUE = {
@@ -57,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     add("--tokens", type=int, metavar="N",
         help="of a step, of the whole job (default: counted at the embedding)"
     )  # fmt: skip
-    add("--compile", default="refuse", choices=("refuse", "eager", "fuse"),
+    add("--compile", default="refuse", choices=DRY_COMPILE,
         metavar="HOW", help="what torch.compile does: refuse (default); eager: give "
         "back what it is given; fuse: count a chain of pointwise operations and "
         "reductions as one kernel")  # fmt: skip

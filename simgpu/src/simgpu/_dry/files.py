@@ -53,6 +53,7 @@ def without_values() -> Iterator[None]:
         mock.patch.object(FileSystem, "create_stream", _stream),
         mock.patch.object(FileSystem, "rename", _rename),
         mock.patch.object(FileSystem, "rm_file", _remove),
+        _safetensors(),
     ):
         _ours.clear()
         yield
@@ -84,6 +85,21 @@ def _stream(system, path, mode: str):
     else:
         with _raw_stream(system, path, mode) as stream:
             yield stream
+
+
+def _safetensors() -> contextlib.AbstractContextManager:
+    """Its files stay, too, where it is installed."""
+    try:
+        from safetensors import torch as module
+    except ImportError:
+        return contextlib.nullcontext()
+    write = module.serialize_file
+
+    def serialize_file(tensors, filename, *args, **kwargs):
+        if not _stays(filename):
+            write(tensors, filename, *args, **kwargs)
+
+    return mock.patch.object(module, "serialize_file", serialize_file)
 
 
 def _rename(system, path, new_path) -> None:

@@ -132,7 +132,10 @@ class Watch:
         if self._ends or not self._live:
             return
         for found in gc.get_objects():
-            if isinstance(found, torch.nn.Parameter):
+            # its type first: an object may do anything when asked for its class
+            if issubclass(type(found), torch.Tensor) and isinstance(
+                found, torch.nn.Parameter
+            ):
                 self._tag(found, "parameters")
                 if found.grad is not None:
                     self._tag(found.grad, "gradients")

@@ -23,12 +23,11 @@ from simgpu._dry.steps import Over, Steps
 from simgpu._dry.wide import narrowed
 from simgpu._frames import called_from
 from simgpu._rank_variables import Place
-from simgpu._request import Request
+from simgpu._request import DRY_COMPILE, Request
 from simgpu._runtime import Runtime
 from simgpu._timing.topology import Topology
 
 ROUTING = ("even", "refuse")
-COMPILE = ("refuse", "eager", "fuse")
 
 
 @dataclass(frozen=True)
@@ -89,8 +88,8 @@ class Job:
             )
         if self.routing not in ROUTING:
             raise ValueError(f"routing={self.routing!r}; use one of {ROUTING}")
-        if self.compile not in COMPILE:
-            raise ValueError(f"compile={self.compile!r}; use one of {COMPILE}")
+        if self.compile not in DRY_COMPILE:
+            raise ValueError(f"compile={self.compile!r}; use one of {DRY_COMPILE}")
         object.__setattr__(self, "node", node)  # frozen
         found = kinds_of_ranks.parse(self.kinds, world, self.rank)
         object.__setattr__(self, "found", found)

@@ -14,7 +14,7 @@ import torch
 
 from simgpu._compat import DisableTorchDispatch, DisableTorchFunction
 from simgpu._dispatch.named_devices import META
-from simgpu._dispatch.placement import storage_of, tensors_in
+from simgpu._dispatch.placement import over, storage_of, tensors_in
 from simgpu._errors import NotSimulated
 
 SMALL = 2**20  # bytes up to which values are computed, and travel between ranks
@@ -223,8 +223,8 @@ def _without_values(part: _Part) -> torch.Tensor:
     """A tensor in memory that nobody touches; a small one is zeros."""
     if part.nbytes > _PROMISED and _NO_RESERVE:
         memory = mmap.mmap(-1, part.nbytes, flags=_NO_RESERVE)
-        made = torch.frombuffer(memory, dtype=part.dtype)
-        return forget(made.as_strided(part.shape, part.strides))
+        storage = storage_of(torch.frombuffer(memory, dtype=torch.uint8))
+        return forget(over(storage, part.dtype, 0, part.shape, part.strides))
     made = torch.empty_strided(part.shape, part.strides, dtype=part.dtype)
     if part.nbytes <= _ZEROED:
         made.zero_()
