@@ -243,6 +243,15 @@ def test_what_is_larger_than_this_machine_is_like_any_other_tensor():
     assert dry(program, card="H200")[0] == ((2**33,), 1.0)
 
 
+@pytest.mark.parametrize("numbers, said", [(2**10, False), (2**18, True)])
+def test_numbers_that_are_known_are_written_while_they_are_few(tmp_path, numbers, said):
+    path = tmp_path / "tokens.pt"
+    report = dry(lambda: torch.save(torch.arange(numbers), path))[1]
+    assert ("a file of shapes, without these values" in str(report)) == said
+    last = torch.load(path)[-1].item()
+    assert last == (0 if said else numbers - 1)
+
+
 @pytest.mark.packages
 def test_a_file_of_safetensors_that_was_there_stays(tmp_path):
     save_file = pytest.importorskip("safetensors.torch").save_file

@@ -198,8 +198,9 @@ class _Reader(_File):
 class _Writer(_File):
     def write_record(self, name: str, data, nbytes: int):
         is_storage = isinstance(data, torch.UntypedStorage)
-        if is_storage and hasattr(data, "_simgpu_unknown"):
+        large = is_storage and nbytes > values.SMALL
+        if large or is_storage and hasattr(data, "_simgpu_unknown"):
             state.current().dry.note_read(NOT_WRITTEN)
-        if not is_storage or nbytes <= values.SMALL:
+        if not large:
             return self._file.write_record(name, data, nbytes)
         return self._file.write_record_metadata(name, nbytes)
