@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+import torch
 
 from support import programs
 
@@ -147,6 +148,9 @@ def test_a_script_that_does_not_step(dry_run):
     done = dry_run("--world", 4, "train.py", "--steps", 1)
     assert done.status == 1
     assert "the program ended after 1 of 3 steps" in done.stderr
+    assert ", before any step of an optimizer" not in done.stdout
+    done = dry_run("--world", 4, "train.py", "--steps", 0)
+    assert "are left, before any step of an optimizer" in done.stdout
     assert "memory at the peak" in done.stdout
 
 
@@ -158,6 +162,81 @@ def test_a_script_that_ends_by_itself(dry_run, tmp_path, code, status):
     assert done.status == status, done.stderr
     assert ("what binds" in done.stdout) == (status == 0)
     assert (f"ended with exit status {code}" in done.stderr) == (status == 1)
+
+
+SAVES = """
+import os
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+dist.init_process_group("nccl")
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+net = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.AdamW(net.parameters())
+for _ in range(2):
+    net(torch.randn(16, 64, device="cuda")).mean().backward()
+    optimizer.step()
+dcp.save({"net": net.state_dict()}, checkpoint_id="run")
+torch.save(net.state_dict(), "best.pt")
+torch.save(net.state_dict(), "new.pt")
+torch.save(net.state_dict(), "new.pt")
+"""
+
+
+def test_files_that_were_there_stay(dry_run, tmp_path):
+    (tmp_path / "train.py").write_text(SAVES)
+    (tmp_path / "run").mkdir()
+    there = [
+        tmp_path / name for name in ("best.pt", "run/__0_0.distcp", "run/.metadata")
+    ]
+    for path in there:
+        path.write_text("dear")
+    done = dry_run("--world", 8, "train.py")
+    assert done.status == 0, done.stderr
+    assert [path.read_text() for path in there] == ["dear"] * 3
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {
+        "__0_0.distcp", ".metadata"
+    }  # fmt: skip
+    for path in there:
+        assert f"{path.name} is there, and stays as it is" in done.stdout
+    assert torch.load(tmp_path / "new.pt", "cpu")["weight"].shape == (64, 64)
+    assert "train.py:17: a file of shapes, without these values" in done.stdout
+
+
+HUGE = """
+import os
+import torch
+import torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("nccl")
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+with torch.device("meta"):
+    net = nn.Sequential(*(nn.Linear(32768, 32768, bias=False) for _ in range({})))
+net = nn.parallel.DistributedDataParallel(net.to_empty(device="cuda"))
+optimizer = torch.optim.SGD(net.parameters())
+for _ in range(3):
+    net(torch.randn(16, 32768, device="cuda")).mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("layers, status", [(9, 0), (12, 3)])
+def test_buckets_that_are_larger_than_this_machine(dry_run, tmp_path, layers, status):
+    (tmp_path / "train.py").write_text(HUGE.format(layers))  # 36 or 48 GiB
+    done = dry_run("--world", 8, "--card", "H200", "--json", "report.json", "train.py")
+    assert done.status == status, done.stderr
+    found = json.loads((tmp_path / "report.json").read_text())["memory_by_kind"]
+    assert found["parameters"] == found["communication"] == layers * 2**32
+    assert "activations" not in found or found["activations"] < 2**30
+
+
+def test_programs_hear_that_a_script_failed(dry_run, tmp_path):
+    (tmp_path / "train.py").write_text("raise OSError('no data')")
+    done = dry_run("--world", 8, "--json", "-", "train.py")
+    assert done.status == 1
+    assert json.loads(done.stdout) == {"fits": None, "error": "OSError: no data"}
 
 
 PIECES = """
@@ -175,7 +254,7 @@ REFUSED = {
         "x = torch.randn(4096, device='cuda')\n"
         "x[x > 0]",
         "index, whose shape depends on values that a dry run does not know "
-        "(pieces.py:10)",
+        "(pieces.py:10), is not simulated. `simgpu --gpus` runs it with values",
     ),
     "a message to a rank that does not run": (
         "x = torch.ones(4, device='cuda')\n"
@@ -183,6 +262,11 @@ REFUSED = {
         "rank 0 sends to rank 4, which does not run in this dry run (pieces.py:10). If "
         "ranks differ, as the stages of a pipeline do, let one of each kind run: "
         "--kinds pp=4 for four stages, or the ranks themselves, --kinds 0,4.",
+    ),
+    "what would be compiled": (
+        "torch.compile(torch.nn.Linear(2, 2))",
+        "torch.compile is not simulated. It makes kernels for a GPU that is not there. "
+        "--compile fuse counts what it would fuse",
     ),
     "an object of a rank that does not run": (
         "found = [None]\n"
@@ -230,6 +314,9 @@ def test_stages_run_in_processes_that_meet(dry_run, tmp_path):
     assert found["ranks"] == [1, 5] and len(found["kinds"]) == 2
     peaks = [kind["peak_bytes"] for kind in found["kinds"]]
     assert found["peak_bytes"] == max(peaks) == peaks[1] > peaks[0]
+    # products of 256 x 512 and of 512 x 768, forward and for the weight, by two cards
+    flops = 2 * 2 * 64 * (256 * 512 + 512 * 768) / 2
+    assert found["mfu"] == pytest.approx(flops / found["step_seconds"] / 989.4e12)
     received = found["kinds"][1]["exposed_by_group"]
     assert list(received) == ["recv, rank 1 to rank 5"]
 

@@ -233,6 +233,41 @@ def test_large_tensors_on_the_host_take_no_memory():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory as Linux counts it")
+def test_what_is_larger_than_this_machine_is_like_any_other_tensor():
+    def program():
+        huge = torch.ones(2**33, device="cuda", requires_grad=True) * 2  # 32 GiB
+        assert not huge._is_view()
+        huge.add_(1).sum().backward()
+        return huge.shape, huge[-1].item()
+
+    assert dry(program, card="H200")[0] == ((2**33,), 1.0)
+
+
+@pytest.mark.parametrize("numbers, said", [(2**10, False), (2**18, True)])
+def test_numbers_that_are_known_are_written_while_they_are_few(tmp_path, numbers, said):
+    path = tmp_path / "tokens.pt"
+    report = dry(lambda: torch.save(torch.arange(numbers), path))[1]
+    assert ("a file of shapes, without these values" in str(report)) == said
+    last = torch.load(path)[-1].item()
+    assert last == (0 if said else numbers - 1)
+
+
+@pytest.mark.packages
+def test_a_file_of_safetensors_that_was_there_stays(tmp_path):
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    old, new = tmp_path / "old.safetensors", tmp_path / "new.safetensors"
+    old.write_text("dear")
+
+    def program():
+        weights = {"weight": torch.randn(64, 64, device="cuda").cpu()}
+        for path in (old, new, new):
+            save_file(weights, path)
+
+    report = dry(program)[1]
+    assert old.read_text() == "dear" and new.stat().st_size > 64 * 64 * 4
+    assert "old.safetensors is there, and stays as it is" in str(report)
+
+
 def test_many_ranks_cost_as_little_as_few():
     program = (
         "dist.init_process_group('nccl');"

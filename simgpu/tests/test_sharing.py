@@ -13,7 +13,7 @@ from simgpu import NotSimulated
 from simgpu import _runtime as runtime
 from support import programs
 
-SECONDS = 60  # that anything here may take
+SECONDS = 180  # that anything here may take, beside other tests
 
 
 # -- what travels ----------------------------------------------------------------------

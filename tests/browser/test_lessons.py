@@ -4,6 +4,10 @@ Skipped where Playwright or Chromium is missing; README.md says how to get them.
 `BROWSER_SHOTS=FOLDER` in the environment, pictures of every lesson are saved there: in
 the light theme, in the dark one, and at 125 %. A zoom is a smaller window: 1280 x 800
 pixels show what 1024 x 640 of them do without it.
+
+Run from the first cell to the last are the lessons with explorers, and with
+`BROWSER_RUN=all` in the environment all lessons: half an hour more. The others show
+their stored outputs, which nbval compares with those of a run.
 What is left out: whether outputs are the stored ones (nbval compares them), real GPUs,
 and how a picture looks to a human eye.
 """
@@ -13,6 +17,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import nbformat
 import pytest
 
 pytest.importorskip("playwright", reason="Playwright is not installed")
@@ -21,11 +26,12 @@ pytest.importorskip("pytest_timeout", reason="pytest-timeout is not installed")
 from playwright.sync_api import BrowserContext, sync_playwright  # noqa: E402
 
 from tests.browser import looks  # noqa: E402
-from tests.browser.lab import DARK, LIGHT, ROOT, Lab, Notebook  # noqa: E402
+from tests.browser.lab import DARK, LIGHT, ROOT, SVG, Lab, Notebook  # noqa: E402
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 SHOTS = os.environ.get("BROWSER_SHOTS")
 LESSONS = [path.name for path in sorted((ROOT / "notebooks").glob("*.ipynb"))]
+RUN_ALL = os.environ.get("BROWSER_RUN") == "all"
 LAPTOP, ZOOMED = {"width": 1280, "height": 800}, {"width": 1024, "height": 640}
 LOOKS = {"light": (LIGHT, LAPTOP), "dark": (DARK, LAPTOP), "125": (LIGHT, ZOOMED)}
 
@@ -62,9 +68,14 @@ def test_lesson(lab: Lab, browser: BrowserContext, name: str):
             lesson.cell(number).locator(".jp-RenderedSVG img").last.wait_for()
         assert lab.kernels() == [], "there is a kernel already"
         lesson.start_kernel()
-        for cell in lesson.run_all():
-            assert cell["count"] and not cell["running"], cell
-            assert bool(cell["errors"]) == cell["mayRaise"], cell
+        if explorers or RUN_ALL:
+            for cell in lesson.run_all():
+                assert cell["count"] and not cell["running"], cell
+                assert bool(cell["errors"]) == cell["mayRaise"], cell
+        else:
+            stored = stored_pictures(name)
+            shown = lesson.page.locator(".jp-RenderedSVG img")
+            lesson.wait(lambda: shown.count() == stored, f"{stored} stored pictures")
         assert lesson.page.locator(".widget-vbox").count() == len(explorers)
         for number in explorers:
             move_every_control(lesson, number)
@@ -77,6 +88,12 @@ def test_lesson(lab: Lab, browser: BrowserContext, name: str):
                 looks.shoot(lesson, Path(SHOTS), f"{name[:2]}-{look}")
         lesson.show(LIGHT, LAPTOP)
         assert not complaints, "\n".join(complaints)
+
+
+def stored_pictures(name: str) -> int:
+    lesson = nbformat.read(ROOT / "notebooks" / name, as_version=4)
+    outputs = [output for cell in lesson.cells for output in cell.get("outputs", ())]
+    return sum(SVG in output.get("data", {}) for output in outputs)
 
 
 def move_every_control(lesson: Notebook, number: int) -> None:

@@ -8,6 +8,7 @@ from simgpu._device.cards import Card, find_card, parse_memory
 MOST_GPUS = 64
 RACES = ("raise", "show", "warn", "off")
 COMPILE = ("refuse", "eager")
+DRY_COMPILE = (*COMPILE, "fuse")
 
 
 class Request(NamedTuple):

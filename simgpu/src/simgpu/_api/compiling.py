@@ -21,6 +21,10 @@ _ADVICE = (
     "It makes kernels for a GPU that is not there. --no-compile, or "
     'simgpu.start(compile="eager"), runs the program uncompiled: the same values.'
 )
+_DRY_ADVICE = (
+    "It makes kernels for a GPU that is not there. --compile fuse counts what it would "
+    "fuse, --compile eager runs the program uncompiled."
+)
 _SAYS = "simgpu: torch.compile gives back what it is given: all runs uncompiled"
 _SWITCHES = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")  # PyTorch's own
 _FLEX = "_flex_attention_hop_wrapper"
@@ -41,14 +45,15 @@ def compile(model=None, *, disable: bool = False, **options):
     if how == "eager":
         _tell()
         return model
+    advice = _ADVICE if state.current().dry is None else _DRY_ADVICE
     if isinstance(getattr(model, "__self__", model), nn.Module):
-        raise NotSimulated("torch.compile", _ADVICE)
+        raise NotSimulated("torch.compile", advice)
 
     @functools.wraps(model)
     def refused(*args, **kwargs):
         if state.running is None:
             return model(*args, **kwargs)
-        raise NotSimulated(f"torch.compile of {model.__qualname__}", _ADVICE)
+        raise NotSimulated(f"torch.compile of {model.__qualname__}", advice)
 
     return refused
 

@@ -11,6 +11,7 @@ from simgpu._device import measured
 from simgpu._device.cards import CARDS, Card, find_card
 from simgpu._dry.fresh import FreshRun
 from simgpu._dry.report import DryReport, Kept, of_dict
+from simgpu._request import DRY_COMPILE
 
 _SECONDS = 600.0
 
@@ -89,8 +90,8 @@ def dry_run(
         raise ValueError(
             f'network={network!r}: a script takes text, such as "400 Gbit/s"'
         )
-    if compile not in ("refuse", "eager", "fuse"):
-        raise ValueError(f'compile={compile!r}; use "refuse", "eager" or "fuse"')
+    if compile not in DRY_COMPILE:
+        raise ValueError(f"compile={compile!r}; use one of {DRY_COMPILE}")
     options = {
         "world": world, "node": node, "rank": rank, "card": _name_of(card),
         "memory": memory, "network": network, "steps": steps, "kinds": kinds,

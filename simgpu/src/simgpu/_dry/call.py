@@ -79,7 +79,7 @@ class DryCall(Call):
         super().log(gpu, out, outputs, blocks)
         dry, name = self.runtime.dry, self.operation.name
         if dry.fusing is not None and dry.fusing.region is not None:
-            dry.fusing.note_written([*outputs, *self.tensors[: not outputs]])
+            dry.fusing.note_written(outputs or self.tensors[:1])
         if name == "embedding" and current_graph_task_id() == -1:
             dry.tokens.note(*self.args[:2])
         if current_graph_task_id() != -1 and torch.is_grad_enabled():
@@ -95,6 +95,10 @@ class DryCall(Call):
             operation = operation_of(func)
         tensors = values.tensors_of(args, kwargs)
         if operation.silent or operation.func.namespace in _MESSAGES:
+            if "empty" in operation.name:
+                found = values.result_of(self._shaper(func), args, kwargs)
+                if found is not None and found.is_huge:
+                    return found.made()
             return func(*args, **kwargs)
         with DisableTorchFunction(), DisableTorchDispatch():
             unknown = [tensor for tensor in tensors if values.is_unknown(tensor)]
@@ -152,7 +156,8 @@ class DryCall(Call):
         if self.is_dynamic(operation, args):
             raise NotSimulated(
                 f"{operation.name}, whose shape depends on values that a dry run does "
-                f"not know ({called_from()})"
+                f"not know ({called_from()}),",
+                "`simgpu --gpus` runs it with values; or mask instead of choosing.",
             )
         found = values.result_of(self._shaper(func), args, kwargs)
         if found is None:

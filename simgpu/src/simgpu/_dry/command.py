@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 from simgpu import _failures as failures
 from simgpu._dry import launchers
+from simgpu._request import DRY_COMPILE
 
 FITS, FAILED, WRONG, FULL = 0, 1, 2, 3
 _WITH_VALUE = {
@@ -63,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     add("--host", default="bare", metavar="KIND",
         help="what a launch and a collective cost it: bare (default), or fast or slow, "
         "as in trainers")  # fmt: skip
-    add("--compile", default="refuse", choices=("refuse", "eager", "fuse"),
+    add("--compile", default="refuse", choices=DRY_COMPILE,
         metavar="HOW", help="what torch.compile does: refuse (default); eager: give "
         "back what it is given; fuse: count a chain of pointwise operations and "
         "reductions as one kernel")  # fmt: skip
@@ -176,18 +177,18 @@ def main(words: Sequence[str]) -> int:
         found = run.run(job, program_of(options), Progress(), keep)
     except kinds.KindFailed as error:
         print(error, file=sys.stderr)
-        return FAILED
+        return _failed(str(error), to)
     except KeyboardInterrupt:
         print("simgpu dry-run: interrupted", file=sys.stderr)
         return 130
     except SystemExit as error:
-        print(f"simgpu dry-run: the program ended with exit status {error.code}",
-              file=sys.stderr)  # fmt: skip
-        return FAILED
+        why = f"the program ended with exit status {error.code}"
+        print(f"simgpu dry-run: {why}", file=sys.stderr)
+        return _failed(why, to)
     except BaseException as error:
         error = error.with_traceback(kinds.own_part(error))
         failures.report(type(error), error, error.__traceback__, sys.excepthook)
-        return FAILED
+        return _failed(f"{type(error).__name__}: {error}", to)
     _write(found, to)
     if found.fits and found.steps < 2:
         print(_NEVER.format(found.steps, job.steps), file=sys.stderr)
@@ -195,11 +196,23 @@ def main(words: Sequence[str]) -> int:
     return FITS if found.fits else FULL
 
 
+def _failed(why: str, to: Path | None) -> int:
+    """Programs, too, hear why: nobody knows whether it fits."""
+    if to is not None:
+        _write_json({"fits": None, "error": why}, to)
+    return FAILED
+
+
 def _write(found, to: Path | None) -> None:
-    words = None if to is None else json.dumps(found.as_dict(), indent=1, default=str)
+    if to is not None:
+        _write_json(found.as_dict(), to)
+    if str(to) != "-":
+        print(found)
+
+
+def _write_json(values: dict, to: Path) -> None:
+    words = json.dumps(values, indent=1, default=str)
     if str(to) == "-":
         print(words)
-        return
-    if to is not None:
+    else:
         to.write_text(words + "\n", encoding="utf-8")
-    print(found)

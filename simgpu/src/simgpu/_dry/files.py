@@ -7,15 +7,19 @@ small, as a random state or a counter, is read and written as ever.
 A distributed checkpoint is planned by each rank that runs as if it were alone: nobody
 knows the plans of the others, and 16,384 of them would be too many. So it has the
 parts of this rank, and another job cannot read it.
+
+A file that was there before stays as it is: it may be worth more than a dry run.
 """
 
 import contextlib
+import io
 import os
 from collections.abc import Iterator
 from unittest import mock
 
 import torch
 from torch.distributed.checkpoint import default_planner
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
 
 from simgpu import _runtime as state
@@ -30,7 +34,11 @@ from simgpu._compat import (
 from simgpu._dry import values
 
 _raw_init = DistWrapper.__init__
+_raw_stream, _raw_rename = FileSystem.create_stream, FileSystem.rename
+_raw_remove = FileSystem.rm_file
 NOT_WRITTEN = "a file of shapes, without these values"
+KEPT = "{} is there, and stays as it is"
+_ours: set[str] = set()  # files that this dry run has written
 
 
 @contextlib.contextmanager
@@ -42,7 +50,12 @@ def without_values() -> Iterator[None]:
         mock.patch.object(module, "_open_zipfile_writer", _Opened.writer),
         mock.patch.object(DistWrapper, "__init__", _plans_alone),
         mock.patch.object(default_planner, "_validate_global_plan", _is_right),
+        mock.patch.object(FileSystem, "create_stream", _stream),
+        mock.patch.object(FileSystem, "rename", _rename),
+        mock.patch.object(FileSystem, "rm_file", _remove),
+        _safetensors(),
     ):
+        _ours.clear()
         yield
 
 
@@ -53,6 +66,70 @@ def _plans_alone(wrapper, group, use_dist: bool, coordinator_rank: int) -> None:
 def _is_right(plan, metadata):
     """That nothing is wrong, as PyTorch says it of a plan that has no parts."""
     return raw_validate_plan([], Metadata({}))
+
+
+def _stays(path) -> bool:
+    """Whether there is a file that is not to be written; the report tells of it."""
+    path = os.path.abspath(path)
+    if path in _ours or not os.path.exists(path):
+        _ours.add(path)
+        return False
+    state.current().dry.note_read(KEPT.format(os.path.basename(path)))
+    return True
+
+
+@contextlib.contextmanager
+def _stream(system, path, mode: str):
+    if "r" not in mode and _stays(path):
+        yield _Nowhere()
+    else:
+        with _raw_stream(system, path, mode) as stream:
+            yield stream
+
+
+def _safetensors() -> contextlib.AbstractContextManager:
+    """Its files stay, too, where it is installed."""
+    try:
+        from safetensors import torch as module
+    except ImportError:
+        return contextlib.nullcontext()
+    write = module.serialize_file
+
+    def serialize_file(tensors, filename, *args, **kwargs):
+        if not _stays(filename):
+            write(tensors, filename, *args, **kwargs)
+
+    return mock.patch.object(module, "serialize_file", serialize_file)
+
+
+def _rename(system, path, new_path) -> None:
+    if _stays(new_path):
+        _raw_remove(system, path)
+    else:
+        _raw_rename(system, path, new_path)
+
+
+def _remove(system, path) -> None:
+    if not _stays(path):
+        _raw_remove(system, path)
+
+
+class _Nowhere(io.RawIOBase):
+    """A stream that keeps nothing, but knows how much it was given."""
+
+    def __init__(self):
+        self._place = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data) -> int:
+        count = memoryview(data).nbytes
+        self._place += count
+        return count
+
+    def tell(self) -> int:
+        return self._place
 
 
 class _Opened:
@@ -68,6 +145,8 @@ class _Opened:
     @classmethod
     def writer(cls, to):
         path = isinstance(to, (str, os.PathLike))
+        if path and _stays(to):
+            path, to = False, _Nowhere()
         return cls(raw_open_zip_writer(to if path else _Stream(to)), _Writer)
 
     def __enter__(self):
@@ -118,8 +197,10 @@ class _Reader(_File):
 
 class _Writer(_File):
     def write_record(self, name: str, data, nbytes: int):
-        large = isinstance(data, torch.UntypedStorage) and nbytes > values.SMALL
+        is_storage = isinstance(data, torch.UntypedStorage)
+        large = is_storage and nbytes > values.SMALL
+        if large or is_storage and hasattr(data, "_simgpu_unknown"):
+            state.current().dry.note_read(NOT_WRITTEN)
         if not large:
             return self._file.write_record(name, data, nbytes)
-        state.current().dry.note_read(NOT_WRITTEN)
         return self._file.write_record_metadata(name, nbytes)

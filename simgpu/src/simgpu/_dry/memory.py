@@ -1,5 +1,6 @@
 """What the memory of a card held when it held most: by kind, and by line."""
 
+import gc
 import sys
 from collections import Counter
 from pathlib import Path
@@ -21,6 +22,7 @@ _MODEL = tuple(
 )
 # what it calls of the program's is not its own: a layer, a backward pass
 _CALLS = {torch.nn.modules.module.__file__, torch.autograd.__file__}
+_DDP = torch.nn.parallel.distributed.__file__  # its buckets
 _OPTIM = str(Path(torch.__file__).parent / "optim")
 KINDS = ("parameters", "gradients", "optimizer", "buffers", "activations",
          "communication", "workspaces", "other")  # fmt: skip
@@ -39,6 +41,8 @@ class Course(NamedTuple):
 
 
 def _is_message(file: str) -> bool:
+    if file == _DDP:
+        return True
     return file.startswith(_DISTRIBUTED) and not file.startswith(_MODEL)
 
 
@@ -123,6 +127,19 @@ class Watch:
                     self._tag(parameter.grad, "gradients")
         self._tag_states(optimizer)
 
+    def tag_parameters(self) -> None:
+        """Before any optimizer has stepped: what are parameters and gradients."""
+        if self._ends or not self._live:
+            return
+        for found in gc.get_objects():
+            # its type first: an object may do anything when asked for its class
+            if issubclass(type(found), torch.Tensor) and isinstance(
+                found, torch.nn.Parameter
+            ):
+                self._tag(found, "parameters")
+                if found.grad is not None:
+                    self._tag(found.grad, "gradients")
+
     def _tag_states(self, optimizer) -> None:
         for its in optimizer.state.values():
             for value in its.values() if isinstance(its, dict) else ():
@@ -191,6 +208,7 @@ class Watch:
         """The most bytes that tensors took, by kind, and by kind and line."""
         self.memory._take_back_freed()
         self._follow()
+        self.tag_parameters()
         total = most = when = 0
         for i, (number, sign) in enumerate(self._moves):
             total += sign * self._made[number][0]

@@ -77,7 +77,8 @@ class DryReport:
         tokens: of a step of the whole job; None if that is not known.
         tokens_per_second: of the whole job.
         mfu: floating-point operations of the model, without those that activation
-            checkpoints do again, over what the card could do in the time.
+            checkpoints do again, over what the card could do in the time; of several
+            ranks that ran, their mean.
         unknown_reads: values that the program has read and a dry run does not know.
         error: of the out-of-memory.
         error_line: of the program where it came.
@@ -235,6 +236,7 @@ def merged(kinds: list[DryReport]) -> DryReport:
     fails = next((its for its in kinds if not its.fits), None)
     tokens = max((its.tokens or 0 for its in kinds), default=0) or None
     seconds = busiest.step_seconds
+    done = [its.mfu * its.step_seconds for its in kinds if its.mfu]
     reads: dict[tuple, int] = Counter()
     for its in kinds:
         for read in its.unknown_reads:
@@ -249,6 +251,7 @@ def merged(kinds: list[DryReport]) -> DryReport:
         memory_by_line=highest.memory_by_line,
         tokens=tokens,
         tokens_per_second=tokens / seconds if tokens and seconds else None,
+        mfu=sum(done) / len(kinds) / seconds if done and seconds else None,
         binds=busiest.binds if fails is None else "memory",
         unknown_reads=[
             {"line": line, "value": value, "times": n}
@@ -316,7 +319,10 @@ def _lines(report: DryReport) -> list[str]:
     left = report.total_bytes - report.reserved_bytes
     lines = [f"{which} of {report.world:,} on {report.card}, simulated, without values"]
     if report.fits:
-        lines.append(f"fits: {_bytes(left)} of {_bytes(report.total_bytes)} are left")
+        so_far = "" if report.steps else ", before any step of an optimizer"
+        lines.append(
+            f"fits: {_bytes(left)} of {_bytes(report.total_bytes)} are left{so_far}"
+        )
     else:
         lines.append(f"does not fit: {report.error_line} asks for too much")
         lines.append(f"  {report.error.partition(' GPU ')[0]}")

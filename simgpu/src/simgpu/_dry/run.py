@@ -23,13 +23,12 @@ from simgpu._dry.steps import Over, Steps
 from simgpu._dry.wide import narrowed
 from simgpu._frames import called_from
 from simgpu._rank_variables import Place
-from simgpu._request import Request
+from simgpu._request import DRY_COMPILE, Request
 from simgpu._runtime import Runtime
 from simgpu._timing.cost import HOSTS
 from simgpu._timing.topology import Topology
 
 ROUTING = ("even", "refuse")
-COMPILE = ("refuse", "eager", "fuse")
 
 
 @dataclass(frozen=True)
@@ -92,8 +91,8 @@ class Job:
             )
         if self.routing not in ROUTING:
             raise ValueError(f"routing={self.routing!r}; use one of {ROUTING}")
-        if self.compile not in COMPILE:
-            raise ValueError(f"compile={self.compile!r}; use one of {COMPILE}")
+        if self.compile not in DRY_COMPILE:
+            raise ValueError(f"compile={self.compile!r}; use one of {DRY_COMPILE}")
         if self.host not in HOSTS:
             raise ValueError(f"host={self.host!r}; use one of {', '.join(HOSTS)}")
         object.__setattr__(self, "node", node)  # frozen

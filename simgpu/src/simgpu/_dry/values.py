@@ -6,18 +6,24 @@ counters, random states, pickled objects, shapes that ranks exchange. Every othe
 storage's, so that views share it.
 """
 
+import mmap
+import sys
 from typing import Any, NamedTuple
 
 import torch
 
 from simgpu._compat import DisableTorchDispatch, DisableTorchFunction
 from simgpu._dispatch.named_devices import META
-from simgpu._dispatch.placement import storage_of, tensors_in
+from simgpu._dispatch.placement import over, storage_of, tensors_in
 from simgpu._errors import NotSimulated
 
 SMALL = 2**20  # bytes up to which values are computed, and travel between ranks
 _ZEROED = 2**13  # bytes of results without values that are zeros
 _REUSED = 2**25  # up to which malloc may give memory that was used before (glibc)
+_PROMISED = 2**30  # from which on Linux may refuse memory that it does not have, ...
+_NO_RESERVE = 0  # ... unless it is asked not to keep any for it
+if sys.platform == "linux":
+    _NO_RESERVE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000
 _SMALL_FLOATS = 2**10  # of floating-point numbers on a GPU: scales, rates, counts
 _SMALL_WHOLE = 2**26  # of whole numbers: token ids, indices, offsets
 
@@ -123,6 +129,11 @@ class Result(NamedTuple):
     def tensors(self) -> list[_Part]:
         return [part for part in self.parts if type(part) is _Part]
 
+    @property
+    def is_huge(self) -> bool:
+        """Whether the system may refuse the memory of one."""
+        return any(part.nbytes > _PROMISED for part in self.tensors())
+
     def made(self):
         """New tensors of these shapes, without values."""
         made = [_without_values(p) if type(p) is _Part else p for p in self.parts]
@@ -210,6 +221,10 @@ def _result(out) -> Result:
 
 def _without_values(part: _Part) -> torch.Tensor:
     """A tensor in memory that nobody touches; a small one is zeros."""
+    if part.nbytes > _PROMISED and _NO_RESERVE:
+        memory = mmap.mmap(-1, part.nbytes, flags=_NO_RESERVE)
+        storage = storage_of(torch.frombuffer(memory, dtype=torch.uint8))
+        return forget(over(storage, part.dtype, 0, part.shape, part.strides))
     made = torch.empty_strided(part.shape, part.strides, dtype=part.dtype)
     if part.nbytes <= _ZEROED:
         made.zero_()
