@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 from recorded.comparison import OF_TIME, Comparison, Omission
 from recorded.files import Recording
-from simgpu._device.cards import CARDS
 from simgpu._timing.cost import HOSTS
 from tests.layouts import sweep
+from tests.layouts.machines import card_of
 from tests.layouts.shapes import Layout
 
 KINDS = ("ultrascale", "vtrain_node", "vtrain_nodes", "simumax_b200")
@@ -97,8 +97,8 @@ def of_simumax(row: list) -> Recorded:
         raise ValueError("no program for sequences cut by cp")
     tp, pp, dp = (int(found[name]) for name in ("tp", "pp", "dp"))
     of = Layout(int(found["l"]), 8192, 64, 28_672, 128_256, int(found.get("seq", 4096)),
-                1, int(found["mbc"]), dp, pp, tp, 1, False, "B200", kv_heads=8,
-                trainer="megatron 2025")  # fmt: skip
+                1, int(found["mbc"]), dp, pp, tp, 1, False, "B200 of SimuMax",
+                trainer="megatron 2025", kv_heads=8)  # fmt: skip
     return Recorded("Llama 3 70B", of, False, ms / 1e3, memory * 2**30)
 
 
@@ -137,7 +137,7 @@ def broken(rows: list[Recorded]) -> list[str]:
         why, of = "", its.layout
         if its.seconds:
             flops = 6 * size_of(of) * of.step_tokens
-            peak = CARDS[of.card].flops["bfloat16"] if of.card in CARDS else 0
+            peak = card_of(of.card).flops["bfloat16"]
             if each(its) > SECONDS and flops / its.seconds / of.gpus < SLOW * peak:
                 why = "broken: more than a second for a micro-batch"
             elif of.accumulate >= 4 and fastest[key(its)] / each(its) < OF_TWINS:
@@ -160,8 +160,7 @@ def steps(recording: Recording) -> tuple[list[Step], list[Omission]]:
     for row in recording.data["rows"]:
         try:
             its = READ[recording.kind](row)
-            if its.layout.card not in CARDS:
-                raise ValueError(f"unknown: {its.layout.card!r}")
+            card_of(its.layout.card)
             if its.seconds is not None and not its.seconds > 0:
                 raise ValueError("nothing was measured")
             read.append(its)

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 import simgpu
-from simgpu._device.cards import find_card
 from simgpu._timing.collective_cost import Group, collective_seconds
 from simgpu._timing.topology import Topology
 from tests.layouts import megatron, nanotron, schedule
+from tests.layouts.machines import card_of
 from tests.layouts.pieces import Cost, Piece, measured, passes
 from tests.layouts.schedule import Pass, Stage
 from tests.layouts.shapes import Layout
@@ -60,7 +60,7 @@ def measure(shapes: set[Layout], card: str) -> dict[Layout, dict[str, Piece]]:
         torch.cuda.set_device(0)
         groups = {1: None}
         for of in sorted(shapes):
-            if 2.5 * _logits(of) > find_card(card).total_memory:
+            if 2.5 * _logits(of) > card_of(card).total_memory:
                 found[of] = {}  # the rest has no room beside two of these
                 continue
             if of.tp not in groups:
@@ -73,7 +73,7 @@ def measure(shapes: set[Layout], card: str) -> dict[Layout, dict[str, Piece]]:
                     found[of] = {}
             BUFFERS.clear()
 
-    simgpu.dry_run(run, world=WORLD, card=card, network=network)
+    simgpu.dry_run(run, world=WORLD, card=card_of(card), network=network)
     return found
 
 
@@ -147,13 +147,13 @@ def optimizer_seconds(card: str) -> dict[str, float]:
             }.items():
                 found[name] = measured(doing)[0].seconds / BLOCK
 
-    simgpu.dry_run(run, world=1, card=card, steps=100)
+    simgpu.dry_run(run, world=1, card=card_of(card), steps=100)
     return found
 
 
 def topology(of: Layout) -> Topology:
     nodes = max(1, of.gpus // of.node)
-    return Topology(find_card(of.card), of.node, nodes, of.network)
+    return Topology(card_of(of.card), of.node, nodes, of.network)
 
 
 def group(of: Layout, size: int, apart: int) -> Group:
@@ -179,7 +179,7 @@ class Predicted:
             return
         peaks = [self._peak(i) for i in range(of.pp)]
         self.peak = peaks[0]
-        self.fits = max(peaks) < find_card(of.card).total_memory
+        self.fits = max(peaks) < card_of(of.card).total_memory
         self.seconds = self._seconds()
 
     def with_host(self, host) -> float:
