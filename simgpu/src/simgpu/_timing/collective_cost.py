@@ -66,9 +66,10 @@ class Constants(NamedTuple):
     fill: float = 0.09
     filled: float = 40e6
     link: float = 0.78  # of NVLink's bandwidth; fitted
-    # Of PCIe's bandwidth, without NVLink; fitted to one kind of machine with L40S
-    pair: float = 0.66  # of each of two ranks
-    host: float = 0.66  # of more than two together
+    # Without NVLink; fitted to one kind of machine with L40S
+    pair: float = 0.66  # of PCIe's bandwidth, of each of two ranks
+    # bytes/s that the host moves for more than two together, with any card: assumed
+    host: float = 21.1e9
     sockets: float = 0.55  # of that, with more than `socket` ranks
     socket: int = 4  # ranks on a socket of the host; assumed
     # Of the network's bandwidth, and as above; fitted to two nodes of A100 with EFA
@@ -191,7 +192,7 @@ def _links_of(group: Group, topology: Topology) -> _Links:
         near = card.pcie_bandwidth * c.pair
     else:  # all ranks of a node share what its host moves
         share = c.host * (c.sockets if ranks > c.socket else 1.0) / ranks
-        near = card.pcie_bandwidth * min(share, c.pair)
+        near = min(share, card.pcie_bandwidth * c.pair)
     start, hop = latency_of(card)
     filled = c.far_filled / ranks
     return _Links(start, hop, near, far, network.latency, own, filled)
