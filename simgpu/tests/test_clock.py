@@ -11,6 +11,7 @@ from torch import nn
 
 import simgpu
 from simgpu import _runtime as runtime
+from simgpu import costs
 from simgpu._device.cards import CARDS
 from simgpu._timing.engine import Engine
 
@@ -151,21 +152,22 @@ def floor_of(name: str) -> float:
 
 
 @pytest.mark.parametrize(
-    "card, dtype, peak, waves, inner",
+    "card, dtype, peak, waves, inner, shares",
     [  # 64 tiles of 64 x 64: less than a wave, but on 40 multiprocessors 1.6 of them;
-        # on tensor cores as if the inner dimension were longer by 100
-        ("T4", torch.float32, 0.49 * 8.1e12, 1.6, 512),
-        ("A100", torch.float32, 0.89 * 19.5e12, 1, 512),
-        ("H100", torch.float32, 0.72 * 67e12, 1, 512),
-        ("L40S", torch.float32, 0.72 * 91.6e12, 1, 512),
-        ("T4", torch.float16, 0.49 * 65e12, 1.6, 612),
-        ("A100", torch.bfloat16, 0.765 * 312e12, 1, 612),
-        ("B200", torch.bfloat16, 0.85 * 2250e12, 1, 612),
-        ("A100", torch.float64, 0.89 * 19.5e12, 1, 512),
+        # on tensor cores as if the inner dimension were longer by 100. Without them, 32
+        # tiles of 64 x 128 whose inner dimension several share are faster
+        ("T4", torch.float32, 0.49 * 8.1e12, 1.6, 512, 1),
+        ("A100", torch.float32, 0.89 * 19.5e12, 1, 512, 3),
+        ("H100", torch.float32, 0.72 * 67e12, 1, 512, 4),
+        ("L40S", torch.float32, 0.72 * 91.6e12, 1, 512, 4),
+        ("T4", torch.float16, 0.49 * 65e12, 1.6, 612, 1),
+        ("A100", torch.bfloat16, 0.765 * 312e12, 1, 612, 1),
+        ("B200", torch.bfloat16, 0.85 * 2250e12, 1, 612, 1),
+        ("A100", torch.float64, 0.89 * 19.5e12, 1, 512, 3),
     ],
 )
 def test_a_matrix_product_takes_its_flops_and_its_traffic(
-    card, dtype, peak, waves, inner
+    card, dtype, peak, waves, inner, shares
 ):
     log, x = start(1, card), torch.zeros(512, 512, device="cuda", dtype=dtype)
     its = CARDS[card]
@@ -173,9 +175,11 @@ def test_a_matrix_product_takes_its_flops_and_its_traffic(
     x @ x
     (event,) = log.events
     assert event.flops == PRODUCT
-    block = 2 * 64 * 64 * its.multi_processors / peak  # seconds for one of the inner
-    loads = 2 * 64 * dtype.itemsize / 200 / (1e3 * its.clock)
-    busy = waves * inner * math.hypot(block, loads)
+    wide = 64 if shares == 1 else 128
+    block = 2 * 64 * wide * its.multi_processors / peak  # seconds for one of the inner
+    loads = (64 + wide) * dtype.itemsize / 200 / (1e3 * its.clock)
+    busy = waves * inner / shares * math.hypot(block, loads)
+    busy += floor_of(card) * (shares > 1)  # another kernel adds the sums up
     traffic = 3 * 512 * 512 * dtype.itemsize / (0.87 * its.memory_bandwidth)
     if card in ("T4", "L40S"):  # the L2 cache is faster than the memory
         cache = 7 * its.multi_processors * 1e3 * its.clock
@@ -193,6 +197,21 @@ def seconds_of_product(rows: int, columns: int, inner: int, dtype=None) -> float
         )
     (event,) = events
     return spent(event) - floor_of("A100")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("card", ["T4", "A100", "H100"])
+def test_a_longer_product_hardly_ever_takes_less_time(card, dtype):
+    its, size = CARDS[card], 2 if dtype == "bfloat16" else 4
+    for rows, columns in ((16, 64), (64, 64), (128, 128), (512, 512), (2048, 128)):
+        longest = 0.0
+        for inner in range(64, 8193, 64):
+            nbytes = size * (rows * inner + inner * columns + rows * columns)
+            product = costs.Product(1, rows, columns, inner)
+            seconds = costs.product_seconds(its, product, dtype, nbytes)
+            # where more multiprocessors begin to share it, it may take a little less
+            assert seconds > 0.8 * longest
+            longest = max(longest, seconds)
 
 
 def test_a_product_computes_whole_tiles_in_waves(log):

@@ -34,7 +34,9 @@ LOADS = 200  # bytes of both factors that a multiprocessor takes in, a clock
 # A block on tensor cores takes as long as if the inner dimension were so much longer;
 # others overlap, since several are on a multiprocessor
 FILL = 100
-SPLIT = 600  # of the inner dimension for each block at least, where several share it
+# Of the inner dimension for each block at least, where several share it: on tensor
+# cores, and without them, where no recorded product decides it: assumed
+SPLIT, PLAIN_SPLIT = 600, 128
 # What was computed just before, and the result, lie in the L2 cache while they take up
 # no more than this share of it, and move so many bytes a clock and multiprocessor. That
 # is more than the memory's bandwidth on cards with GDDR memory only
@@ -181,8 +183,8 @@ def _product_seconds(card, work: Work) -> float:
     clock = card.clock * 1e3
     flops = _rate(card, work) / (card.multi_processors * clock)
     size = _BYTES.get(dtype, 4)
-    fill = FILL if _has_tensor_cores(card, dtype) else 0
-    busy = _product_clocks(product, card.multi_processors, flops, size, fill) / clock
+    way = (FILL, SPLIT) if _has_tensor_cores(card, dtype) else (0, PLAIN_SPLIT)
+    busy = _product_clocks(product, card.multi_processors, flops, size, *way) / clock
     batch, rows, columns, inner = product[:4]
     near = batch * rows * (inner + columns) * size  # all but the second factor
     near = min(near, work.nbytes, OF_CACHE * card.l2_cache)
@@ -194,8 +196,9 @@ def _product_seconds(card, work: Work) -> float:
 
 @functools.lru_cache(maxsize=100_000)
 def _product_clocks(
-    product: Product, multi_processors: int, flops: float, size: int, fill: int
-) -> float:
+    product: Product, multi_processors: int, flops: float, size: int, fill: int,
+    split: int,
+) -> float:  # fmt: skip
     """Clocks of matrix products in the blocks that take least.
 
     Args:
@@ -204,6 +207,7 @@ def _product_clocks(
         flops: that a multiprocessor computes in a clock.
         size: of a number, in bytes.
         fill: by how much longer the inner dimension seems.
+        split: of the inner dimension for each block at least, where several share it.
     """
     batch, rows, columns, inner, _ = product
     if not batch * rows * columns:
@@ -213,7 +217,7 @@ def _product_clocks(
         for wide in {min(side, _power_of_two(columns)) for side in SIDES}:
             step = math.hypot(2 * high * wide / flops, (high + wide) * size / LOADS)
             blocks = batch * -(-rows // high) * -(-columns // wide)
-            shares = max(1, min(multi_processors // blocks, inner // SPLIT))
+            shares = max(1, min(multi_processors // blocks, inner // split))
             waves = max(1.0, blocks * shares / multi_processors)
             clocks = waves * (inner / shares + fill) * step
             if shares > 1:  # their sums are added up by another kernel
