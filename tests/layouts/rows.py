@@ -186,7 +186,8 @@ def comparisons(found: list[Step]) -> list[Comparison]:
     """The healthy rows up to 32 nodes, in seconds of a step."""
     return [
         Comparison(f"step, {its.kind}",
-                   f"{its.layout.card}, {its.model.partition(' x')[0]}", describe(its),
+                   its.layout.card.partition(" of ")[0] + ", "
+                   + its.model.partition(" x")[0], describe(its),
                    its.predicted.seconds, its.seconds, its.fitted)
         for its in found if its.is_healthy and _counts(its)
     ]  # fmt: skip
