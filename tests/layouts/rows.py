@@ -28,6 +28,7 @@ SECONDS = 1.0  # of a micro-batch: more says nothing, ...
 SLOW = 0.1  # ... if it reaches less of the card's peak; as a rate below ...
 OF_TWINS = 1 / 3  # ... that of a layout whose micro-batches are alike
 OF_MEMORY = 1.1
+ALIKE = 1.02  # times of steps that a choice does not tell apart
 GB = 2**30  # what the sources call so
 
 
@@ -206,7 +207,9 @@ def describe(its: Step) -> str:
 def choices(found: list[Step]) -> dict[tuple[str, int], tuple[float, Step]]:
     """(model, nodes) -> rate of our pick over the best one's, and the pick.
 
-    Of the sweep's rows that ran and are not broken; ours is the fastest that fits.
+    Of the sweep's rows that ran and are not broken. Ours is the fastest that fits, and
+    of those that are as fast within `ALIKE` the one that needs least memory: which of
+    them is faster, nobody can predict. (Chosen with all models in sight.)
     """
     groups = defaultdict(list)
     for its in found:
@@ -216,7 +219,10 @@ def choices(found: list[Step]) -> dict[tuple[str, int], tuple[float, Step]]:
     for group, rows in sorted(groups.items()):
         fitting = [its for its in rows if its.predicted.fits] or rows
         # of tokens, since steps of some rows have fewer
-        pick = min(fitting, key=lambda s: s.predicted.seconds / s.layout.step_tokens)
+        each = [s.predicted.seconds / s.layout.step_tokens for s in fitting]
+        alike = [s for s, its in zip(fitting, each, strict=True)
+                 if its <= ALIKE * min(each)]  # fmt: skip
+        pick = min(alike, key=lambda s: s.predicted.peak)
         best = max(s.layout.step_tokens / s.seconds for s in rows)
         made[group] = pick.layout.step_tokens / pick.seconds / best, pick
     return made

@@ -27,6 +27,14 @@ LOGITS = 1
 # Fitted, and not understood: where a pipeline spans several nodes, each collective of
 # the sweep's tensor parallelism takes the host so much longer for each other rank
 LATE = 0.25e-3  # seconds
+# Fitted to rows of the 1B model with tp 16 and 32, pp 1: where a tensor-parallel group
+# spans nodes, each step of its rings takes the cards so much longer. No all-gather
+# between nodes is recorded that would tell more
+FAR = 40e-6  # seconds
+# Fitted to rows of the 1B model with tp 1: so much longer than a kernel that is timed
+# alone take those of a run of hours, on these machines. Whether it is the clock under
+# load or the kernels is not known
+LOAD = 1.25
 WORLD = 512
 BUCKET = 25 * 2**20  # bytes of gradients in half precision, of DDP
 BLOCK = 2**26  # numbers by which the optimizer is measured
@@ -223,13 +231,21 @@ class Predicted:
             seconds += cost.calls * (of.tp - 1) * LATE
         return seconds
 
+    def _card(self, cost: Cost) -> float:
+        """Seconds of the card."""
+        of = self.of
+        if of.trainer != "nanotron":
+            return cost.seconds
+        far = FAR if of.tp > of.node and of.pp == 1 else 0.0
+        return cost.seconds * LOAD + cost.calls * (of.tp - 1) * far
+
     def _stage(self, stage: int) -> Stage:
         forward, backward = self.passes(stage)
         weights = self.weights(stage)
         adding = sum(weights) * optimizer_seconds(self.of.card)["add"]
-        there = Pass(forward.seconds, self._host(forward))
+        there = Pass(self._card(forward), self._host(forward))
         back = self._host(backward) + len(weights) * self.host.launch
-        return Stage(there, Pass(backward.seconds + adding, back))
+        return Stage(there, Pass(self._card(backward) + adding, back))
 
     def _peak(self, stage: int) -> int:
         of = self.of
