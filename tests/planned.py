@@ -1,19 +1,27 @@
-"""Published training runs (`recordings/`) beside what lesson 26's planner says."""
+"""Recorded training runs (`recordings/`) beside what lesson 26's planner says.
+
+Published runs, in seconds of a token; and the layouts of `layouts/`, good and bad ones,
+in seconds of a step. Of a layout the planner knows the sizes, the degrees and how fast
+the host is. States that are spread over ranks (ZeRO-1) are DDP to it.
+"""
 
 import sys
 from pathlib import Path
 
 from recorded.comparison import Comparison, Omission
 from recorded.files import Recording
+from tests.layouts.rows import HOST_OF, Step, comparisons
+from tests.layouts.shapes import Layout
 
 KINDS = ("train_llmfoundry", "train_other")
 NOTEBOOKS = str(Path(__file__).resolve().parents[1] / "notebooks")
+# Gbit/s of each GPU: recorded of vTrain, assumed of the others
+NETWORKS = {"A100": 100, "H100": 400, "B200": 400}
 
 
 def compare(recording: Recording) -> tuple[list[Comparison], list[Omission]]:
     """Each run that the planner knows: tokens/s of a GPU as seconds of a token."""
-    if NOTEBOOKS not in sys.path:  # where the planner lives
-        sys.path.insert(0, NOTEBOOKS)
+    _find_scripts()
     from scripts.plan_run import rate
     from scripts.published_runs import read, short
 
@@ -26,3 +34,42 @@ def compare(recording: Recording) -> tuple[list[Comparison], list[Omission]]:
         card = run.plan.card
         found.append(Comparison("training run", card, label, *times, run.is_fitted))
     return found, [Omission(recording.kind, row, why) for row, why in omitted]
+
+
+def compare_steps(steps: list[Step]) -> tuple[list[Comparison], list[Omission]]:
+    """The healthy rows up to 32 nodes that the planner knows, in seconds of a step."""
+    found, omitted = [], []
+    for step, row in comparisons(steps):
+        try:
+            predicted = seconds(step.layout)
+        except ValueError as error:
+            omitted.append(Omission(f"planner, {step.kind}", row.what, str(error)))
+        else:
+            kind = f"planner, {step.kind}"
+            found.append(row._replace(kind=kind, predicted=predicted))
+    return found, omitted
+
+
+def seconds(of: Layout) -> float:
+    """What the planner says of a layout's step.
+
+    Raises:
+        ValueError: where it does not know.
+    """
+    _find_scripts()
+    from scripts.plan_run import Model, Plan, step_seconds
+
+    is_old = of.trainer == "megatron"  # GPT, and all blocks are computed twice
+    model = Model(of.layers, of.hidden, of.heads, of.kv_heads or of.heads,
+                  of.intermediate, of.vocab, of.tied, not is_old)  # fmt: skip
+    plan = Plan(
+        of.gpus, tp=of.tp, pp=of.pp, sequences=of.micro, microbatches=of.accumulate,
+        tokens=of.tokens, again=float(is_old), card=of.card,
+        network=NETWORKS[of.card], host=HOST_OF[of.trainer],
+    )  # fmt: skip
+    return sum(step_seconds(model, plan).values())
+
+
+def _find_scripts() -> None:
+    if NOTEBOOKS not in sys.path:  # where the planner lives
+        sys.path.insert(0, NOTEBOOKS)
