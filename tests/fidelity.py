@@ -8,9 +8,10 @@ Prints one line for each kind and card, with the rows that constants were fitted
 the others apart: the median of predicted over recorded seconds, its 10th and its 90th
 percentile, and the share of the rows within a factor of 1.3. Lines of the planner are
 below, and in no sum: its formulas know less than the simulator. Then the allocator:
-blocks at their recorded place, and peaks in bytes. Rows that cannot be compared are counted,
-with the reason. The formats are described in `simgpu/tests/recordings/README.md`, what
-is predicted in `simgpu/tests/recorded`, and for training runs in `tests/planned.py`.
+blocks at their recorded place, and peaks in bytes. Rows that cannot be compared are
+counted, with the reason. The formats are described in
+`simgpu/tests/recordings/README.md`, what is predicted in `simgpu/tests/recorded`, and
+for training runs in `tests/planned.py`.
 """
 
 import argparse

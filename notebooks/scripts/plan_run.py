@@ -262,10 +262,8 @@ def step_seconds(model, plan):
     host = max(0.0, host_seconds(model, plan) - computing - exposed)
     update = 28 * state_bytes(model, plan) / 16 / CARDS[plan.card][1]
     idle = bubble(plan) * (computing + exposed + host)
-    return {
-        "computing": computing, "messages": exposed, "host": host,
-        "bubble": idle, "update": update,
-    }  # fmt: skip
+    found = dict(computing=computing, messages=exposed, host=host)
+    return found | dict(bubble=idle, update=update)
 
 
 def messages(model, plan):
