@@ -5,10 +5,13 @@ in seconds of a step. Of a layout the planner knows the sizes, the degrees and h
 the host is. States that are spread over ranks (ZeRO-1) are DDP to it.
 """
 
+import json
+import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from recorded.comparison import Comparison, Omission
+from recorded.comparison import OF_TIME, Comparison, Omission
 from recorded.files import Recording
 from tests.layouts.rows import HOST_OF, Step, comparisons
 from tests.layouts.shapes import Layout
@@ -17,6 +20,13 @@ KINDS = ("train_llmfoundry", "train_other")
 NOTEBOOKS = str(Path(__file__).resolve().parents[1] / "notebooks")
 # Gbit/s of each GPU: recorded of vTrain, assumed of the others
 NETWORKS = {"A100": 100, "H100": 400, "B200": 400}
+# what the lesson's table calls some layouts of the sweep
+GROUPS: dict[str, Callable[[Layout], bool]] = {
+    "`tp` up to 8, no pipeline": lambda of: of.tp <= 8 and of.pp == 1,
+    "`tp` up to 2, pipeline": lambda of: of.tp <= 2 and of.pp > 1,
+    "`tp` 4 or 8, pipeline": lambda of: 2 < of.tp <= 8 and of.pp > 1,
+    "`tp` over 8": lambda of: of.tp > 8,
+}
 
 
 def compare(recording: Recording) -> tuple[list[Comparison], list[Omission]]:
@@ -68,6 +78,24 @@ def seconds(of: Layout) -> float:
         network=NETWORKS[of.card], host=HOST_OF[of.trainer],
     )  # fmt: skip
     return sum(step_seconds(model, plan).values())
+
+
+def in_lesson() -> dict[str, list[str]]:
+    """The lesson's table: of each group the runs, then median and share twice."""
+    (path,) = Path(NOTEBOOKS).glob("26-*.ipynb")
+    found = {}
+    for cell in json.loads(path.read_text("utf-8"))["cells"]:
+        for line in "".join(cell["source"]).splitlines():
+            name, *figures = line.strip("| ").split(" | ")
+            if name in GROUPS and line.startswith("|"):
+                found[name] = figures
+    return found
+
+
+def as_in_lesson(ratios: list[float]) -> list[str]:
+    """Median and share of the rows that are near, as the table has them."""
+    near = sum(1 / OF_TIME <= ratio <= OF_TIME for ratio in ratios)
+    return [f"{statistics.median(ratios):.2f}", f"{near / len(ratios):.0%}"]
 
 
 def _find_scripts() -> None:

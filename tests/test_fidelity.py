@@ -45,6 +45,14 @@ def test_steps_of_layouts_are_near_and_the_choice_is_good():
     shares = [share for share, _ in layouts.choices(report.steps).values()]
     assert len(shares) == 12 and min(shares) >= 0.75
     assert statistics.median(shares) >= 0.95
+    for group, is_in in planned.GROUPS.items():
+        ratios = [step.ratio for step, row in layouts.comparisons(report.steps)
+                  if row.card == "H100, 8B" and is_in(step.layout)]  # fmt: skip
+        assert planned.as_in_lesson(ratios) == planned.in_lesson()[group][3:]
+    for kind, near in {"ultrascale": 0.55, "vtrain_node": 0.85}.items():
+        rows = [its for its in report.planned if its.kind == f"planner, {kind}"]
+        reached = figures_of(its for its in rows if not its.fitted)
+        assert reached.near >= near and 0.85 < reached.median < 1.0, kind
     ran = [its for its in report.steps if its.ran and its.peak]
     assert sum(its.predicted.fits for its in ran) >= 0.9 * len(ran)
 
