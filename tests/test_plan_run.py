@@ -16,9 +16,9 @@ from recorded.files import is_fitted
 from scripts import plan_run
 from scripts.plan_run import MODELS, Model, Plan, messages, peak_bytes, step_seconds
 from scripts.small_llama import Llama
-from simgpu._timing.cost import HOSTS
 from tests import take_home
 from tests.launching import NOTEBOOKS, ROOT, SCRIPTS
+from tests.layouts.rows import HOSTS
 
 pytestmark = pytest.mark.slow
 RECORDINGS = ROOT / "simgpu" / "tests" / "recordings"

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from scripts import published_runs
-from scripts.plan_run import peak_bytes
+from scripts.plan_run import LAUNCHES, peak_bytes
 from tests import planned
 from tests.layouts import rows
+from tests.layouts import sweep as composed
 from tests.layouts.shapes import Layout
 
 RECORDINGS = Path(__file__).parent / "recordings"
@@ -126,6 +127,12 @@ def test_slices_and_stages_on_several_machines_wait_as_the_lesson_says(sweep):
     assert found[of] == pytest.approx((12.5, 2.1), abs=0.05)
     other = of._replace(micro=8, accumulate=4)
     assert found[other] == pytest.approx((2.1, 2.15), abs=0.05)
+
+
+def test_launches_of_a_block_are_those_of_its_dry_run():
+    of = Layout(1, 2048, 32, 8192, 131072, 4096, 1, 1, 1, 1, 2)
+    block = composed.parts_of([of])[composed.shape_of(of)]["block"]
+    assert block.forward.launches == block.backward.back_launches == LAUNCHES
 
 
 def test_the_host_alone_is_near_a_small_micro_batch_of_the_sweep(sweep):
