@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import statistics
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,13 +12,16 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from recorded.files import is_fitted
 from scripts import plan_run
 from scripts.plan_run import MODELS, Model, Plan, messages, peak_bytes, step_seconds
 from scripts.small_llama import Llama
 from tests import take_home
-from tests.launching import NOTEBOOKS, SCRIPTS
+from tests.launching import NOTEBOOKS, ROOT, SCRIPTS
+from tests.layouts.rows import HOSTS
 
 pytestmark = pytest.mark.slow
+RECORDINGS = ROOT / "simgpu" / "tests" / "recordings"
 
 COUNTS = {  # from the models' pages
     "1B": 1_235_814_400,
@@ -277,14 +281,31 @@ def test_a_ring_through_machines_is_bound_by_their_network_cards():
     across = plan_run.message_seconds(slow, 1e12, 0, 8, 8)
     assert across == pytest.approx(8 * seconds)
     inside = plan_run.message_seconds(slow, 1e12, 0, 8, 1)
-    assert inside == pytest.approx(1e12 / (0.8 * 450e9))
+    assert inside == pytest.approx(1e12 / (0.57 * 450e9))
 
 
 def test_latency_grows_with_the_ring():
     plan = Plan(1024, 1024, network=400)
     one, many = (plan_run.message_seconds(plan, 0, 1, n, 1) for n in (8, 1024))
-    assert one == pytest.approx(7 * 0.7e-6)
-    assert many == pytest.approx(1023 * 0.7e-6 + 128 * 12e-6)
+    assert one == pytest.approx(15e-6 + 7 * 0.8e-6)
+    assert many == pytest.approx(15e-6 + 1023 * 0.8e-6 + 128 * 27e-6)
+
+
+@pytest.mark.parametrize("fitted, near", [(True, 0.75), (False, 0.75)])
+def test_messages_in_a_machine_take_what_nccl_tests_recorded(fitted, near):
+    text = (RECORDINGS / "nccl_tests.json").read_text("utf-8")
+    found = []
+    for row in json.loads(text)["rows"]:
+        card, name, ranks, nbytes, microseconds = row
+        is_ring = name in ("all_gather", "reduce_scatter")
+        if card in plan_run.CARDS and is_ring and 2**20 <= nbytes <= 2**29:
+            if is_fitted(row) == fitted:
+                sent = plan_run.ring(nbytes, ranks)
+                plan = Plan(ranks, card=card)
+                seconds = plan_run.message_seconds(plan, sent, 1, ranks, 1)
+                found.append(1e6 * seconds / microseconds)
+    assert len(found) > 50 and 0.95 < statistics.median(found) < 1.05
+    assert sum(1 / 1.3 <= ratio <= 1.3 for ratio in found) >= near * len(found)
 
 
 # -- seconds ---------------------------------------------------------------------------
@@ -304,9 +325,35 @@ def test_hidden_messages_cost_only_what_sticks_out():
     assert fast["computing"] == slow["computing"]
 
 
+def test_a_step_takes_the_longer_of_card_and_host():
+    plan = Plan(8, tp=8, microbatches=4, again=0, host="slow")
+    slow = step_seconds(MODELS["8B"], plan)
+    fast = step_seconds(MODELS["8B"], replace(plan, sequences=8))
+    assert slow["host"] > 0 == fast["host"]
+    card = slow["computing"] + slow["messages"]
+    both = plan_run.host_seconds(MODELS["8B"], plan)
+    assert card + slow["host"] == pytest.approx(both)
+
+
+def test_the_host_launches_every_pass_and_calls_every_message():
+    model, (launch, call) = MODELS["8B"], plan_run.HOSTS["fast"]
+    plan = Plan(8, tp=8, microbatches=4, again=0)
+    launches = 24 * (4 * 2 + 1) * 33
+    calls = 4 * 4 * 2 * 32
+    assert plan_run.host_seconds(model, plan) == pytest.approx(
+        launches * launch + calls * call
+    )
+
+
+def test_constants_of_the_host_are_those_of_the_simulator():
+    for name, host in plan_run.HOSTS.items():
+        assert HOSTS[name] == host
+
+
 @pytest.mark.parametrize(
     "model, plan, what",
     [
+        (MODELS["7B"], Plan(8, 8, host="old"), "the host old"),
         (MODELS["7B"], Plan(64, 64), "the network between machines"),
         (MODELS["7B"], Plan(8, 8, card="B200"), "the card B200"),
         (MODELS["7B"], Plan(8, 8, numbers="float8"), "the speed in float8"),

@@ -153,7 +153,7 @@ def _draw(words, pace, memory, seconds, room, others) -> draw.Picture:
     picture.text(8, 118, pace, 13, weight="bold")
     if seconds:
         spent = [f"{part} {time:.2f} s" for part, time in seconds.items()]
-        fills = [draw.COLOURS[i] for i in (0, 1, 5, 2)]
+        fills = [draw.COLOURS[i] for i in (0, 1, 3, 5, 2)]
         whole = sum(seconds.values())
         _bar(picture, 128, seconds.values(), spent, fills, whole)
     title = "The fastest plans that fit (predicted)"

@@ -46,6 +46,7 @@ class Plan:
     network: float = 0.0  # Gbit/s from machine to machine for each GPU; 0: not known
     numbers: str = "bfloat16"
     compiled: bool = False
+    host: str = "fast"  # one of HOSTS
 
 
 # -- your model, your card -------------------------------------------------------------
@@ -66,10 +67,19 @@ CARDS = {
 # reach alone. A new card needs a line here, too
 REACHED = {"A100": (0.75, 0.32), "H100": (0.60, 0.17)}
 OF_MEMORY = 0.58
+# Seconds of the host for a launch (a kernel) and for a call (a collective). Fitted to a
+# 1B model in nanotron on H100 (slow) and a GPT in Megatron-LM on A100 (fast)
+HOSTS = {"fast": (36e-6, 79e-6), "slow": (36e-6, 256e-6)}
 # --------------------------------------------------------------------------------------
 MACHINE = 8  # GPUs joined by NVLink
-NVLINK, NETWORK = 0.8, 0.9  # shares of their bandwidth that messages reach: assumed
-HOP, CABLE = 0.7e-6, 12e-6  # seconds to the next GPU, and to the next machine: assumed
+# Shares of their bandwidth that messages reach, and seconds of each message, of a hop
+# to the next GPU, and to the next machine. Fitted to messages of nccl-tests from 1 to
+# 512 MiB: NVLINK, START, HOP. Measured over EFA: CABLE; InfiniBand has no recording.
+# Assumed: NETWORK
+NVLINK, NETWORK = 0.57, 0.9
+START, HOP, CABLE = 15e-6, 0.8e-6, 27e-6
+# Kernels of a block, forward; backward launches as many. Counted in dry runs
+LAUNCHES = 24
 # Bytes that a token moves forward, for each of `dim` (two norms, 2 x 36 or fused 2 x 4,
 # rotary positions 20, two sums 12) and for each of `hidden` (gate and product, or GELU)
 PASSES = {True: (104, 10), False: (20, 4)}
@@ -182,7 +192,7 @@ def weight_messages(model, plan):
     return [  # name, bytes, calls, ranks, apart, hidden
         ("gather weights", gather, gathers, plan.shard, plan.tp, True),
         ("scatter gradients", scatter, calls, plan.shard, plan.tp, True),
-        ("average copies", average, layers + 1, copies, plan.tp * plan.shard, True),
+        ("average copies", average, layers + 1, copies, plan.tp * plan.shard, False),
     ]
 
 
@@ -204,13 +214,21 @@ def token_messages(model, plan):
 
 def message_seconds(plan, nbytes, calls, ranks, apart):
     bandwidth = NVLINK * CARDS[plan.card][2]
-    latency = HOP * (ranks - 1)
+    latency = START + HOP * (ranks - 1)
     if ranks * apart > MACHINE:
         cards = max(1, MACHINE // apart)
         network = NETWORK * plan.network * 1e9 / 8 * cards
         bandwidth = min(bandwidth, network)
         latency += CABLE * ranks * min(apart, MACHINE) / MACHINE
     return nbytes / bandwidth + calls * latency
+
+
+def host_seconds(model, plan):
+    launch, call = HOSTS[plan.host]
+    passes = plan.microbatches * (2 + plan.again) + 1  # and the update
+    launches = LAUNCHES * passes * (model.layers / plan.pp + 1)
+    calls = sum(calls for _, _, calls, *_ in messages(model, plan))
+    return launches * launch + calls * call
 
 
 def bubble(plan):
@@ -224,6 +242,7 @@ def not_known(model, plan):
         f"the shares that {plan.card} reaches": plan.card not in REACHED,
         f"the speed in {plan.numbers}": plan.numbers != "bfloat16",
         "the speed of compiled kernels": plan.compiled,
+        f"the host {plan.host}": plan.host not in HOSTS,
         "how evenly the router fills the experts": model.experts > 1,
         f"sequences of {plan.tokens:,} tokens": not 512 <= plan.tokens <= 65536,
     }
@@ -240,9 +259,11 @@ def step_seconds(model, plan):
         hidden += seconds * is_hidden
         exposed += seconds * (not is_hidden)
     exposed += max(0.0, hidden - computing)
+    host = max(0.0, host_seconds(model, plan) - computing - exposed)
     update = 28 * state_bytes(model, plan) / 16 / CARDS[plan.card][1]
-    idle = bubble(plan) * (computing + exposed)
-    return dict(computing=computing, messages=exposed, bubble=idle, update=update)
+    idle = bubble(plan) * (computing + exposed + host)
+    found = dict(computing=computing, messages=exposed, host=host)
+    return found | dict(bubble=idle, update=update)
 
 
 def messages(model, plan):

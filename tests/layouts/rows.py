@@ -183,15 +183,20 @@ def steps(recording: Recording) -> tuple[list[Step], list[Omission]]:
     return made, omitted
 
 
-def comparisons(found: list[Step]) -> list[Comparison]:
+def comparisons(found: list[Step]) -> list[tuple[Step, Comparison]]:
     """The healthy rows up to 32 nodes, in seconds of a step."""
     return [
-        Comparison(f"step, {its.kind}",
-                   its.layout.card.partition(" of ")[0] + ", "
-                   + its.model.partition(" x")[0], describe(its),
-                   its.predicted.seconds, its.seconds, its.fitted)
+        (its, Comparison(
+            f"step, {its.kind}", _where(its), describe(its),
+            its.predicted.seconds, its.seconds, its.fitted,
+        ))
         for its in found if its.is_healthy and _counts(its)
     ]  # fmt: skip
+
+
+def _where(its: Step) -> str:
+    """Its card and its model, in short."""
+    return its.layout.card.partition(" of ")[0] + ", " + its.model.partition(" x")[0]
 
 
 def _counts(its: Step) -> bool:
