@@ -35,7 +35,8 @@ def whole():
     SMALL._replace(hidden=2048, heads=16, intermediate=8192, tp=2),
     SMALL._replace(hidden=2048, heads=16, intermediate=8192, layers=12, accumulate=2),
 ], ids=["one", "tp 2", "more layers"])  # fmt: skip
-def test_layers_and_micro_batches_extend_to_the_whole(whole, of):
+def test_layers_and_micro_batches_extend_to_the_whole(whole, of, monkeypatch):
+    monkeypatch.setattr(sweep, "LOAD", 1.0)  # a dry run's card is cool
     parts = sweep.parts_of([of])[sweep.shape_of(of)]
     found = sweep.Predicted(of, parts, HOSTS["bare"])
     report = whole(of)
