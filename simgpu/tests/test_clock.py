@@ -158,8 +158,15 @@ def floor_of(name: str) -> float:
         # tiles of 64 x 128 whose inner dimension several share are faster
         ("T4", torch.float32, 0.49 * 8.1e12, 1.6, 512, 1),
         ("A100", torch.float32, 0.89 * 19.5e12, 1, 512, 3),
-        ("H100", torch.float32, 0.72 * 67e12, 1, 512, 4),
-        ("L40S", torch.float32, 0.72 * 91.6e12, 1, 512, 4),
+        (
+            "H100",
+            torch.bfloat16,
+            CARDS["H100"].reached["bfloat16"] * 989.4e12,
+            1,
+            612,
+            1,
+        ),
+        ("L40S", torch.bfloat16, 0.655 * 362.05e12, 1, 612, 1),
         ("T4", torch.float16, 0.49 * 65e12, 1.6, 612, 1),
         ("A100", torch.bfloat16, 0.765 * 312e12, 1, 612, 1),
         ("B200", torch.bfloat16, 0.85 * 2250e12, 1, 612, 1),
@@ -197,6 +204,24 @@ def seconds_of_product(rows: int, columns: int, inner: int, dtype=None) -> float
         )
     (event,) = events
     return spent(event) - floor_of("A100")
+
+
+def test_a_small_product_in_float32_has_small_tiles():
+    a100 = CARDS["A100"]
+    seconds = {
+        rows: costs.product_seconds(
+            a100,
+            costs.Product(1, rows, 128, 128),
+            "float32",
+            4 * 128 * (2 * rows + 128),
+        )
+        for rows in (64, 1024, 16384)
+    }
+    floor = 4900 / (1e3 * a100.clock)
+    # 64 rows: 32 tiles of 16 x 16, which reach a quarter of the arithmetic
+    tile = 2 * 16 * 16 * 128 / (0.25 * 0.89 * 19.5e12 / 108)
+    assert seconds[64] == pytest.approx(floor + tile, rel=0.05)
+    assert seconds[1024] < 1.6 * seconds[64] and seconds[16384] > 3 * seconds[1024]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

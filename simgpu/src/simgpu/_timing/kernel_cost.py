@@ -30,6 +30,10 @@ PRODUCT_OF_BANDWIDTH = 0.87  # the same of a product
 # Matrix products. A block of threads computes one of these tiles, the one that takes
 # least; where there are fewer rows or columns, one of the next power of two
 SIDES = (64, 128)  # rows and columns of a tile
+# Without tensor cores, where those leave multiprocessors idle, smaller ones too, which
+# reach the root of their share of the arithmetic of 64 by 64: assumed, as no recorded
+# product is so small
+SMALL_SIDES = (16, 32, *SIDES)
 LOADS = 200  # bytes of both factors that a multiprocessor takes in, a clock
 # A block on tensor cores takes as long as if the inner dimension were so much longer;
 # others overlap, since several are on a multiprocessor
@@ -212,10 +216,16 @@ def _product_clocks(
     batch, rows, columns, inner, _ = product
     if not batch * rows * columns:
         return 0.0
-    least = math.inf
-    for high in {min(side, _power_of_two(rows)) for side in SIDES}:
-        for wide in {min(side, _power_of_two(columns)) for side in SIDES}:
-            step = math.hypot(2 * high * wide / flops, (high + wide) * size / LOADS)
+    least, small = math.inf, SIDES[0]
+    few = not fill and batch * -(-rows // small) * -(-columns // small)
+    sides = SMALL_SIDES if few and few < multi_processors else SIDES
+    for high in {min(side, _power_of_two(rows)) for side in sides}:
+        for wide in {min(side, _power_of_two(columns)) for side in sides}:
+            reached = 1.0
+            if sides is SMALL_SIDES:
+                reached = min(1.0, math.sqrt(max(high, 16) * max(wide, 16)) / small)
+            computes = 2 * high * wide / (flops * reached)
+            step = math.hypot(computes, (high + wide) * size / LOADS)
             blocks = batch * -(-rows // high) * -(-columns // wide)
             shares = max(1, min(multi_processors // blocks, inner // split))
             waves = max(1.0, blocks * shares / multi_processors)
