@@ -150,7 +150,7 @@ def test_a_step_takes_parameters_gradients_and_states(dp, zero, more):
     static = 6 * 8 + 12 * 8 + more
     assert run.memory.allocated == (static + 64) * MIB
     assert run.most == (static + 64 + 512) * MIB
-    # in the first step's activations lie the moments, so the second's need a new segment
+    # the moments lie where the first step's activations did, so the second needs more
     moments = 8 * 8 // (dp if zero else 1)
     assert run.reserved == (static - moments + 64 + 512 + 512) * MIB
 

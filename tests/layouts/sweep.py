@@ -204,14 +204,17 @@ class Predicted:
         """The first stage's first steps; None if they have no room.
 
         With one stage the host waits for nothing in a step, and is ahead of the card by
-        all that CUDA's queue holds: the ranks of a group do not start together.
+        all that CUDA's queue holds: the ranks of a group do not start together. With
+        more it is as slow as in `_seconds`, but for what is `LATE` within a node: there
+        the 1B model's rows show the host ahead.
         """
         of = self.of
         first, block, last = self.parts["traces"]
         count, has_head = self.stages[0]
         chain = [first, *[block] * count, *[last] * has_head]
-        its = self._stage(0)
-        paces = (its.forward, its.backward) if of.pp > 1 else (replay.STALLED,) * 2
+        paces = (replay.STALLED,) * 2
+        if of.pp > 1:
+            paces = self._stage(0, of.tp > of.node)[:2]
         total = find_card(of.card).total_memory - overhead.CONTEXT
         try:
             return replay.steps(
@@ -254,21 +257,21 @@ class Predicted:
             backward += piece.backward.times(count)
         return forward, backward
 
-    def _host(self, cost: Cost) -> float:
-        """Seconds of the host."""
+    def _host(self, cost: Cost, late: bool = True) -> float:
+        """Seconds of the host, with what is `LATE`."""
         of, host = self.of, self.host
         launches = cost.launches + cost.back_launches
         seconds = launches * host.launch + cost.calls * host.call
-        if of.trainer == "nanotron" and of.pp > 1 and of.gpus > of.node:
+        if late and of.trainer == "nanotron" and of.pp > 1 and of.gpus > of.node:
             seconds += cost.calls * (of.tp - 1) * LATE
         return seconds
 
-    def _stage(self, stage: int) -> Stage:
+    def _stage(self, stage: int, late: bool = True) -> Stage:
         forward, backward = self.passes(stage)
         weights = self.weights(stage)
         adding = sum(weights) * optimizer_seconds(self.of.card)["add"]
-        there = Pass(forward.seconds, self._host(forward))
-        back = self._host(backward) + len(weights) * self.host.launch
+        there = Pass(forward.seconds, self._host(forward, late))
+        back = self._host(backward, late) + len(weights) * self.host.launch
         return Stage(there, Pass(backward.seconds + adding, back))
 
     def tensors(self, stage: int) -> int:
@@ -281,6 +284,10 @@ class Predicted:
             static += 2 * size  # DDP's buckets
         forward, backward = self.passes(stage)
         waiting = min(of.pp - stage, of.accumulate)
+        if of.trainer == "megatron 2025":
+            # the product that makes a weight's gradient adds it to the sum, and the
+            # fused loss makes its own in place: backward only gives back
+            return int(static + waiting * forward.kept)
         both = forward + backward
         return int(static + (waiting - 1) * forward.kept + both.most)
 
