@@ -94,6 +94,16 @@ def buckets(weights: list[int]) -> list[int]:
     return made + [size] * (size > 0)
 
 
+class _Uncounted:
+    """Stands for the statistics of a single pool, which nobody reads here."""
+
+    def _nothing(self, *_) -> None:
+        pass
+
+    block_allocated = block_released = block_inactive = _nothing
+    inactive_changed = segment_allocated = segment_released = _nothing
+
+
 class Replay:
     """Hands the requests of one rank to an allocator.
 
@@ -107,6 +117,7 @@ class Replay:
 
     def __init__(self, total: int):
         self.memory = CachingAllocator(0, total)
+        self.memory.small.stats = self.memory.large.stats = _Uncounted()
         self.launches, self.host, self.card = 0, 0.0, 0.0
         # (launches, the card's seconds, block) in the order of giving back
         self.late: deque = deque()

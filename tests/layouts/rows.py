@@ -4,8 +4,8 @@ ultrascale     nanotron, every layout of a sweep on 1 to 64 nodes of H100
 vtrain_node, vtrain_nodes    Megatron-LM of 2022 on A100
 simumax_b200   Megatron-LM of 2025, Llama 3 70B cut to 12 layers, on 8 B200
 
-Memory of the sweep is what PyTorch's allocator has reserved in a replay (`replay.py`),
-of SimuMax's rows what tensors take. Fitted in it to the 1B model: what `_KeptSum` keeps,
+Memory of the sweep is what PyTorch's allocator has reserved in a replay, `replay.py`;
+of SimuMax's rows what tensors take. Fitted in it to the 1B model: what `_KeptSum` has,
 and that a boundary of two stages lies before a layer, not behind it, where costs are
 equal.
 
