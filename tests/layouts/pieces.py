@@ -85,7 +85,8 @@ class _counted:  # noqa: N801 - used as a context
 
     def __enter__(self) -> list[int]:
         self.found = found = [0]
-        self.apply = apply = torch.autograd.Function.apply
+        self.apply = vars(torch.autograd.Function)["apply"]
+        apply = torch.autograd.Function.apply
 
         def counting(cls, *args, **kwargs):
             found[0] += 1

@@ -4,6 +4,11 @@ ultrascale     nanotron, every layout of a sweep on 1 to 64 nodes of H100
 vtrain_node, vtrain_nodes    Megatron-LM of 2022 on A100
 simumax_b200   Megatron-LM of 2025, Llama 3 70B cut to 12 layers, on 8 B200
 
+Memory of the sweep is what PyTorch's allocator has reserved in a replay, `replay.py`;
+of SimuMax's rows what tensors take. Fitted in it to the 1B model: what `_KeptSum` has,
+and that a boundary of two stages lies before a layer, not behind it, where costs are
+equal.
+
 Which rows say nothing is decided by the recording alone: see `broken`. The host is
 fitted to the sweep's 1B model and to vTrain's rows of width 1024; others judge. But the
 form of all rules, `LATE` and those of memory were chosen with the 8B model in sight.

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 
 import simgpu
+from simgpu._device import overhead
 from simgpu._timing.collective_cost import Group, collective_seconds
 from simgpu._timing.topology import Topology
-from tests.layouts import megatron, nanotron, schedule
+from tests.layouts import megatron, nanotron, replay, schedule, trace
 from tests.layouts.machines import card_of
 from tests.layouts.pieces import Cost, Piece, measured, passes
 from tests.layouts.schedule import Pass, Stage
@@ -19,11 +20,6 @@ from tests.layouts.shapes import Layout
 from tests.layouts.tensor_parallel import BUFFERS
 
 TRAINERS = {"nanotron": nanotron, "megatron": megatron, "megatron 2025": nanotron}
-# that the allocator holds and no tensor has: of the rows of the 1B model; fitted
-FRAGMENTS = 1.07
-# Fitted, and not found in the source: the rows whose first stage has the head hold so
-# many more copies of its logits in float32
-LOGITS = 1
 # Fitted, and not understood: where a pipeline spans several nodes, each collective of
 # the sweep's tensor parallelism takes the host so much longer for each other rank
 LATE = 0.25e-3  # seconds
@@ -129,7 +125,21 @@ def _parts(of: Layout, group) -> dict[str, Piece]:
         for its in (x, *part.parameters()):
             its.grad = None
     made["buffers"] = BUFFERS.nbytes
+    made["traces"] = ()
+    if of.trainer == "nanotron":
+        with contextlib.suppress(torch.OutOfMemoryError):  # a chain takes more
+            made["traces"] = _traces(of, group, parts)
     return made
+
+
+def _traces(of: Layout, group, parts: dict) -> list[trace.Trace]:
+    """Of the first part, a block and the last."""
+    (first, its), (block, (_, mask)), (last, (_, *ends)) = parts.values()
+    chain = [first, block, nanotron.Block(of, group), last]
+    found = trace.traces(chain, [its, (mask,), (mask,), tuple(ends)])
+    for part in chain:
+        part.zero_grad(set_to_none=True)
+    return [found[0], found[2], found[3]]
 
 
 @functools.cache
@@ -175,20 +185,53 @@ class Predicted:
 
     Attributes:
         seconds: of it.
-        peak: bytes of the first stage.
-        fits: whether the fullest stage does.
+        fits: whether the tensors of the fullest stage do.
     """
 
     def __init__(self, of: Layout, parts: dict, host):
         self.of, self.parts, self.host = of, parts, host
         self.stages = (megatron if "megatron" in of.trainer else nanotron).stages(of)
         if not parts:
-            self.seconds, self.peak, self.fits = float("inf"), float("inf"), False
+            self.seconds, self.fits = float("inf"), False
             return
-        peaks = [self._peak(i) for i in range(of.pp)]
-        self.peak = peaks[0]
-        self.fits = max(peaks) < card_of(of.card).total_memory
+        most = max(self.tensors(i) for i in range(of.pp))
+        self.fits = most < card_of(of.card).total_memory
         self.seconds = self._seconds()
+
+    @functools.cached_property
+    def peak(self) -> float:
+        """Bytes of the first stage: of its segments for the sweep, else of tensors."""
+        if not self.parts:
+            return float("inf")
+        if not self.parts["traces"]:
+            return self.tensors(0)
+        run = self.replayed()
+        return run.reserved if run else card_of(self.of.card).total_memory
+
+    def replayed(self) -> replay.Replay | None:
+        """The first stage's first steps; None if they have no room.
+
+        With one stage the host waits for nothing in a step, and is ahead of the card by
+        all that CUDA's queue holds: the ranks of a group do not start together. With
+        more it is as slow as in `_seconds`, but for what is `LATE` within a node: there
+        the 1B model's rows show the host ahead.
+        """
+        of = self.of
+        first, block, last = self.parts["traces"]
+        count, has_head = self.stages[0]
+        chain = [first, *[block] * count, *[last] * has_head]
+        paces = (replay.STALLED,) * 2
+        if of.pp > 1:
+            paces = self._stage(0, of.tp > of.node)[:2]
+        total = card_of(of.card).total_memory - overhead.CONTEXT
+        try:
+            return replay.steps(
+                replay.program(chain, has_head), self.weights(0),
+                replay.passes(0, of.pp, of.accumulate), paces, of.pp > 1, of.dp,
+                of.zero, self.parts["buffers"] // 2, total,
+            )  # fmt: skip
+        except torch.OutOfMemoryError:
+            return None
 
     def with_host(self, host) -> float:
         """Seconds of a step with another host."""
@@ -222,12 +265,12 @@ class Predicted:
             backward += piece.backward.times(count)
         return forward, backward
 
-    def _host(self, cost: Cost) -> float:
-        """Seconds of the host."""
+    def _host(self, cost: Cost, late: bool = True) -> float:
+        """Seconds of the host, with what is `LATE`."""
         of, host = self.of, self.host
         launches = cost.launches + cost.back_launches
         seconds = launches * host.launch + cost.calls * host.call
-        if of.trainer == "nanotron" and of.pp > 1 and of.gpus > of.node:
+        if late and of.trainer == "nanotron" and of.pp > 1 and of.gpus > of.node:
             seconds += cost.calls * (of.tp - 1) * LATE
         return seconds
 
@@ -239,28 +282,30 @@ class Predicted:
         far = FAR if of.tp > of.node and of.pp == 1 else 0.0
         return cost.seconds * LOAD + cost.calls * (of.tp - 1) * far
 
-    def _stage(self, stage: int) -> Stage:
+    def _stage(self, stage: int, late: bool = True) -> Stage:
         forward, backward = self.passes(stage)
         weights = self.weights(stage)
         adding = sum(weights) * optimizer_seconds(self.of.card)["add"]
-        there = Pass(self._card(forward), self._host(forward))
-        back = self._host(backward) + len(weights) * self.host.launch
+        there = Pass(self._card(forward), self._host(forward, late))
+        back = self._host(backward, late) + len(weights) * self.host.launch
         return Stage(there, Pass(self._card(backward) + adding, back))
 
-    def _peak(self, stage: int) -> int:
+    def tensors(self, stage: int) -> int:
+        """Bytes of a stage's tensors at the peak."""
         of = self.of
         size = sum(self.weights(stage))
         states = 12 * size / (of.dp if of.zero else 1)
-        static = 6 * size + states + self.parts["buffers"] + 2 * 2**25
-        if of.trainer == "nanotron":  # DDP's buckets; with ZeRO fitted, not found
-            static += 2 * size
+        static = 6 * size + states + self.parts["buffers"] + 2 * replay.WORKSPACE
+        if of.trainer == "nanotron" and of.dp > 1 and not of.zero:
+            static += 2 * size  # DDP's buckets
         forward, backward = self.passes(stage)
         waiting = min(of.pp - stage, of.accumulate)
+        if of.trainer == "megatron 2025":
+            # the product that makes a weight's gradient adds it to the sum, and the
+            # fused loss makes its own in place: backward only gives back
+            return int(static + waiting * forward.kept)
         both = forward + backward
-        if of.trainer == "nanotron" and self.stages[stage][1]:
-            static += LOGITS * _logits(of)
-        held = static + (waiting - 1) * forward.kept + both.most
-        return int(held * (FRAGMENTS if of.trainer == "nanotron" else 1))
+        return int(static + (waiting - 1) * forward.kept + both.most)
 
     def _seconds(self) -> float:
         of = self.of

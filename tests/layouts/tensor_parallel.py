@@ -92,7 +92,6 @@ class RowLinear(Function):
     @staticmethod
     def forward(ctx, tensor, weight, group, overlaps):
         ctx.group, ctx.overlaps = group, overlaps
-        tensor = tensor.contiguous()
         ctx.save_for_backward(tensor, weight)
         out = functional.linear(tensor, weight)
         if group is None:
@@ -107,7 +106,8 @@ class RowLinear(Function):
         group = ctx.group
         grad = grad.contiguous()
         if group is None:
-            return grad.matmul(weight), _flat(grad).t() @ _flat(tensor), None, None
+            inputs = grad.matmul(weight)
+            return inputs, _flat(grad).t() @ _flat(tensor.contiguous()), None, None
         whole = BUFFERS.get("gradients", _gathered(grad, group), grad)
         work = dist.all_gather_into_tensor(whole, grad, group=group, async_op=True)
         if ctx.overlaps:
@@ -119,7 +119,7 @@ class RowLinear(Function):
         else:
             work.wait()
             out = whole.matmul(weight)
-        return out, _flat(whole).t() @ _flat(tensor), None, None
+        return out, _flat(whole).t() @ _flat(tensor.contiguous()), None, None
 
 
 class Scatter(Function):
