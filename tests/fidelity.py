@@ -24,11 +24,11 @@ if __package__ in (None, ""):  # run as a script, maybe where nothing is install
     here = Path(__file__).resolve().parents[1]
     sys.path[:0] = [str(here), str(here / "simgpu" / "tests")]
 
+from layouts import rows as layouts
 from recorded import files, memory, operations, steps
 from recorded.comparison import OF_TIME, Comparison, Omission, figures_of
 from recorded.files import Recording
 from tests import planned
-from tests.layouts import rows as layouts
 
 ROOT = Path(__file__).resolve().parents[1]
 # of the simulator, and of the planner alone

@@ -11,15 +11,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from layouts.rows import HOST_OF, Step, comparisons
+from layouts.shapes import Layout
 from recorded.comparison import OF_TIME, Comparison, Omission
 from recorded.files import Recording
-from tests.layouts.rows import HOST_OF, Step, comparisons
-from tests.layouts.shapes import Layout
 
 KINDS = ("train_llmfoundry", "train_other")
 NOTEBOOKS = str(Path(__file__).resolve().parents[1] / "notebooks")
 # Gbit/s of each GPU: recorded of vTrain, assumed of the others
-NETWORKS = {"A100": 100, "H100": 400, "B200": 400}
+NETWORKS = {"A100": 100, "H100": 400}
 # what the lesson's table calls some layouts of the sweep
 GROUPS: dict[str, Callable[[Layout], bool]] = {
     "`tp` up to 8, no pipeline": lambda of: of.tp <= 8 and of.pp == 1,
@@ -75,7 +75,7 @@ def seconds(of: Layout) -> float:
     plan = Plan(
         of.gpus, tp=of.tp, pp=of.pp, sequences=of.micro, microbatches=of.accumulate,
         tokens=of.tokens, again=float(is_old), card=of.card,
-        network=NETWORKS[of.card], host=HOST_OF[of.trainer],
+        network=NETWORKS.get(of.card, 0), host=HOST_OF[of.trainer],
     )  # fmt: skip
     return sum(step_seconds(model, plan).values())
 

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 import simgpu
+from layouts import rows as layouts
+from layouts.shapes import Layout
 from recorded import allocator, files, memory
 from recorded.comparison import Comparison, figures_of
 from recorded.step import predict
 from tests import fidelity, planned
-from tests.layouts import rows as layouts
-from tests.layouts.shapes import Layout
 
 ROOT = Path(__file__).resolve().parents[1]
 

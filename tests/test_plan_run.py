@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from layouts.rows import HOSTS
 from recorded.files import is_fitted
 from scripts import plan_run
 from scripts.plan_run import MODELS, Model, Plan, messages, peak_bytes, step_seconds
 from scripts.small_llama import Llama
 from tests import take_home
 from tests.launching import NOTEBOOKS, ROOT, SCRIPTS
-from tests.layouts.rows import HOSTS
 
 pytestmark = pytest.mark.slow
 RECORDINGS = ROOT / "simgpu" / "tests" / "recordings"

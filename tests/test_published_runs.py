@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from layouts import rows
+from layouts import sweep as composed
+from layouts.shapes import Layout
 from scripts import published_runs
 from scripts.plan_run import LAUNCHES, peak_bytes
 from tests import planned
-from tests.layouts import rows
-from tests.layouts import sweep as composed
-from tests.layouts.shapes import Layout
 
 RECORDINGS = Path(__file__).parent / "recordings"
 SIZES = {"9b": [4096, 40, 32], "1b": [2048, 24, 16]}

@@ -20,12 +20,12 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import NamedTuple
 
+from layouts import sweep
+from layouts.machines import card_of
+from layouts.shapes import Layout
 from recorded.comparison import OF_TIME, Comparison, Omission
 from recorded.files import Recording
 from simgpu._timing.cost import HOSTS
-from tests.layouts import sweep
-from tests.layouts.machines import card_of
-from tests.layouts.shapes import Layout
 
 KINDS = ("ultrascale", "vtrain_node", "vtrain_nodes", "simumax_b200")
 MOST_NODES = 32  # of the rows that are summed up
@@ -195,7 +195,7 @@ def comparisons(found: list[Step]) -> list[tuple[Step, Comparison]]:
             f"step, {its.kind}", _where(its), describe(its),
             its.predicted.seconds, its.seconds, its.fitted,
         ))
-        for its in found if its.is_healthy and _counts(its)
+        for its in found if its.is_healthy and counts(its)
     ]  # fmt: skip
 
 
@@ -204,7 +204,8 @@ def _where(its: Step) -> str:
     return its.layout.card.partition(" of ")[0] + ", " + its.model.partition(" x")[0]
 
 
-def _counts(its: Step) -> bool:
+def counts(its: Step) -> bool:
+    """Whether a row is summed up: the sweep's largest jobs are mostly broken."""
     return its.kind != "ultrascale" or its.nodes <= MOST_NODES
 
 
@@ -240,8 +241,8 @@ def choices(found: list[Step]) -> dict[tuple[str, int], tuple[float, Step]]:
 
 def lines_of(found: list[Step]) -> list[str]:
     """What rows that were not fitted come to; the last two lines sum it up."""
-    judged = [its for its in found if not its.fitted and _counts(its)] or [
-        its for its in found if _counts(its)
+    judged = [its for its in found if not its.fitted and counts(its)] or [
+        its for its in found if counts(its)
     ]
     healthy = [its for its in judged if its.is_healthy]
     lines = []

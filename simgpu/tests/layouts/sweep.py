@@ -9,15 +9,15 @@ import torch
 import torch.distributed as dist
 
 import simgpu
+from layouts import megatron, nanotron, replay, schedule, trace
+from layouts.machines import card_of
+from layouts.pieces import Cost, Piece, measured, passes
+from layouts.schedule import Pass, Stage
+from layouts.shapes import Layout
+from layouts.tensor_parallel import BUFFERS
 from simgpu._device import overhead
 from simgpu._timing.collective_cost import Group, collective_seconds
 from simgpu._timing.topology import Topology
-from tests.layouts import megatron, nanotron, replay, schedule, trace
-from tests.layouts.machines import card_of
-from tests.layouts.pieces import Cost, Piece, measured, passes
-from tests.layouts.schedule import Pass, Stage
-from tests.layouts.shapes import Layout
-from tests.layouts.tensor_parallel import BUFFERS
 
 TRAINERS = {"nanotron": nanotron, "megatron": megatron, "megatron 2025": nanotron}
 # Fitted, and not understood: where a pipeline spans several nodes, each collective of

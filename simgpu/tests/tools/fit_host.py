@@ -1,8 +1,8 @@
 """Fit what launches and collectives cost a host, to the rows that are for fitting.
 
-    python tests/tools/fit_host.py
+    python simgpu/tests/tools/fit_host.py
 
-Prints, for `HOSTS` in `simgpu/_timing/cost.py` and `LATE` in `tests/layouts/sweep.py`,
+Prints, for `HOSTS` in `simgpu/_timing/cost.py` and `LATE` in `layouts/sweep.py`,
 the constants with the least mean |log(predicted / recorded)|, and what they come to on
 the fitted rows and on the others. Parts are dry-run once; only their sums change.
 """
@@ -13,14 +13,13 @@ import sys
 from pathlib import Path
 
 if __package__ in (None, ""):  # run as a script
-    root = Path(__file__).resolve().parents[2]
-    sys.path[:0] = [str(root), str(root / "simgpu" / "tests")]
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from layouts import rows
 from recorded import files
 from simgpu._timing.cost import HOSTS, Launches
-from tests.layouts import rows
 
-ROOT = Path(__file__).resolve().parents[2]
+RECORDINGS = Path(__file__).resolve().parents[1] / "recordings"
 FITS = {"fast": ("vtrain_node",), "slow": ("ultrascale",)}
 
 
@@ -29,7 +28,7 @@ def _steps(folder: Path, kinds: tuple[str, ...]) -> list[rows.Step]:
     for recording in files.read(folder, (*files.KINDS, *rows.KINDS)):
         if recording.kind in kinds:
             found += rows.steps(recording)[0]
-    return [its for its in found if its.is_healthy and rows._counts(its)]
+    return [its for its in found if its.is_healthy and rows.counts(its)]
 
 
 def _error(found: list[rows.Step], host: Launches) -> float:
@@ -58,9 +57,7 @@ def fit(found: list[rows.Step], start: Launches, only_calls: bool) -> Launches:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--recordings", type=Path, default=ROOT / "tests" / "recordings"
-    )
+    parser.add_argument("--recordings", type=Path, default=RECORDINGS)
     folder = parser.parse_args().recordings
     launch = HOSTS["fast"].launch
     for name, kinds in FITS.items():

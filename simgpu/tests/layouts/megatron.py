@@ -12,8 +12,8 @@ from torch.autograd import Function
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from tests.layouts.shapes import Layout
-from tests.layouts.tensor_parallel import CrossEntropy
+from layouts.shapes import Layout
+from layouts.tensor_parallel import CrossEntropy
 
 
 class _Copy(Function):

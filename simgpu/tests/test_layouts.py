@@ -4,13 +4,13 @@ import pytest
 import torch
 
 import simgpu
+from layouts import nanotron, replay, rows, schedule, sweep
+from layouts.schedule import Pass, Stage
+from layouts.shapes import Layout
+from layouts.tensor_parallel import BUFFERS
+from layouts.trace import Event, Trace
 from recorded.files import Recording
 from simgpu._timing.cost import HOSTS
-from tests.layouts import nanotron, replay, rows, schedule, sweep
-from tests.layouts.schedule import Pass, Stage
-from tests.layouts.shapes import Layout
-from tests.layouts.tensor_parallel import BUFFERS
-from tests.layouts.trace import Event, Trace
 
 SMALL = Layout(6, 512, 8, 2048, 8192, 1024, 4, 3, 1, 1, 1)
 

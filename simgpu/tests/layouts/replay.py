@@ -10,9 +10,9 @@ optim/gradient_accumulator.py and distributed.py at the time of the sweep.
 from collections import deque
 from typing import NamedTuple
 
+from layouts.schedule import Pass, order
+from layouts.trace import Trace
 from simgpu._device.allocator import CachingAllocator
-from tests.layouts.schedule import Pass, order
-from tests.layouts.trace import Trace
 
 QUEUE = 1024  # launches by which a host may be ahead of its card: CUDA's queue
 BUCKET = 25 * 2**20  # bytes of gradients, after which a bucket of DDP is closed

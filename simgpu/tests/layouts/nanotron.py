@@ -5,8 +5,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from tests.layouts.shapes import Layout
-from tests.layouts.tensor_parallel import (
+from layouts.shapes import Layout
+from layouts.tensor_parallel import (
     ColumnLinear,
     CrossEntropy,
     Embedding,
