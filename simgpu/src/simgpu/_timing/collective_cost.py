@@ -72,10 +72,11 @@ class Constants(NamedTuple):
     host: float = 21.1e9
     sockets: float = 0.55  # of that, with more than `socket` ranks
     socket: int = 4  # ranks on a socket of the host; assumed
-    # Of the network's bandwidth, and as above; fitted to two nodes of A100 with EFA
+    # Of the network's bandwidth; and a rank's first bytes take its latency once more for
+    # each chunk. Fitted to two nodes of A100 with EFA
     network: float = 0.95
-    far_fill: float = 1.4
-    far_filled: float = 16e6
+    far_chunk: float = 290e3
+    far_filled: float = 16e6  # of all ranks of a node
     adapter: float = 0.8  # of PCIe's bandwidth, from a rank to its adapter; assumed
 
 
@@ -207,13 +208,14 @@ def _relayed(work: _Work, protocol: Protocol, links: _Links) -> float:
     latency += hops * links.hop * protocol.hop + work.far_hops * links.far_hop
     near, far = work.sent + work.own * links.own, work.far_sent / work.adapters
     near_link, far_link = links.near * protocol.share, links.far * protocol.share
+    fill = 0.0
     if protocol is c.ll:
         near_link = min(near_link, c.ll_bandwidth)
         far_link = min(far_link, c.ll_bandwidth)
     elif protocol is c.simple:
         near += c.fill * min(near, c.filled)
-        far += c.far_fill * min(far, links.far_filled)
-    return latency + max(near / near_link, far / far_link)
+        fill = min(far, links.far_filled) / c.far_chunk * links.far_hop
+    return latency + max(near / near_link, far / far_link + fill)
 
 
 def _switched(work: _Work, links: _Links) -> float:
