@@ -72,8 +72,8 @@ class Constants(NamedTuple):
     host: float = 21.1e9
     sockets: float = 0.55  # of that, with more than `socket` ranks
     socket: int = 4  # ranks on a socket of the host; assumed
-    # Of the network's bandwidth; and a rank's first bytes take its latency once more for
-    # each chunk. Fitted to two nodes of A100 with EFA
+    # Of the network's bandwidth. A rank's first bytes take its latency once more for
+    # each chunk. Both fitted to two nodes of A100 with EFA
     network: float = 0.95
     far_chunk: float = 290e3
     far_filled: float = 16e6  # of all ranks of a node
