@@ -290,7 +290,7 @@ def test_lower_precision_moves_fewer_bytes_or_computes_faster():
 def test_the_roofline_says_what_launches_and_kernels_take():
     title = explore.roofline_picture(512).title
     assert (
-        title == "A100, float32, batch 512, simulated: kernels 61 µs, launches 150 µs"
+        title == "A100, float32, batch 512, simulated: kernels 59 µs, launches 150 µs"
     )
     assert "mm" in explore.roofline_picture(32768)._repr_svg_()
 

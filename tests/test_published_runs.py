@@ -14,6 +14,7 @@ from scripts.plan_run import LAUNCHES, peak_bytes
 from tests import planned
 
 RECORDINGS = Path(__file__).parent / "recordings"
+OF_SIMULATOR = RECORDINGS.parents[1] / "simgpu" / "tests" / "recordings"
 SIZES = {"9b": [4096, 40, 32], "1b": [2048, 24, 16]}
 MPT = ["A100", "9b", 2048, 16, 4, 2, True, "HYBRID_SHARD", 3000.0, 50.0]
 LLAMA = ["x", "H100", 8, "Llama 3 8B", "fsdp", 2, 8192, 0.5, None, False, 6000]
@@ -103,7 +104,7 @@ def test_other_tables_are_told_apart():
 @pytest.fixture(scope="module")
 def sweep() -> list[tuple[rows.Recorded, float]]:
     """The healthy rows up to 32 nodes, and planned / recorded seconds."""
-    recording = json.loads((RECORDINGS / "ultrascale.json").read_text("utf-8"))
+    recording = json.loads((OF_SIMULATOR / "ultrascale.json").read_text("utf-8"))
     read = [rows.of_sweep(row) for row in recording["rows"]]
     return [
         (its, planned.seconds(its.layout) / its.seconds)

@@ -218,7 +218,7 @@ def _typical(model, parts, before) -> dict[str, torch.Tensor]:
 
 # -- within 32 MiB ---------------------------------------------------------------------
 
-MOST_MIB, MOST_MS = 32, 5.1
+MOST_MIB, MOST_MS = 32, 4.5
 SAMPLES, WIDTH, LAYERS = 2048, 128, 40
 LR = 1e-3
 

@@ -259,7 +259,7 @@ def test_few_blocks_share_the_inner_dimension(log):
 def test_one_row_reads_its_matrix_and_that_takes_the_time(log):
     matrix = 4096 * 4096 * 4 / (0.87 * 2039e9)
     assert seconds_of_product(1, 4096, 4096) == pytest.approx(matrix, rel=0.1)
-    assert seconds_of_product(8, 4096, 4096) == pytest.approx(matrix, rel=0.2)
+    assert seconds_of_product(8, 4096, 4096) == pytest.approx(matrix, rel=0.3)
     assert seconds_of_product(64, 4096, 4096) > 2 * matrix
 
 

@@ -25,7 +25,7 @@ def whole():
         try:
             return simgpu.dry_run(nanotron.train, of, world=of.gpus, **options)
         finally:
-            torch.set_default_device("cpu")
+            torch.set_default_device(None)
             torch.set_default_dtype(dtype)
 
     return run

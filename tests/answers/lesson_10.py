@@ -180,7 +180,7 @@ WRONG = {
     "within_32": [
         (trainer(segments_of(0, 0)), "more than 32 MiB"),
         (trainer(segments_of(40, 40)), "more than 32 MiB"),
-        (trainer(segments_of(40, 5)), "it fits, and 5.1 ms are enough"),
+        (trainer(segments_of(40, 5)), "it fits, and 4.5 ms are enough"),
         (trainer(segments_of(20, 1), {"foreach": True}), "how many kernels does Adam"),
         (trainer(segments_of(0, 0), parts=2), "BatchNorm has seen 1024 samples"),
         (part_of_the_samples, "has seen 256 samples, not all 2048 together"),

@@ -45,7 +45,7 @@ def on_card(numbers: torch.dtype = torch.bfloat16) -> Iterator[None]:
     try:
         yield
     finally:
-        torch.set_default_device("cpu")
+        torch.set_default_device(None)
         torch.set_default_dtype(dtype)
 
 
