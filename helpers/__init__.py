@@ -18,7 +18,6 @@ _HOMES = {
     "kind_of_time": "gpus",
     "need_gpus": "gpus",
     "progress": "solved",
-    "show_machine": "gpus",
     "text": "data",
     "time_stages": "stages",
     "timeline": "gpus",

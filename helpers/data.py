@@ -59,7 +59,7 @@ class Text(NamedTuple):
 def text() -> Text:
     """A part of Python's language reference, the last twentieth kept for testing.
 
-    Taught in 27-train-it-all.
+    Taught in 28-train-it-all.
     """
     packed = (Path(__file__).parent / "language_reference.txt.gz").read_bytes()
     characters = gzip.decompress(packed)

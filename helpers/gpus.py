@@ -6,7 +6,6 @@ They are simulated, unless the environment variable `HELPERS_GPUS` is `real`.
 import contextlib
 import json
 import os
-import platform
 import tempfile
 import time
 from collections import Counter
@@ -14,10 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
 import torch
 
-import simgpu
+import simgpu.pictures
 
 _CHOICES = ("simulated", "real")
 
@@ -212,30 +210,17 @@ def _wait_for_all() -> None:
         torch.cuda.synchronize(index)
 
 
-def timeline() -> simgpu.Timeline | str:
+def timeline(
+    phases: dict[str, int] | None = None,
+) -> simgpu.Timeline | simgpu.pictures.Picture | str:
     """What ran on the simulated GPUs, as a picture; a line of text on real ones.
+
+    Args:
+        phases: name -> how many of the events it has, in turn, to mark it.
 
     Taught in 00-start-here.
     """
     if simgpu.is_running():
-        return simgpu.timeline()
+        log = simgpu.timeline()
+        return simgpu.pictures.timeline(log, phases=phases) if phases else log
     return "The timeline shows simulated GPUs; lesson 07 shows how to record real ones."
-
-
-def show_machine() -> None:
-    """Print what this machine really has: cores, memory, GPUs, versions.
-
-    Taught in 00-start-here.
-    """
-    print(f"Python    {platform.python_version()} on {platform.system()}")
-    print(f"PyTorch   {torch.__version__}")
-    print(f"CPU cores {len(_cores())}")
-    print(f"memory    {simgpu.show_bytes(psutil.virtual_memory().total)}")
-    print(f"real GPUs {simgpu.real_gpus()}")
-
-
-def _cores() -> set[int]:
-    """The cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return set(range(os.cpu_count() or 1))

@@ -1,7 +1,7 @@
 """The processes of a job, wherever they have gone: found, listed, ended.
 
 All that a job starts has a mark in its environment, and so has what those start. Used
-by `helpers.elastic`, which starts the jobs of lessons 24 and 27, and by tests.
+by `helpers.elastic`, which starts the jobs of lessons 24 and 28, and by tests.
 """
 
 import contextlib

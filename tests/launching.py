@@ -3,9 +3,12 @@
 import ast
 import contextlib
 import functools
+import gc
 import importlib.util
 import io
 import os
+import re
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -15,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 
 from helpers.processes import MARK, end
@@ -96,6 +100,79 @@ def in_ranks(name: str, ranks: int, *arguments: str) -> str:
             except RankError as error:
                 raise AssertionError(f"{error}\n{printed.getvalue()}") from error
     return printed.getvalue()
+
+
+class WarmRanks:
+    """Ranks on simulated GPUs that stay, and run one program after another.
+
+    A program's numbers are those that it has under torchrun, without the seconds in
+    which its ranks import PyTorch. A program of one process runs in the first of those
+    that are there; another number of ranks is started afresh.
+    """
+
+    def __init__(self):
+        self._ranks: Ranks | None = None
+        self._count = 0
+
+    def run(self, script: Path, ranks: int, words: list[str], folder: Path) -> str:
+        """What a program prints, started in a folder; also as errors.
+
+        Raises:
+            AssertionError: if it fails on a rank.
+        """
+        if self._ranks is None or ranks not in (1, self._ranks.size):
+            self.close()
+            with contextlib.redirect_stdout(None):
+                self._ranks = Ranks(ranks)
+        self._count += 1
+        meeting = folder / f"met-{self._count}"
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            try:
+                self._ranks.run(_be, script, words, meeting, ranks, timeout=200)
+            except RankError as error:
+                self.close()
+                raise AssertionError(f"{error}\n{printed.getvalue()}") from error
+        return re.sub(r"^\[\d+\] ", "", printed.getvalue(), flags=re.MULTILINE)
+
+    def close(self) -> None:
+        """End the ranks."""
+        if self._ranks is not None:
+            self._ranks.close()
+            self._ranks = None
+
+
+def _be(script: Path, words: list[str], meeting: Path, ranks: int) -> None:
+    """Be a program, in a rank that has been another one before."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    rank = int(os.environ["RANK"])
+    if rank >= ranks:
+        return
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    torch.manual_seed(0)
+    group = functools.partial(
+        dist.init_process_group,
+        store=dist.FileStore(str(meeting), ranks),
+        rank=rank,
+        world_size=ranks,
+    )
+    os.chdir(meeting.parent)
+    known = set(sys.modules)
+    own = os.path.dirname(script)
+    try:
+        with (
+            mock.patch.object(dist, "init_process_group", group),
+            mock.patch.object(sys, "argv", [str(script), *words]),
+            mock.patch.object(sys, "path", [own, *sys.path]),
+        ):
+            runpy.run_path(str(script), run_name="__main__")
+    finally:
+        os.chdir("/")
+        for name in set(sys.modules) - known:  # the next one has a `model` of its own
+            if os.path.dirname(getattr(sys.modules[name], "__file__", "") or "") == own:
+                del sys.modules[name]
 
 
 # -- jobs ------------------------------------------------------------------------------

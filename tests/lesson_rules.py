@@ -16,7 +16,7 @@ from urllib.parse import unquote
 import nbformat
 from nbformat import NotebookNode
 
-from tests import glossary, take_home
+from tests import glossary, reading_time, take_home
 
 Found = Iterator[tuple[int | None, str]]
 Rule = Callable[[NotebookNode, Path], Found]
@@ -339,6 +339,15 @@ def opens_well(nb: NotebookNode, path: Path) -> Found:
             yield 1, f"no badge that opens this lesson at {site}; add one"
 
 
+def minutes_are_true(nb: NotebookNode, path: Path) -> Found:
+    """Exercises are apart: `*25 minutes and 20 for the exercises. …*`."""
+    said = re.search(r"^[*_](\d+) min", nb.cells[0].source, re.M)
+    time = reading_time.of(nb)
+    if said is None or int(said[1]) % 5 or abs(int(said[1]) - time.minutes) > 3:
+        what = f"there are {time.minutes:.1f} minutes to read ({time})"
+        yield 1, f"{what}; begin the italic line with `*{time.stated} minutes`"
+
+
 def says_what_is_ahead(nb: NotebookNode, path: Path) -> Found:
     wanted = [rf"\*\*What you['’]ll {word}\b" for word in ("do", "learn", "need")]
     if not any(all(re.search(w, text) for w in wanted) for _, text in prose(nb)):
@@ -470,6 +479,7 @@ RULES: tuple[Rule, ...] = (
     terms_are_linked,
     name_sorts,
     opens_well,
+    minutes_are_true,
     says_what_is_ahead,
     sets_up,
     sections_in_order,

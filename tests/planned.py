@@ -1,4 +1,4 @@
-"""Recorded training runs (`recordings/`) beside what lesson 26's planner says.
+"""Recorded training runs (`recordings/`) beside what lesson 27's planner says.
 
 Published runs, in seconds of a token; and the layouts of `layouts/`, good and bad ones,
 in seconds of a step. Of a layout the planner knows the sizes, the degrees and how fast
@@ -82,7 +82,7 @@ def seconds(of: Layout) -> float:
 
 def in_lesson() -> dict[str, list[str]]:
     """The lesson's table: of each group the runs, then median and share twice."""
-    (path,) = Path(NOTEBOOKS).glob("26-*.ipynb")
+    (path,) = Path(NOTEBOOKS).glob("27-*.ipynb")
     found = {}
     for cell in json.loads(path.read_text("utf-8"))["cells"]:
         for line in "".join(cell["source"]).splitlines():

@@ -3,12 +3,17 @@
 Its section `## Take it home` has two blocks of bash with a line each: the command for
 real GPUs, and the same command for simulated ones, which is `python -m simgpu --gpus N`
 before it. `run` executes the second one, unmodified; `Runs` keeps what scripts print.
+
+The lessons' own commands are started as a reader starts them. Others begin with
+`python -m simgpu` as well, and run in forked processes that have PyTorch already
+(`support.programs`).
 """
 
+import hashlib
+import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -56,7 +61,9 @@ def run_agents(number: str, folder: Path, nodes: int) -> str:
     _, simulated = commands(prose_of(lesson_of(number)))
     command = simulated.replace("$HOST:29500", f"localhost:{free_port()}")
     with ThreadPoolExecutor(nodes) as pool:
-        said = pool.map(run_command, [command] * nodes, [folder] * nodes)
+        said = pool.map(
+            run_command, [command] * nodes, [folder] * nodes, [True] * nodes
+        )
     return "".join(said)
 
 
@@ -70,33 +77,51 @@ class Ran(NamedTuple):
 class Runs:
     """What the scripts of lessons print; each way to start one runs once.
 
+    Also if the tests are shared out to several processes: what one of them has started,
+    the others read. Of one lesson, one way runs at a time.
+
     Args:
-        new_folder: makes an empty folder.
+        folder: for what they leave, the same one in all processes.
     """
 
-    def __init__(self, new_folder: Callable[[], Path]):
-        self._new_folder = new_folder
-        self._ran: dict[tuple[str, str, str], Ran] = {}
+    def __init__(self, folder: Path):
+        self._folder = folder
+        folder.mkdir(exist_ok=True)
 
-    def __call__(self, number: str, way: str = OWN, after: str = "") -> Ran:
+    def __call__(
+        self, number: str, way: str = OWN, after: str = "", code: int = 0
+    ) -> Ran:
         """What a lesson's script printed, started in one way.
 
         Args:
             number: of the lesson.
             way: `OWN`, or how many and options: "2 ranks --tp 2", "1 gpus --length 8".
             after: another way, in whose folder this one goes on.
+            code: the exit status with which this one must end.
         """
-        key = (number, way, after)
-        if key not in self._ran:
-            folder = self(number, after).folder if after else self._new_folder()
+        import fcntl  # not on Windows, where no test starts a script
+
+        with open(self._folder / f"{number}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # each way ends within SECONDS
+            return self._run_once(number, way, after, code)
+
+    def _run_once(self, number: str, way: str, after: str, code: int = 0) -> Ran:
+        key = hashlib.sha256("\n".join((number, way, after)).encode()).hexdigest()
+        printed = self._folder / f"{number}-{key[:16]}.txt"
+        if after:
+            folder = self._run_once(number, after, "").folder
+        else:
+            folder = printed.with_suffix("")
+        if not printed.exists():
+            folder.mkdir(exist_ok=True)
             if way != OWN:
-                text = run_command(command_for(number, way), folder)
+                text = run_command(command_for(number, way), folder, code=code)
             elif number in AGENTS:
                 text = run_agents(number, folder, AGENTS[number])
             else:
                 text = run(number, folder)
-            self._ran[key] = Ran(text, folder)
-        return self._ran[key]
+            printed.write_text(text, "utf-8")
+        return Ran(printed.read_text("utf-8"), folder)
 
 
 def command_for(number: str, way: str) -> str:
@@ -111,19 +136,34 @@ def command_for(number: str, way: str) -> str:
     return " ".join([*words, *options])
 
 
-def run_command(command: str, folder: Path) -> str:
+def run_command(
+    command: str, folder: Path, new_python: bool = False, code: int = 0
+) -> str:
     """What a command prints that begins with `python` and names one of the scripts."""
-    done = start_command(command, folder)
-    assert done.returncode == 0, done.stderr
+    done = start_command(command, folder, new_python)
+    assert done.returncode == code, done.stderr
     return done.stdout
 
 
-def start_command(command: str, folder: Path) -> subprocess.CompletedProcess:
-    """The same for a command that may fail."""
+def start_command(
+    command: str, folder: Path, new_python: bool = False
+) -> subprocess.CompletedProcess:
+    """The same for a command that may fail.
+
+    Args:
+        command: `python -m simgpu ...` or `python SCRIPT ...`.
+        folder: where it starts.
+        new_python: whether nothing may be forked.
+    """
     python, *words = command.split()
     assert python == "python", command
     words = [str(SCRIPTS / w) if w.endswith(".py") else w for w in words]
     with environment(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT)) as environ:
+        if words[:2] == ["-m", "simgpu"] and hasattr(os, "fork") and not new_python:
+            from support import programs  # which pytest finds, and no tool needs
+
+            done = programs.in_environment(folder, words[2:], environ, SECONDS)
+            return subprocess.CompletedProcess(words, *done)
         return subprocess.run(
             [sys.executable, *words],
             cwd=folder,

@@ -50,13 +50,16 @@ WRONG = [
 SHORTER = {
     "prefetch_safely": {"PATIENCE": 2},
     "delivers_all": {"ASKS": 4, "STAYS": 1, "ENDS": 2},
+    "parallel_accuracy": {"NOTICES": 4},
+    "any_rank": {"HANGS": 2},
     "all_gather_in_a_ring": {"HANGS": 2},
     "rotate_without_a_deadlock": {"HANGS": 2},
+    "train_in_ranks": {"HANGS": 4},
     "accuracy_of_all": {"HANGS": 4},
     "tie": {"SECONDS": 4},
 }
 # Sides of matrices that are multiplied before an answer without a meaning is looked at.
-SMALLER = {"clock_after_the_gpu": {"SIDE": 64}, "step_times": {"SIDES": (64,) * 4}}
+SMALLER = {"seconds_alone": {"SIDE": 64}, "part_times": {"SIDES": ((64,) * 3,) * 2}}
 
 
 @pytest.fixture(autouse=True)
@@ -171,7 +174,7 @@ ODD = (
     torch.ones(2), torch.ones(()), torch.ones(3, 4, dtype=torch.int64), object(), int,
 )  # fmt: skip
 SLOW = {  # checks that take long to refuse an answer: they get fewer of them
-    "all_gather_in_a_ring", "rotate_without_a_deadlock", "send_bfloat16",
+    "all_gather_in_a_ring", "any_rank", "rotate_without_a_deadlock", "send_bfloat16",
     "tie", "loss_in_slices", "clip", "shard_it", "delivers_all",
     "parallel_accuracy", "within_32", "lean_evaluation",
 }  # fmt: skip
@@ -269,7 +272,7 @@ def test_a_function_that_is_not_written_is_no_try(monkeypatch):
 
 @pytest.mark.parametrize("ask", [check.hint, check.solution])
 def test_an_exercise_that_is_not_there(ask):
-    with pytest.raises(ValueError, match=r"'99\.9'; there are those from 00\.1 to 29"):
+    with pytest.raises(ValueError, match=r"'99\.9'; there are those from 00\.1 to 30"):
         ask("99.9")
     with pytest.raises(ValueError, match=r"'16\.7'; there are 16\.1, 16\.2, 16\.3"):
         ask("16.7")

@@ -90,12 +90,11 @@ def end_of(*started: subprocess.Popen) -> tuple[list[int], str]:
 def one_process(steps: int) -> dict:
     """The checkpoint after so many steps of one process with the global batch."""
     script = load("train_on_nodes.py")
-    torch.manual_seed(0)
     model = script.make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = script.make_optimizer(model)
     for step in range(steps):
-        x, y = script.global_batch(step)
-        cross_entropy(model(x), y).backward()
+        batch = script.batch_of(step, rank=0, ranks=1)
+        cross_entropy(model(batch["x"]), batch["y"]).backward()
         optimizer.step()
         optimizer.zero_grad()
     both = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -309,6 +308,7 @@ POD = an_object(
     "containers", restartPolicy={"enum": ["Never", "OnFailure", "Always"]},
     containers={"type": "array", "minItems": 1, "items": an_object(
         "name", name=TEXT, image=TEXT, workingDir=TEXT,
+        securityContext=an_object(capabilities=an_object(add=TEXTS, drop=TEXTS)),
         volumeMounts={"type": "array", "items": an_object(
             "name mountPath", name=TEXT, mountPath=TEXT)},
     )},
@@ -375,6 +375,8 @@ def test_the_documents_fit_together():
     (volume,) = [each for each in volumes if "persistentVolumeClaim" in each]
     assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
     assert f"--folder={mounts[volume['name']]}" in trainer()["args"][0].split()
+    # so that RDMA may pin memory
+    assert container["securityContext"]["capabilities"] == {"add": ["IPC_LOCK"]}
     # a rank for each GPU of a pod
     limits = trainer()["resourcesPerNode"]["limits"]
     assert trainer()["numProcPerNode"] == limits["nvidia.com/gpu"] == 8
@@ -382,6 +384,7 @@ def test_the_documents_fit_together():
     assert not any(each["name"].startswith("PET_") for each in trainer()["env"])
 
 
+@pytest.mark.long
 def test_the_container_trains_as_two_pods(place: Place):
     """With the variables of Kubeflow's torch plugin, and of this machine."""
     job, shared = trainer(), place.folder / "shared"

@@ -13,9 +13,8 @@ import torch
 
 import simgpu
 from helpers import draw
-from helpers.draw.loaders import plan
 from helpers.draw.precision import FORMATS, bits_of
-from simgpu import Event, JobTimeline, RankLog
+from simgpu import Event, JobTimeline, RankLog, Wait
 
 MIB = 2**20
 US = 1e-6
@@ -62,22 +61,19 @@ def ddp_step(message: float, *more: Event) -> JobTimeline:
     return job([*events, *more], microseconds=last + 5)
 
 
-NODES = [
-    event("kernel", "mm", 100, 200),
-    event("collective", "all_gather blocks.0", 200, 400, group="ranks 2, 3"),
-    event("collective", "all_reduce blocks.0", 300, 700, group="ranks 0, 2"),
-    event("collective", "all_reduce bucket 1", 700, 1100, group="all ranks"),
-    event("kernel", "mm", 1000, 1100),
-]
 MEMORY = {
     "forward": {"parameters": 4 * MIB, "temporary": 2 * MIB},
     "step": {"parameters": 4 * MIB, "gradients": 4 * MIB, "temporary": 0},
 }
 CARD = ("A100, float32", 19.5e12, 2039e9)
 
-
-def network(*events: Event) -> draw.Picture:
-    return draw.network_steps({"HSDP": of_rank(*events)}, "One step", per_node=2)
+COPY_AND_READ = {  # when the first kernel reads -> events
+    start: [
+        event("copy", "cpu to cuda:0", 0, 90, stream=1),
+        event("kernel", "addmm", start, start + 30),
+    ]
+    for start in (20, 90)
+}
 
 
 # -- what the alternative text says ----------------------------------------------------
@@ -91,13 +87,43 @@ TITLES = {
         lambda: draw.hidden_copies({"in turns": []}, 2),
         "simulated GPUs",
     ),
-    "network_steps, two messages at once": (
-        lambda: network(
-            event("kernel", "mm", 0, 10),
-            event("collective", "all_gather", 10, 50, group="all ranks"),
-            event("collective", "reduce_scatter", 30, 80, group="all ranks"),
+    "early_read": (
+        lambda: draw.early_read(
+            {"no wait": COPY_AND_READ[20], "wait": COPY_AND_READ[90]}
         ),
-        "the network is busy 70",
+        "no wait: addmm begins 70 µs before the copy is done; wait: addmm begins after",
+    ),
+    "fed_gpu": (
+        lambda: draw.fed_gpu(load=1e-3, step=0.4e-3, workers=(1, 2, 3)),
+        "1 worker: the GPU computes 40% of the time; 2 workers: the GPU computes 80% "
+        "of the time; 3 workers: the GPU computes 100% of the time",
+    ),
+    "overlap": (
+        lambda: draw.overlap(
+            job(
+                [
+                    event("kernel", "ones_like", 0, 2),
+                    event("kernel", "threshold_backward", 2, 10),
+                    event("kernel", "threshold_backward", 10, 40),
+                    event("collective", "all_reduce", 10, 30),
+                    event("collective", "all_reduce", 40, 60),
+                ],
+                microseconds=60,
+            )
+        ),
+        "20 of 40 µs of all-reduce; bucket 1, layer 2: hidden; bucket 2, layer 1: not",
+    ),
+    "devices": (
+        lambda: draw.devices(
+            {"model": [torch.nn.Linear(499, 500)] * 2, "x": [torch.ones(125_000)] * 2},
+            {"y": [torch.ones(250_000)] * 2},
+        ),
+        "cpu and 2 GPUs. model, 1.00 MB: all of it to each, 1.00 MB; x, 1.00 MB: a "
+        "part to each, 0.50 MB; y, 2.00 MB: back from each, 1.00 MB",
+    ),
+    "dealt_samples": (
+        lambda: draw.dealt_samples([[3, 0, 5], [4, 1, 2]], batch=2),
+        "rank 0: 3, 0, 5; rank 1: 4, 1, 2. Step 0 has the samples 3, 4, 0, 1",
     ),
     "exposed": (
         lambda: draw.exposed(
@@ -119,23 +145,29 @@ def test_the_title_says_what_the_data_say(name):
     assert said in make().title
 
 
+def run_of(losses: list[float], norms: list[float]) -> list[dict]:
+    """What a trainer logs."""
+    pairs = enumerate(zip(losses, norms, strict=True))
+    return [{"step": n, "loss": loss, "norm": norm} for n, (loss, norm) in pairs]
+
+
 @pytest.mark.parametrize(
-    "off, below",
-    [
-        (0.0, "0.00001"),
-        (2e-6, "0.00001"),
-        (9e-6, "0.00001"),
-        (4e-5, "0.0001"),
-        (4e-4, "0.01"),
-        (4e-2, "1"),
-    ],
+    "off, below", [(0.0, "0.01"), (4e-4, "0.01"), (4e-2, "0.1"), (0.4, "1")]
 )
-def test_loss_curves_say_the_bound_above_the_largest_distance(off, below):
-    one = {0: 5.5, 1: 5.0, 2: 4.25}
-    other = one | {1: 5.0 - off}
-    picture = draw.loss_curves({"DDP": other}, one, "A training")
-    assert f"DDP: below {below}" in picture.title
-    assert f"below {below}" in words(picture)
+def test_loss_curves_say_how_far_the_losses_are_and_the_norms(off, below):
+    right = run_of([5.5, 5.0, 4.25], [2.0, 1.5, 1.0])
+    wrong = run_of([5.5, 5.0 - off, 4.25], [0.5, 0.4, 0.3])
+    title = draw.loss_curves(right, wrong, "A training").title
+    assert f"The losses differ by less than {below};" in title
+    assert "is 2.00 in the right one, and 4.00 times as large as in the wrong" in title
+
+
+def test_only_a_read_behind_the_copy_has_an_arrow_from_it():
+    for start, said in (
+        (20, "reads x: nothing orders the two"),
+        (90, "happens before"),
+    ):
+        assert said in words(draw.early_read({"run": COPY_AND_READ[start]}))
 
 
 def test_stopwatches_read_what_the_timeline_says():
@@ -169,9 +201,21 @@ def test_stopwatches_read_what_the_timeline_says():
 def test_an_axis_has_few_marks_however_long_the_step():
     for seconds in (50e-6, 4e-3, 2.0):
         events = [event("kernel", "mm", 0, 1e6 * seconds)]
-        marks = words(draw.steps({"run": (0.0, events)}))
+        marks = words(draw.steps({"run": (0.0, events, [])}))
         assert sum(bool(re.fullmatch(r"\d+ µs", mark)) for mark in marks) <= 11
     assert draw.steps({})._repr_svg_()
+
+
+def test_a_step_shows_where_python_waits_and_what_it_launches_then():
+    events = [
+        event("copy", "cpu to cuda:0", 10, 20),
+        event("kernel", "mm", 45, 50, launched=20 * US),
+    ]
+    waits = [Wait("before", -9 * US, 0.0), Wait("wait for cuda:0", 10 * US, 20 * US)]
+    svg = draw.steps({"run": (0.0, events, waits)})._repr_svg_()
+    in_legend = 1
+    assert svg.count("#E5E5E5") == 1 + in_legend
+    assert svg.count("url(#head)") == 1  # from the launch to its kernel
 
 
 def test_a_kernel_that_reaches_both_limits_lies_on_the_ridge():
@@ -219,10 +263,10 @@ def test_a_later_copy_is_no_part_of_the_step():
 
 
 def test_a_rounding_error_does_not_change_loss_curves():
-    one = {0: 5.5, 1: 5.0, 2: 4.25}
+    right = run_of([5.5, 5.0, 4.25], [2.0, 1.5, 1.0])
     pictures = {
         draw.loss_curves(
-            {"DDP": {step: loss + off for step, loss in one.items()}}, one, "A"
+            right, run_of([5.5 - off, 5.0, 4.25], [0.5, 0.4, 0.3]), "A"
         )._repr_svg_()
         for off in (1e-6, 4e-6)
     }
@@ -256,9 +300,10 @@ def test_which_rank_a_node_has_and_who_notes_first_change_nothing():
     assert svg.count("stroke-dasharray") == 2 * 2 + 1
     bars = [
         draw.elastic_job(logs[0], nodes, every=every)._repr_svg_().count('width="2"')
-        for every in (5, 100)
+        for every in (5, 2)
     ]
-    assert bars == [2 + 1, 1]  # a checkpoint of two ranks; the key has one
+    # checkpoints of two ranks and of one, where the other run begins, at the end; key
+    assert bars == [2 + 1 + 1, 3 * 2 + 2 + 2 + 1]
 
 
 # -- what is calculated ----------------------------------------------------------------
@@ -277,17 +322,10 @@ def test_bits_are_those_of_the_number(value):
         assert bits[0] == ("1" if value < 0 else "0")
 
 
-@pytest.mark.parametrize(("workers", "interval"), [(1, 10), (2, 5), (3, 4), (8, 4)])
-def test_the_slower_of_loading_and_training_sets_the_pace(workers, interval):
-    _, used = plan(load=10, step=4, workers=workers, batches=49)
-    begin, end = used[0][0], used[48][0]
-    assert (end - begin) / 48 == pytest.approx(interval)
-
-
-def test_a_worker_runs_ahead_by_its_prefetch_factor_and_no_more():
-    loaded, used = plan(load=1, step=100, workers=1, batches=4, factor=2)
-    assert loaded[2][0] == loaded[1][1]  # asked for as the loop takes batch 0
-    assert loaded[3][0] == used[1][0] == 101
+def test_each_batch_in_flight_is_drawn_once():
+    picture = draw.batch_path(workers=2, factor=3)
+    assert sorted(w for w in words(picture) if w.isdigit()) == [*"0123456"]
+    assert "prefetch_factor 3 = 6" in picture.title
 
 
 @pytest.fixture
@@ -323,11 +361,13 @@ def test_a_bubble_is_the_idle_share_and_messages_do_not_count_as_work(pipeline):
     assert again.count("<line") == lines + 1
 
 
-def test_a_message_between_nodes_is_on_the_lane_of_the_network():
-    said = words(network(*NODES))
-    assert said.count("NVLink") == 1 and said.count("network") == 1
-    assert said.count("all-reduce") == 2 and said.count("waits") == 1
-    assert not {"NVLink", "network"} & set(words(network(NODES[0])))
+def test_at_the_same_time_a_gradient_changes_other_weights_than_it_belongs_to():
+    said = words(draw.old_gradient())
+    assert [each for each in said if each.startswith("gradient")] == [
+        *("gradient at w0", "gradient at w1"),  # in turn
+        *("gradient at w0", "gradient at w0"),
+    ]
+    assert said.count("w2 = w1 − g") == 2
 
 
 # -- bad input -------------------------------------------------------------------------
@@ -353,6 +393,10 @@ def test_a_message_between_nodes_is_on_the_lane_of_the_network():
         (
             lambda: draw.two_matmuls(4, tokens=8, width=4, hidden=10),
             "10 columns cannot be cut over 4",
+        ),
+        (
+            lambda: draw.dealt_samples([[0, 1], [2]], batch=1),
+            "the shares have 2, 1 samples",
         ),
     ],
 )

@@ -7,6 +7,7 @@ job has several accidents in turn, because every process that imports PyTorch is
 
 import functools
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -62,10 +63,10 @@ def undisturbed() -> dict[str, torch.Tensor]:
     """The weights after the last step: the gradients of two ranks are added up here."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    (x, y), model = script().make_data(), script().make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    (x, y), model = script().make_data().tensors, script().make_model()
+    optimizer = script().make_optimizers(model)["optimizer"]
     for step in range(STEPS):
-        rows = script().rows_of_step(step, BATCH, script().SAMPLES)
+        rows = script().rows_of_step(step, BATCH, len(x))
         optimizer.zero_grad()
         for mine in (rows[0::2], rows[1::2]):
             losses = cross_entropy(model(x[mine]), y[mine], reduction="none")
@@ -80,10 +81,11 @@ def check(a_job: Job, exact: bool = True) -> None:
     found = a_job.rows_that_count
     assert sorted(found) == list(range(STEPS))
     for step, rows in found.items():
-        expected = script().rows_of_step(step, BATCH, script().SAMPLES)
+        expected = script().rows_of_step(step, BATCH, len(script().make_data()))
         assert rows == sorted(expected.tolist()), step
-    state, damaged = script().newest(a_job.folder)
-    assert state["step"] == STEPS and damaged == []
+    assert script().newest(a_job.folder) == STEPS
+    state = torch.load(a_job.folder / f"step-{STEPS:06}.pt", map_location="cpu")
+    assert state["step"] == STEPS
     for name, weights in undisturbed().items():
         tolerance = 0 if exact else 1e-5
         torch.testing.assert_close(
@@ -94,6 +96,7 @@ def check(a_job: Job, exact: bool = True) -> None:
 # -- accidents -------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_with_one_or_two_nodes_the_job_grows_and_shrinks():
     holds = ("--hold", "7", "12", "13", "16", "18")
     with job(*holds, nodes="1:2", conf=PATIENT) as it:
@@ -103,17 +106,15 @@ def test_with_one_or_two_nodes_the_job_grows_and_shrinks():
 
         it.add()
         it.reach(6, ranks=1)
-        second = it.add()  # a node joins
-        begins(2, 5)
-        it.go(7)
+        second = it.add()  # a node joins; the rank that is there does 7 and saves
+        begins(2, 8)
         it.reach(11, ranks=2)
         second.kill()  # a node dies, and the rest goes on
         it.go(12)
         begins(1, 10)
         it.reach(12, ranks=1)
         third = it.add()
-        begins(2, 10)
-        it.go(13)
+        begins(2, 14)
         it.reach(15, ranks=2)
         (worker,) = third.workers
         third.kill_agent()  # and leaves its worker behind
@@ -125,11 +126,12 @@ def test_with_one_or_two_nodes_the_job_grows_and_shrinks():
         assert it.finish() == [0, -9, -9]
         # a node may come too late for a start; then there is one more, without it
         found = iter(starts(it.log))
-        expected = [(1, 0), (2, 5), (1, 10), (2, 10), (1, 15)]
+        expected = [(1, 0), (2, 8), (1, 10), (2, 14), (1, 15)]
         assert all(start in found for start in expected), starts(it.log)
         check(it, exact=False)
 
 
+@pytest.mark.long
 def test_with_two_nodes_at_least_the_job_waits_for_another():
     with job("--hold", "8", "12", nodes="2:3") as it:
         first, second = it.add(), it.add()
@@ -166,7 +168,7 @@ def test_an_exception_that_comes_again_a_spoilt_checkpoint_and_a_hang():
 
         newest = first.folder / names[-1]
         newest.write_bytes(newest.read_bytes()[:-100])
-        (first.folder / "step-000015.half").write_bytes(b"begun")
+        (first.folder / "next.half").write_bytes(b"begun")
         (first.folder / "trouble").unlink()
         with job(*hangs, ranks=2, folder=first.folder) as second:
             node = second.add()
@@ -174,6 +176,72 @@ def test_an_exception_that_comes_again_a_spoilt_checkpoint_and_a_hang():
             assert starts(second.log)[2:] == [(2, 5), (2, 10)]
             assert "timeout" in node.words.lower() or "timed out" in node.words.lower()
             check(second)
+
+
+def test_sigterm_saves_on_all_ranks_and_the_same_command_goes_on():
+    """As a cluster's scheduler ends a job: SIGTERM for the agent alone."""
+    with job("--hold", "7", ranks=2) as first:
+        node = first.add()
+        first.reach(6, ranks=2)
+        os.kill(node.pid, signal.SIGTERM)
+        assert first.finish() != [0]  # the agent says that it was ended
+        names = sorted(path.name for path in first.folder.glob("step-*"))
+        assert names == ["step-000005.pt", "step-000008.pt"]
+        with job(ranks=2, folder=first.folder) as second:
+            second.add()
+            assert second.finish() == [0]
+            assert starts(second.log) == [(2, 0), (2, 8)]
+            assert second.steps_again == [0]
+            check(second)
+
+
+@pytest.mark.long
+def test_sigterm_to_one_node_saves_and_the_other_goes_on():
+    """Though the loaders have workers: torchrun signals the ranks' process groups.
+
+    The worker is two steps ahead: ranks that wait before it gets step 9 have done 6.
+    """
+    with job("--hold", "9", "--workers=1", nodes="1:2", restarts=1, conf=PATIENT) as it:
+        first, second = it.add(), it.add()
+        it.reach(8, ranks=2)
+        os.kill(second.pid, signal.SIGTERM)
+        it.wait(lambda: "SIGTERM" in second.words, "the signal")
+        it.go(9)
+        statuses = it.finish()
+        assert statuses[0] == 0 and statuses[1] != 0
+        assert starts(it.log) == [(2, 0), (1, 8)]
+        assert "1/1 attempts left" in first.words
+        assert script().newest(it.folder) == STEPS
+        assert "is killed by signal" not in first.words + second.words
+
+
+def test_a_machine_that_fails_at_each_restart_ends_the_job_on_all():
+    """The good node may restart ten times more, and go on alone by `--nnodes=1:2`."""
+    with job(nodes="1:2", restarts=10, conf=PATIENT) as it:
+        it.add()
+        place = it.command.index("--max-restarts=10")
+        it.command[place] = "--max-restarts=1"
+        it.environ["BROKEN"] = "12"
+        bad = it.add()
+        assert it.finish() == [1, 1]
+        assert starts(it.log)[:2] == [(2, 0), (2, 10)]
+        assert "uncorrectable ECC error" in bad.words.rpartition("Root Cause")[2]
+        assert "RendezvousClosedError" in it.nodes[0].words
+
+
+def test_a_spare_node_waits_and_takes_the_place_of_one_that_died():
+    """`--nnodes=2` and three agents."""
+    with job("--hold", "8", nodes="2", conf=PATIENT) as it:
+        it.add()
+        it.add()
+        it.reach(7, ranks=2)
+        spare = it.add()
+        it.wait(lambda: "Rendezvous'ing" in spare.words, "a spare")
+        it.nodes[1].kill()
+        it.go(8)
+        assert it.finish() == [0, -9, 0]
+        assert starts(it.log) == [(2, 0), (2, 5)] and it.steps_again == [3]
+        check(it)
 
 
 def test_a_job_shows_its_command_without_what_differs_from_run_to_run():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import simgpu
-from helpers import explore
+from helpers import draw, explore
 from helpers.explore import explorer as base
 from scripts import plan_explorer
 from scripts.plan_run import MODELS, peak_bytes, rate
@@ -30,11 +30,24 @@ def test_the_picture_follows_the_controls(make):
     ElementTree.fromstring(first)
     name, control = next(iter(explorer.controls.items()))
     before = control.value
-    control.value = before + 1
-    assert explorer.values[name] == before + 1
+    other = before - 1 if before == getattr(control, "max", None) else before + 1
+    control.value = other
+    assert explorer.values[name] == other
     assert explorer.html.value != first
     control.value = before
     assert explorer.html.value == first
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_each_list_changes_the_picture(make):
+    explorer = make()
+    first = explorer.html.value
+    for name, control in explorer.controls.items():
+        if options := getattr(control, "options", ()):
+            before = control.value
+            control.value = next(value for value in options if value != before)
+            assert explorer.html.value != first, name
+            control.value = before
 
 
 def test_a_control_moved_in_another_thread_draws_in_the_main_one():
@@ -132,10 +145,23 @@ def test_ring_sums_every_chunk_in_every_rank(ranks):
 
 
 def test_ring_draws_every_step():
-    titles = [explore.ring_picture(4, step).title for step in range(8)]
-    assert titles[0] == "After step 0 of 6: the start"
-    assert titles[3].endswith("all-gather") and titles[6].endswith("all done")
-    assert titles[7] == titles[6]
+    pictures = [explore.ring_picture(4, step) for step in range(1, 8)]
+    titles = [picture.title for picture in pictures]
+    assert titles[0] == "After step 1 of 6: reduce-scatter"
+    assert titles[2].endswith("reduce-scatter") and titles[3].endswith("all-gather")
+    assert titles[5].endswith("all done") and titles[6] == titles[5]
+    for step, picture in enumerate(pictures[:6], 1):  # four messages in each step
+        assert picture._repr_svg_().count("marker-end") == 4 * step
+
+
+def test_a_complete_chunk_keeps_its_colour_in_all_ranks():
+    boxes = re.findall(r'<rect.* rx.*fill="(.*?)"', "\n".join(
+        explore.ring_picture(4, 6).parts))  # fmt: skip
+    assert boxes[-16:] == list(draw.COLOURS[:4]) * 4
+    after_step_3 = boxes[32:48]
+    assert [fill for fill in after_step_3 if fill != "white"] == [
+        *draw.COLOURS[1:4], draw.COLOURS[0]
+    ]  # fmt: skip
 
 
 # -- pipelines -------------------------------------------------------------------------
@@ -242,7 +268,7 @@ def test_plan_says_what_fits_and_how_fast_it_is():
     plan = plan_explorer.plan_of(**asked)
     total = sum(peak_bytes(MODELS["70B"], plan).values())
     tokens, _ = rate(MODELS["70B"], plan)
-    assert title.startswith(f"70B on 64 H100: {total / 1e9:.1f} GB each, fits")
+    assert title.startswith(f"70B on 64 H100: {total / 2**30:.1f} GiB each, fits")
     assert f"{tokens:,.0f} tokens/s of each GPU" in title
     title = plan_explorer.plan_picture(**PLAN | dict(shard=1)).title
     assert "does not fit" in title and "if it did: " in title
@@ -253,6 +279,8 @@ def test_plan_says_what_it_does_not_know_and_what_does_not_divide():
     assert "not known: the network between machines" in title
     title = plan_explorer.plan_picture(**PLAN | dict(gpus=8, tp=4, pp=4)).title
     assert "does not divide 8 GPUs" in title
+    title = plan_explorer.plan_picture(**PLAN | dict(tp=4, pp=8, shard=8)).title
+    assert "not 8, but 2 of 64 GPUs have the same part" in title
 
 
 def test_plan_draws_every_choice():
@@ -289,9 +317,8 @@ def test_lower_precision_moves_fewer_bytes_or_computes_faster():
 
 def test_the_roofline_says_what_launches_and_kernels_take():
     title = explore.roofline_picture(512).title
-    assert (
-        title == "A100, float32, batch 512, simulated: kernels 59 µs, launches 150 µs"
-    )
+    said = "A100, float32, batch 512, simulated: kernels 56 µs, launches 150 µs; "
+    assert title.startswith(said) and "mm 30% at 26 FLOPs a byte" in title
     assert "mm" in explore.roofline_picture(32768)._repr_svg_()
 
 

@@ -184,6 +184,16 @@ def test_gpu_seconds_counts_the_program_alone():
     assert len(timeline().events) == 1
 
 
+def test_phases_of_a_timeline_are_named():
+    need_gpus(1)
+    x = torch.ones(2048, 2048)
+    gpu_seconds(lambda: (x.cuda(), x.cuda() @ x.cuda()))
+    picture = timeline({"two copies": 2, "one": 1})._repr_svg_()
+    assert ">two copies</text>" in picture
+    assert picture.count(">host</text>") == 1
+    assert "two copies" not in timeline()._repr_svg_()
+
+
 def test_a_picture_escapes_what_it_is_told():
     picture = draw.Picture(10, 10, "a < b")
     picture.text(0, 0, "<script>")

@@ -52,7 +52,7 @@ def test_the_script_that_each_lesson_takes_home_is_run_by_a_test():
 NAME = "01-place-a-tensor.ipynb"
 OPENING = f"""# Place a tensor on Adam's GPUs
 
-*20 minutes. Simulated GPUs.*
+*5 minutes. Simulated GPUs.*
 [![Open in Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/o/r/main?urlpath=lab/tree/notebooks/{NAME})
 [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/o/r/blob/main/notebooks/{NAME})
 """
@@ -275,9 +275,14 @@ PLANTED: dict[rules.Rule, list[Plant]] = {
     rules.opens_well: [
         changed("opening", source="Place a tensor"),
         changed("opening", source=OPENING.replace("a tensor", "A Tensor")),
-        changed("opening", source=OPENING.replace("20 minutes", "Long")),
+        changed("opening", source=OPENING.replace("5 minutes", "Long")),
         changed("opening", source=OPENING.replace("mybinder.org/v2", "x")),
         changed("opening", source=OPENING.replace(NAME, "02-other.ipynb")),
+    ],
+    rules.minutes_are_true: [
+        changed("opening", source=OPENING.replace("5 minutes", "20 minutes")),
+        changed("opening", source=OPENING.replace("5 minutes", "4 minutes")),
+        changed("ahead", source=AHEAD + " word" * 1000),
     ],
     rules.says_what_is_ahead: [changed("ahead", source="**What you'll do** a.")],
     rules.sets_up: [

@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -82,6 +83,26 @@ def test_a_private_name_is_noticed(program):
 def test_public_names_are_not_taken_for_private_ones():
     program = "import simgpu\nfrom simgpu.costs import LAUNCH\nsimgpu.__version__"
     assert list(_private_names(program)) == []
+
+
+def test_the_newest_pytorch_is_the_same_wherever_it_is_named():
+    def said(path: str, pattern: str) -> tuple[int, int]:
+        found = re.search(pattern, (ROOT / path).read_text(encoding="utf-8"))
+        assert found, f"{path} does not say {pattern}"
+        major, minor = re.findall(r"\d+", found[1])
+        return int(major), int(minor)
+
+    newest = said("noxfile.py", r"NEWEST = .*\"([\d.]+)\"")
+    major, minor = said("requirements.txt", r"(?m)^torch>=[\d.]+,<([\d.]+)$")
+    others = {
+        "simgpu/src/simgpu/_compat.py": r"NEWEST = .*\((\d+, \d+)\)  #",
+        "requirements.txt": r"and ([\d.]+) are tested",
+        "simgpu/README.md": r"tested with .* and (\d+\.\d+);",
+        ".github/workflows/tests.yml": r"session: \[tests-([\d.]+)\]",
+    }
+    named = {path: said(path, pattern) for path, pattern in others.items()}
+    assert named == dict.fromkeys(others, newest)
+    assert (major, minor - 1) == newest
 
 
 @pytest.mark.parametrize("name", ["Ranks", "need_gpus", "check"])

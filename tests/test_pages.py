@@ -6,6 +6,7 @@ import nbformat
 import pytest
 
 from helpers import progress
+from helpers.draw.course_map import NEEDS, ON_RANKS, PARTS
 from tests import glossary
 from tests.launching import NOTEBOOKS, ROOT, prose_of
 
@@ -75,6 +76,29 @@ def test_the_readme_has_the_minutes_that_each_lesson_asks_for():
         name: re.search(r"^\*(\d+) minutes", prose_of(name), re.M)[1] for name in TITLES
     }
     assert dict(rows) == asked
+
+
+def test_the_map_says_which_lessons_start_ranks():
+    """From lesson 14 on; earlier ones may show some ranks in passing."""
+    starts = {
+        int(path.name[:2])
+        for path in NOTEBOOKS.glob("[0-9][0-9]-*.ipynb")
+        if re.search(r"\bRanks\(|%%ranks", path.read_text(encoding="utf-8"))
+    }
+    assert {number for number in starts if number >= 14} <= ON_RANKS
+
+
+def test_the_map_has_the_parts_of_the_readme():
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"\*\*([IV]+\. .+?)\*\* .*\n\| (\d\d) ", page)
+    assert rows == [(name, f"{first:02d}") for first, name, _ in PARTS]
+
+
+@pytest.mark.parametrize("lesson", list(TITLES)[1:])
+def test_a_lesson_asks_for_the_lessons_that_the_map_puts_before_it(lesson: str):
+    asks = re.search(r"\*\*What you'll need\.\*\*.*", prose_of(lesson))[0]
+    needed = {f"{number:02d}" for number in NEEDS[int(lesson[:2])]}
+    assert needed <= set(re.findall(r"\((\d\d)-", asks))
 
 
 @pytest.mark.parametrize("lesson", TITLES)

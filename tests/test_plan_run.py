@@ -1,6 +1,5 @@
-"""`plan_run.py`: lesson 26's planner, run unmodified and compared with what counts."""
+"""`plan_run.py`: lesson 27's planner, run unmodified and compared with what counts."""
 
-import ast
 import json
 import re
 import statistics
@@ -18,7 +17,7 @@ from scripts import plan_run
 from scripts.plan_run import MODELS, Model, Plan, messages, peak_bytes, step_seconds
 from scripts.small_llama import Llama
 from tests import take_home
-from tests.launching import NOTEBOOKS, ROOT, SCRIPTS
+from tests.launching import NOTEBOOKS, ROOT
 
 pytestmark = pytest.mark.slow
 RECORDINGS = ROOT / "simgpu" / "tests" / "recordings"
@@ -34,52 +33,34 @@ TINY = Model(2, 32, 4, 2, 48, 50)
 GPT = Model(32, 4096, 32, 32, 16384, 50368, gated=False)
 
 
-def functions_of(text: str) -> dict[str, str]:
-    """The source of each function, by its name."""
-    nodes = [n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef)]
-    return {node.name: ast.get_source_segment(text, node) for node in nodes}
-
-
 def sent(model, plan) -> dict[str, float]:
     return {name: nbytes for name, nbytes, *_ in messages(model, plan)}
 
 
-# -- the script and the lesson ---------------------------------------------------------
+# -- the script ------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory) -> str:
-    """By the lesson's own command."""
-    return take_home.run("26", tmp_path_factory.mktemp("plan"))
+    """Of one plan. `test_choose_a_layout.py` runs the lesson's own command."""
+    plan = "70B --gpus=64 --shard=64 --sequences=4 --network=400"
+    bill = "--total=1e9 --price=3"
+    command = f"python plan_run.py {plan} {bill}"
+    return take_home.run_command(command, tmp_path_factory.mktemp("plan"))
 
 
 def test_the_script_prints_what_its_functions_return(printed):
     model = MODELS["70B"]
     plan = Plan(64, 64, sequences=4, network=400)
     for name, nbytes in peak_bytes(model, plan).items():
-        assert re.search(rf"^{name} +{nbytes / 1e9:.2f} GB$", printed, re.M)
+        assert re.search(rf"^{name} +{nbytes / 2**30:.2f} GiB$", printed, re.M)
     for name, seconds in step_seconds(model, plan).items():
         assert re.search(rf"^{name} +{seconds:.3f} s$", printed, re.M)
     tokens, mfu = plan_run.rate(model, plan)
     assert f"{tokens:,.0f}, MFU {mfu:.1%}" in printed
     assert "70,553,706,496 parameters on 64 H100" in printed
-
-
-def test_the_lesson_has_the_functions_of_the_script():
-    script = functions_of((SCRIPTS / "plan_run.py").read_text("utf-8"))
-    (path,) = NOTEBOOKS.glob("26-*.ipynb")
-    found = {}
-    for cell in json.loads(path.read_text("utf-8"))["cells"]:
-        source = "".join(cell["source"])
-        if cell["cell_type"] == "code" and not source.startswith("%%"):
-            found |= functions_of(source)
-    shared = script.keys() & found.keys()
-    assert len(shared) >= 16
-    for name in shared:
-        assert found[name] == script[name], name
-    missing = script.keys() - shared
-    own = {"check", "choices", "main", "messages", "rate", "token_messages"}
-    assert missing == own
+    days, dollars = plan_run.bill(64, tokens, 1e9, 3)
+    assert f"{days:,.1f} days, {dollars:,.0f} dollars" in printed
 
 
 # -- what can be counted ---------------------------------------------------------------
@@ -152,6 +133,11 @@ def test_slices_divide_activations_and_stages_do_not():
 
     assert kept(pp=8) == kept(pp=2) == kept()
     assert kept(tp=8) < kept() / 4
+    # L (1 + (p - 1) / (p v)) layers: https://arxiv.org/abs/2205.05198
+    interleaved = plan_run.kept_bytes(
+        MODELS["70B"], Plan(64, microbatches=16, pp=8, chunks=2)
+    )
+    assert interleaved == pytest.approx(kept() * (1 + 7 / 16))
     assert kept(shard=8, cp=8) == kept() / 8
 
 
@@ -211,6 +197,7 @@ JOBS = [  # full width, few blocks: model, blocks, GPUs, sequences, tokens, agai
 ]
 
 
+@pytest.mark.long
 def test_memory_is_near_what_pytorchs_tracker_counts():
     """At most a fifth too much: all gradients are counted, early ones are not there."""
     jobs = []
@@ -246,6 +233,15 @@ def test_hybrid_sharding_averages_a_shard_over_machines():
     average = 2 * 4 * COUNTS["70B"] / 8 * 7 / 8
     assert found["average copies"] == pytest.approx(average, rel=1e-3)
     assert found["gather weights"] == pytest.approx(4 * COUNTS["70B"] * 7 / 8, rel=0.02)
+
+
+def test_hybrid_sharding_averages_in_each_backward_and_hides_it():
+    once, four = (Plan(64, 8, microbatches=n, network=400) for n in (1, 4))
+    average = sent(MODELS["8B"], once)["average copies"]
+    assert sent(MODELS["8B"], four)["average copies"] == 4 * average
+    copies = plan_run.weight_messages(MODELS["8B"], once)[2]
+    alone = plan_run.weight_messages(MODELS["8B"], replace(once, shard=1))[2]
+    assert copies[-1] is True and alone[-1] is False
 
 
 def test_weights_that_stay_gathered_are_sent_once_a_step():
@@ -399,3 +395,67 @@ def test_choices_fit_and_are_sorted():
         assert sum(peak_bytes(MODELS["70B"], plan).values()) < 0.9 * 85e9
         data = 64 // (plan.tp * plan.pp)
         assert plan.sequences * plan.microbatches * data == 1024
+    assert {plan.chunks for _, plan in found} == {1, 2, 4, 8}
+    assert any(1 < plan.shard < 64 // (plan.tp * plan.pp) for _, plan in found)
+
+
+def test_choices_need_the_network(capsys):
+    words = "70B --gpus=64 --choose".split()
+    with pytest.raises(SystemExit, match="not known: the network between machines"):
+        plan_run.main(words)
+    plan_run.main([*words, "--network=400", "--price=1"])
+    printed = capsys.readouterr().out.splitlines()
+    assert [line[:22].strip() for line in printed[1:]] == [
+        "FSDP", "HSDP", "FSDP + slices", "FSDP + stages", "FSDP + slices + stages"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("70B --gpus=64 --chunks=4 --again=0", "its own --again, --chunks: leave out"),
+        ("70B --gpus=64 --cp=4", "its own --cp: leave out"),
+        ("70B --gpus=8", "nothing fits 70B on 8 GPUs: the least is 137 GiB"),
+        ("70B --gpus=64 --batch=0", "nothing fits 70B on 64 GPUs: change --batch"),
+    ],
+)
+def test_what_cannot_be_chosen_says_what_to_do(words, said):
+    with pytest.raises(SystemExit, match=said):
+        plan_run.main([*words.split(), "--choose", "--network=400"])
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--again=50", "--again is a share of the blocks, from 0 to 1"),
+        ("--network=-1", "--network is in Gbit/s"),
+        ("--chunks=2", "--chunks needs --pp"),
+        ("--pp=8 --shard=1 --chunks=2 --microbatches=9", "which divides --microb"),
+        ("--pp=8 --shard=1 --chunks=8 --microbatches=8", "32 blocks are too few"),
+        ("--ep=8", "1 cannot be divided by 8 .the experts by --ep"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(words, said):
+    with pytest.raises(SystemExit, match=said):
+        plan_run.main(["8B", "--gpus=8", "--shard=8", *words.split()])
+
+
+def test_the_layout_of_llama_3_is_none_of_them(capsys):
+    words = "--gpus=16384 --shard=128 --tp=8 --pp=16 --chunks=8 --microbatches=16"
+    plan_run.main(["405B", *words.split(), "--network=400", "--again=0"])
+    assert "tokens/s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("word, is_kept", [("false", True), ("No", True), ("1", False)])
+def test_what_is_said_of_reshard_is_understood(word, is_kept, capsys):
+    plan_run.main(["8B", "--gpus=8", "--shard=8", f"--reshard={word}"])
+    assert (" in 33 messages" in capsys.readouterr().out.split("scatter")[0]) == is_kept
+    with pytest.raises(SystemExit):
+        plan_run.main(["8B", "--gpus=8", "--reshard=sometimes"])
+
+
+def test_all_plans_have_the_batch_that_was_asked_for():
+    found = plan_run.choices(MODELS["70B"], 64, 1000, network=400)
+    for _, plan in found:
+        data = 64 // (plan.tp * plan.pp)
+        assert plan.sequences * plan.microbatches * data == 1000

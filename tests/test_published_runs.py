@@ -1,4 +1,4 @@
-"""Lesson 26's planner beside runs that others have published."""
+"""The planner of lessons 26 and 27 beside runs that others have published."""
 
 import json
 import statistics
@@ -6,15 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from layouts import rows
-from layouts import sweep as composed
-from layouts.shapes import Layout
 from scripts import published_runs
-from scripts.plan_run import LAUNCHES, peak_bytes
-from tests import planned
+from scripts.plan_run import peak_bytes
 
 RECORDINGS = Path(__file__).parent / "recordings"
-OF_SIMULATOR = RECORDINGS.parents[1] / "simgpu" / "tests" / "recordings"
 SIZES = {"9b": [4096, 40, 32], "1b": [2048, 24, 16]}
 MPT = ["A100", "9b", 2048, 16, 4, 2, True, "HYBRID_SHARD", 3000.0, 50.0]
 LLAMA = ["x", "H100", 8, "Llama 3 8B", "fsdp", 2, 8192, 0.5, None, False, 6000]
@@ -99,48 +94,6 @@ def test_other_tables_are_told_apart():
     assert why == "2 columns; 10 or 11 are known"
     _, ((_, why),) = published_runs.read({"models": {}, "rows": [MPT]})
     assert why == "not known: the sizes of '9b'"
-
-
-@pytest.fixture(scope="module")
-def sweep() -> list[tuple[rows.Recorded, float]]:
-    """The healthy rows up to 32 nodes, and planned / recorded seconds."""
-    recording = json.loads((OF_SIMULATOR / "ultrascale.json").read_text("utf-8"))
-    read = [rows.of_sweep(row) for row in recording["rows"]]
-    return [
-        (its, planned.seconds(its.layout) / its.seconds)
-        for its, why in zip(read, rows.broken(read), strict=True)
-        if its.seconds and not why and its.layout.gpus <= 8 * rows.MOST_NODES
-    ]
-
-
-@pytest.mark.parametrize("group", planned.GROUPS)
-def test_a_sweep_is_predicted_as_the_lesson_says(sweep, group):
-    is_in = planned.GROUPS[group]
-    ratios = [ratio for its, ratio in sweep if its.model == "8B" and is_in(its.layout)]
-    count, *figures = planned.in_lesson()[group]
-    assert int(count) == len(ratios)
-    assert figures[:2] == planned.as_in_lesson(ratios)
-
-
-def test_slices_and_stages_on_several_machines_wait_as_the_lesson_says(sweep):
-    of = Layout(32, 4096, 32, 14336, 131072, 4096, 1, 32, 8, 2, 8, 1)
-    found = {its.layout: (its.seconds, ratio * its.seconds) for its, ratio in sweep}
-    assert found[of] == pytest.approx((12.5, 2.1), abs=0.05)
-    other = of._replace(micro=8, accumulate=4)
-    assert found[other] == pytest.approx((2.1, 2.15), abs=0.05)
-
-
-def test_launches_of_a_block_are_those_of_its_dry_run():
-    of = Layout(1, 2048, 32, 8192, 131072, 4096, 1, 1, 1, 1, 2)
-    block = composed.parts_of([of])[composed.shape_of(of)]["block"]
-    assert block.forward.launches == block.backward.back_launches == LAUNCHES
-
-
-def test_the_host_alone_is_near_a_small_micro_batch_of_the_sweep(sweep):
-    of = Layout(32, 4096, 32, 14336, 131072, 4096, 1, 256, 1, 1, 8, 0)
-    ((its, ratio),) = [row for row in sweep if row[0].layout == of]
-    assert its.seconds / 256 == pytest.approx(0.142, abs=5e-4)
-    assert 0.8 < ratio < 1
 
 
 def test_every_run_has_a_line_of_its_own(capsys, ratios):

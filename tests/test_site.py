@@ -18,6 +18,7 @@ from urllib.parse import unquote
 
 import pytest
 
+import simgpu
 from helpers import __main__ as commands
 from tests.tools import badges
 
@@ -29,9 +30,10 @@ LESSON = "notebooks/05-overlap-with-streams.ipynb"
 GITHUB = f"https://github.com/{badges.REPOSITORY}"
 ON_GITHUB = f"{GITHUB}/blob/{badges.BRANCH}"
 
-_spec = importlib.util.spec_from_file_location("prepare", SITE / "prepare.py")
-prepare = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(prepare)
+with pytest.MonkeyPatch.context() as _patch:
+    _patch.syspath_prepend(str(SITE))
+    prepare = importlib.import_module("prepare")
+    simulator = importlib.import_module("simulator")
 
 
 # --- Table of contents ------------------------------------------------------------
@@ -41,10 +43,11 @@ def test_the_contents_have_all_lessons_in_order_and_the_pages_beside_them():
     text = prepare.contents(prepare.parts_of(README))
     captions = re.findall(r"^:caption: (.+)", text, re.M)
     numerals = [caption.partition(".")[0] for caption in captions]
-    assert numerals == ["I", "II", "III", "IV", "V", "Beside the lessons"]
+    others = ["Beside the lessons", "The simulator"]
+    assert numerals == ["I", "II", "III", "IV", "V", *others]
     entries = re.findall(r"^[\w-]+$", text, re.M)
     lessons = [path.stem for path in NOTEBOOKS]
-    assert entries == [*lessons, "glossary", "cheat-sheet"]
+    assert entries == [*lessons, "glossary", "cheat-sheet", *simulator.PAGES]
 
 
 def test_the_front_page_has_each_lesson_once_and_no_table_of_five_columns():
@@ -78,6 +81,10 @@ def test_a_lesson_in_no_part_is_an_error():
         ("scripts", f"{GITHUB}/tree/{badges.BRANCH}/notebooks/scripts"),
         ("https://pytorch.org", "https://pytorch.org"),
         ("#remember", "#remember"),
+        ("#How-often-to-save", "#how-often-to-save"),
+        ("../simgpu/README.md", "simgpu.md"),
+        ("../simgpu/README.md#in-tests", "simgpu-in-tests.md#in-tests"),
+        ("../simgpu/WHAT-RUNS.md", "simgpu-what-runs.md"),
     ],
 )
 def test_links_lead_to_a_page_or_to_github(link, leads_to):
@@ -93,6 +100,14 @@ def test_a_link_to_nowhere_is_an_error():
 def test_code_in_text_stays_as_it_is():
     text = "`table[0](lost.py)`\n\n```python\ntable[0](lost.py)\n```\n"
     assert prepare.relink(text, LESSON) == text
+
+
+def test_a_place_in_the_readme_of_simgpu_leads_to_the_page_that_it_is_on():
+    text = "[below](#how-close-is-it), [above](#one-process-several-gpus)"
+    assert prepare.relink(text, simulator.README) == (
+        "[below](simgpu-how-close.md#how-close-is-it), "
+        "[above](simgpu.md#one-process-several-gpus)"
+    )
 
 
 def test_badges_become_links_to_the_same_places():
@@ -137,6 +152,29 @@ def code_of(cells: list[dict]) -> list[tuple]:
         for cell in cells
         if cell["cell_type"] == "code"
     ]
+
+
+# --- The simulator ----------------------------------------------------------------
+
+
+def test_the_pages_of_simgpu_have_all_of_its_readme():
+    readme = (ROOT / simulator.README).read_text(encoding="utf-8")
+    pages = simulator.chapters(readme)
+    assert set(pages) == {simulator.FIRST, *simulator.CUTS.values()}
+    for text in pages.values():
+        titles = re.findall(r"^# (?![\w.]+\.py$)", text, re.MULTILINE)
+        assert text.startswith("# ") and len(titles) == 1
+    assert sum(map(len, pages.values())) == len(readme) - len(simulator.CUTS)
+
+
+def test_a_heading_that_has_gone_from_the_readme_is_an_error():
+    with pytest.raises(ValueError, match="no heading for .*simgpu-in-tests"):
+        simulator.chapters("# simgpu\n\n## Measure your own machine\n")
+
+
+def test_the_api_has_every_public_name_once():
+    grouped = [name for names in simulator.GROUPS.values() for name in names]
+    assert sorted([*grouped, "__version__"]) == sorted(simgpu.__all__)
 
 
 # --- Cells ------------------------------------------------------------------------
@@ -208,7 +246,11 @@ def steps_of(job: dict, key: str) -> list[str]:
 
 def test_the_tests_run_on_each_system_by_the_command_of_the_readme():
     job = workflow("tests.yml")["jobs"]["course"]
-    assert steps_of(job, "run") == ["python3 -m helpers test", "python -m helpers test"]
+    each, windows, weekly = steps_of(job, "run")
+    assert [each, windows] == ["python3 -m helpers test", "python -m helpers test"]
+    # also what .ci/run leaves out
+    assert weekly.splitlines()[-1] == "python3 -m helpers test -n 3 -m slow"
+    assert "tests/browser/requirements.txt" in weekly
     assert "python3 -m helpers test" in README
     matrix = job["strategy"]["matrix"]
     assert matrix["os"] == ["ubuntu-latest"]
@@ -292,7 +334,7 @@ def pages(site) -> dict[str, Page]:
 def test_every_page_is_there(pages):
     lessons = {f"{path.stem}.html" for path in NOTEBOOKS}
     others = {"index.html", "glossary.html", "cheat-sheet.html", "search.html"}
-    assert set(pages) == lessons | others
+    assert set(pages) == lessons | others | {f"{page}.html" for page in simulator.PAGES}
 
 
 def test_every_stored_picture_is_on_its_page(site, pages):

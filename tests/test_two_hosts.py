@@ -148,6 +148,7 @@ def check_bytes(hosts: TwoHosts, before: tuple, payload: float) -> None:
             assert payload < last - first < most
 
 
+@pytest.mark.long
 @needs_hosts
 def test_one_rank_each_a_slow_cable_and_a_death(tmp_path: Path):
     """The weights of one machine to the bit, the ring's bytes, and their seconds.

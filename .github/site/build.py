@@ -15,6 +15,7 @@ ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT))
 
 import prepare  # noqa: E402
+import simulator  # noqa: E402
 
 
 def write_sources(folder: Path) -> int:
@@ -35,6 +36,13 @@ def write_sources(folder: Path) -> int:
         for lesson in part.lessons:
             text = (ROOT / lesson.path).read_text(encoding="utf-8")
             pages[Path(lesson.path).name] = prepare.notebook(text, lesson.path)
+    chapters = simulator.chapters((ROOT / simulator.README).read_text(encoding="utf-8"))
+    for page, text in chapters.items():
+        pages[f"{page}.md"] = prepare.markdown(text, simulator.README)
+    for path, page in simulator.BESIDE.items():
+        text = (ROOT / path).read_text(encoding="utf-8")
+        pages[f"{page}.md"] = prepare.markdown(text, path)
+    pages[f"{simulator.API}.md"] = simulator.api()
     for name, text in pages.items():
         (folder / name).write_text(text, encoding="utf-8")
     shutil.copytree(ROOT / prepare.IMAGES, folder / "images")

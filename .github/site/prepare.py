@@ -12,7 +12,8 @@ site shows them:
     launchers   badges, which are pictures from other hosts, become plain links
     leave       the line of the lesson before and after goes: the site has its own
 
-The table of contents is the README's table of lessons.
+The table of contents is the README's table of lessons. The pages about simgpu are those
+of simulator.py.
 """
 
 import json
@@ -22,6 +23,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
+
+import simulator
 
 from tests.tools.badges import BRANCH, REPOSITORY
 
@@ -106,6 +109,7 @@ def contents(parts: list[Part]) -> str:
     for part in parts:
         lists.append((part.title, [lesson.page for lesson in part.lessons]))
     lists.append(("Beside the lessons", [Path(path).stem for path in BESIDE]))
+    lists.append(("The simulator", simulator.PAGES))
     blocks = []
     for caption, entries in lists:
         head = ["```{toctree}", ":hidden:", f":caption: {caption}", ""]
@@ -173,9 +177,10 @@ def relink(text: str, path: str) -> str:
 
     def moved(found: re.Match[str]) -> str:
         target, anchor = found["path"], found["anchor"] or ""
-        if not target:
-            return found[0]
-        place = posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
+        if not target and path != simulator.README:
+            return f"]({anchor.lower()})"  # as in `destination`
+        folder = posixpath.dirname(path)
+        place = posixpath.normpath(posixpath.join(folder, target)) if target else path
         if not (ROOT / place).exists():
             raise ValueError(f"{path}: the link to {target} leads nowhere")
         return f"]({destination(place, anchor)})"
@@ -198,6 +203,8 @@ def destination(place: str, anchor: str) -> str:
     is_lesson = posixpath.dirname(place) == "notebooks" and name.endswith(".ipynb")
     if is_lesson or place in BESIDE:
         return name + anchor.lower()  # Jupyter's anchors have capitals, Sphinx's none
+    if page := simulator.page_of(place, anchor):
+        return f"{page}.md{anchor}"
     if posixpath.dirname(place) == IMAGES:
         return f"images/{name}"
     kind = "tree" if (ROOT / place).is_dir() else "blob"

@@ -4,15 +4,14 @@ The same device has the same colour in every lesson. Every picture has a title, 
 screen readers speak, and looks the same on every machine, so that tests compare it.
 
     averaging.py    ways to average gradients: what ranks compute and send
-    budgets.py      what ways to train a step take, beside what the card has
     memory_bars.py  what memory is made of at several moments, predicted and counted
+    memory_over_time.py  what lives on a GPU during a step, from the allocator's history
     meshes.py       groups of a mesh on their nodes; what each rank has of a model
-    network_steps.py  one step of a rank on several nodes: computing, and each link
     precision.py    numbers of 16 bits, and where a step of mixed precision has them
-    loss_curves.py  curves of one training in several ways, and their distances
-    loaders.py      what loader workers and the GPU do when
+    loss_curves.py  losses and gradient norms of a right and a wrong training
+    loaders.py      the path of a batch to the GPU; a GPU that waits for batches
+    dealt_samples.py  which rank gets which samples, and what a step has
     exposed.py      what a rank computes, and the messages that nothing hides
-    slice_times.py  a table: times of a block that is cut over four GPUs
     two_matmuls.py  two matmuls cut by columns and by rows: which rank has which slice
     stages.py       what each GPU of a split model does when
     pipelines.py    schedules of a pipeline on one axis: tasks of each rank, bubbles
@@ -21,18 +20,20 @@ screen readers speak, and looks the same on every machine, so that tests compare
     roofline.py     what a card can reach, and the kernels below it
     stopwatches.py  what a clock reads of a step that is launched and then computed
     hidden_copies.py  a loop over batches: copies and computing, each way on one axis
-    data_parallel.py  the four functions of nn.DataParallel; weights reach all GPUs
+    data_parallel.py  the four functions of nn.DataParallel
     shared_step.py  one step of nn.DataParallel: what each GPU does when
     copy_path.py    from CPU memory to the GPU: who copies, whether Python waits
     before_after.py   what each rank has before and after several collectives
-    conversations.py  who sends to whom and when, several programs on one axis
-    course_map.py   the lessons of the course
+    course_map.py   the lessons of the course, by parts, and what each builds on
+    conversations.py  who sends to whom and when, or in which stream; several programs
     elastic_job.py  agents that meet; a job that is killed and restarted, step by step
     experts.py      tokens travel to the rank of their expert
-    published_runs.py  predicted beside published rates, a row for each run
+    published_runs.py  predicted beside published rates, a line for each model and card
     equal_ranks.py  which values all ranks have alike
+    references.py   names of a program, their tensors, and where these are
+    races.py        a read that comes too early; memory that is used again
     ring_attention.py  attention over ranks: who computes what, and when
-    sharing.py      one tensor in two processes, and a lost update
+    sharing.py      what travels through a queue, and who must live; a lost update
     verdicts.py     claims and their cases: which hold, which fail, which are open
     visible.py      which cards a program sees, and what it calls them
 
@@ -42,38 +43,40 @@ when are drawn, and pictures of timelines, of jobs and of memory.
 
 from helpers.draw.averaging import averaging
 from helpers.draw.before_after import before_after
-from helpers.draw.budgets import Budget, budgets
-from helpers.draw.conversations import conversations
+from helpers.draw.conversations import conversations, streams_of_rank
 from helpers.draw.copy_path import copy_path
 from helpers.draw.course_map import ON_RANKS, course_map
-from helpers.draw.data_parallel import four_functions, star_and_chain
+from helpers.draw.data_parallel import four_functions
+from helpers.draw.dealt_samples import dealt_samples
 from helpers.draw.elastic_job import agents_meet, elastic_job
 from helpers.draw.equal_ranks import equal_ranks
 from helpers.draw.experts import tokens_to_experts
 from helpers.draw.exposed import exposed
 from helpers.draw.hidden_copies import hidden_copies
-from helpers.draw.loaders import loaders
+from helpers.draw.loaders import batch_path, fed_gpu
 from helpers.draw.loss_curves import loss_curves
 from helpers.draw.memory_bars import memory_bars
+from helpers.draw.memory_over_time import memory_over_time
 from helpers.draw.meshes import mesh, mesh_ways
-from helpers.draw.network_steps import network_steps
 from helpers.draw.pipelines import bubble, pipelines
 from helpers.draw.precision import mixed_step, number_formats
 from helpers.draw.published_runs import published_runs
+from helpers.draw.races import early_read, reused_memory
+from helpers.draw.references import references
 from helpers.draw.ring_attention import (
     attention_squares,
     attention_times,
     online_softmax,
+    ring_hop,
 )
 from helpers.draw.roofline import roofline
-from helpers.draw.sharded_steps import sharded_steps
+from helpers.draw.sharded_steps import block_life, sharded_steps
 from helpers.draw.shared_step import shared_step
-from helpers.draw.sharing import lost_update, shared_tensor
-from helpers.draw.slice_times import slice_times
+from helpers.draw.sharing import old_gradient, sent_through_a_queue
 from helpers.draw.stages import stages
 from helpers.draw.steps import steps
 from helpers.draw.stopwatches import stopwatches
-from helpers.draw.two_matmuls import two_matmuls
+from helpers.draw.two_matmuls import f_and_g, two_matmuls
 from helpers.draw.verdicts import verdicts
 from helpers.draw.visible import visible_cards
 from simgpu.pictures import (
@@ -95,14 +98,16 @@ from simgpu.pictures import (
 )
 
 __all__ = [
-    "Budget", "COLOURS", "HOST", "INK", "ON_RANKS", "Picture", "WIDEST", "agents_meet",
-    "attention_squares", "attention_times", "averaging", "before_after", "bubble",
-    "budgets", "colour", "conversations", "copy_path", "course_map", "devices",
-    "elastic_job", "equal_ranks", "exposed", "four_functions", "hidden_copies",
-    "job_memory", "job_timeline", "loaders", "loss_curves", "lost_update",
-    "memory_bars", "mesh", "mesh_ways", "mixed_step", "network_steps", "number_formats",
-    "online_softmax", "overlap", "parts", "pipelines", "published_runs", "roofline",
-    "schedule", "segment_picture", "segments", "sharded_steps", "shared_step",
-    "shared_tensor", "slice_times", "stages", "star_and_chain", "steps", "stopwatches",
-    "timeline", "tokens_to_experts", "two_matmuls", "verdicts", "visible_cards",
+    "COLOURS", "HOST", "INK", "ON_RANKS", "Picture", "WIDEST", "agents_meet",
+    "attention_squares", "attention_times", "averaging", "batch_path", "before_after",
+    "block_life", "bubble", "colour", "conversations", "copy_path", "course_map",
+    "dealt_samples", "devices", "early_read", "elastic_job", "equal_ranks", "exposed",
+    "f_and_g", "fed_gpu", "four_functions", "hidden_copies", "job_memory",
+    "job_timeline", "loss_curves", "memory_bars", "memory_over_time", "mesh",
+    "mesh_ways", "mixed_step", "number_formats", "old_gradient", "online_softmax",
+    "overlap", "parts", "pipelines", "published_runs", "references", "reused_memory",
+    "ring_hop", "roofline", "schedule", "segment_picture", "segments",
+    "sent_through_a_queue", "sharded_steps", "shared_step", "stages", "steps",
+    "stopwatches", "streams_of_rank", "timeline", "tokens_to_experts", "two_matmuls",
+    "verdicts", "visible_cards",
 ]  # fmt: skip

@@ -8,7 +8,7 @@ _PACKS = ("cat", "copy_", "_to_copy", "mul", "mul_", "div", "div_")
 _STEPS = ("_foreach_add_", "_fused_sgd_")
 
 
-def averaging(logs: dict, ranks=(0, 1, 2, 3), until=None) -> Picture:
+def averaging(logs: dict, ranks=(0,)) -> Picture:
     """A step of each log: two lanes for each rank, computing and its all-reduces.
 
     A message has its rank's colour while the rank computes as well (hidden), and is
@@ -17,12 +17,11 @@ def averaging(logs: dict, ranks=(0, 1, 2, 3), until=None) -> Picture:
     Args:
         logs: heading -> what `ranks.timeline()` returned after one step.
         ranks: to draw, of each log.
-        until: a longer log, of another picture, with which the axis is shared.
 
     Taught in 16-average-gradients.
     """
     ends = {name: _end(log) for name, log in logs.items()}
-    longest = max(*ends.values(), 0.0 if until is None else _end(until))
+    longest = max(ends.values())
     waits = {name: _wait(log, ranks[0]) for name, log in logs.items()}
     spoken = "; ".join(
         f"{name}: {len(_messages(log, ranks[0]))} messages, the GPU waits "
@@ -31,7 +30,7 @@ def averaging(logs: dict, ranks=(0, 1, 2, 3), until=None) -> Picture:
     )
     each = _HEAD + len(ranks) * (2 * _LANE + 6) + 4
     axis = Lanes(f"A step, simulated. {spoken}", len(logs) * each + 46, longest, _LEFT,
-                 size=11, letter=6.6, room=2, drop=4.5, least=1)  # fmt: skip
+                 size=11, letter=6.2, room=0, drop=4.5, least=1)  # fmt: skip
     y = 4
     for name, log in logs.items():
         words = f"{name}: {ends[name] * 1e6:,.0f} µs, of which the GPU waits "
@@ -104,5 +103,6 @@ def _lanes(axis: Lanes, y: float, log, rank: int) -> None:
             words = (number,) if middle == event.end else ()
             colour = COLOURS[rank % len(COLOURS)]
             axis.bar(y, tall, event.start, middle, colour, *words)
-        if middle < event.end:
-            axis.bar(y, tall, middle, event.end, "white", number, stroke=INK)
+        if middle < event.end:  # one outline around both parts
+            fill = "none" if event.start < middle else "white"
+            axis.bar(y, tall, event.start, event.end, fill, number, stroke=INK)

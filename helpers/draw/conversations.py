@@ -7,7 +7,7 @@ from simgpu.pictures import COLOURS, HOST, Lanes, Picture
 
 _MESSAGE = re.compile(r"(send to|recv from) (\d+)")
 _LEFT, _LANE, _UPPER = 60, 32, 18  # pixels: margin, a rank's lane, its messages
-_HEAD = 26
+_HEAD, _ROW = 26, 26
 
 
 def conversations(logs: dict, ranks: Sequence[int] | None = None) -> Picture:
@@ -46,6 +46,52 @@ def conversations(logs: dict, ranks: Sequence[int] | None = None) -> Picture:
             y += _LANE
     axis.footer(height - 8)
     return axis
+
+
+def streams_of_rank(logs: dict, rank: int = 0) -> Picture:
+    """What ran in which stream of a rank's GPU, for each program under the other.
+
+    A plain collective is in the current stream; one with `async_op=True` is in a stream
+    of NCCL's own. Both have the rank's colour. White before the first is the launch.
+
+    Args:
+        logs: title of a program -> its `ranks.timeline()`.
+        rank: whose GPU.
+
+    Taught in 15-talk-between-ranks.
+    """
+    rows = {title: _by_stream(log.events(rank)) for title, log in logs.items()}
+    titles = [f"{title}: {log.seconds * 1e6:,.0f} µs" for title, log in logs.items()]
+    height = _HEAD * len(logs) + _ROW * sum(map(len, rows.values())) + 26
+    longest = max(log.seconds for log in logs.values())
+    where = [f"{title}: {' and '.join(found)}" for title, found in rows.items()]
+    spoken = f"Simulated time. {'; '.join(titles)}. Rows of {', of '.join(where)}"
+    axis = Lanes(spoken, height, longest, 112, size=12, letter=7.2, room=2)
+    y = 0
+    for title, streams in zip(titles, rows.values(), strict=True):
+        axis.text(8, y + 18, title, 13, weight="bold")
+        y += _HEAD
+        for name, events in streams.items():
+            axis.text(8, y + 15, name, 12)
+            axis.bar(y + 2, _ROW - 6, 0, events[0].start, "white", "launch")
+            for event in events:
+                fill = COLOURS[rank] if event.kind == "collective" else HOST
+                words = event.name.strip("_")
+                axis.bar(y + 2, _ROW - 6, event.start, event.end, fill, words)
+            axis.rule(y + _ROW - 2, "#EEEEEE")
+            y += _ROW
+    axis.footer(height - 8)
+    return axis
+
+
+def _by_stream(events: list) -> dict[str, list]:
+    """Name of a stream -> what ran in it; NCCL's first, and none that is empty."""
+    rows: dict[str, list] = {"NCCL's stream": [], "current stream": []}
+    for event in events:
+        if event.kind in ("kernel", "collective"):
+            apart = event.stream != 0
+            rows["NCCL's stream" if apart else "current stream"].append(event)
+    return {name: found for name, found in rows.items() if found}
 
 
 def _messages(axis: Lanes, y: float, rank: int, events: list) -> None:

@@ -38,8 +38,8 @@ def agents_meet(nodes: int = 2, ranks: int = 2) -> Picture:
             found.box(left, 186, width, 46, COLOURS[number % len(COLOURS)])
             found.text(left + width / 2, 205, f"worker, rank {number}", 13, "middle")
             found.text(left + width / 2, 223, f"GPU {local}", 12, "middle")
-        found.text(middle + 76, 125, "starts, watches", 12)
-        found.text(middle + 76, 139, "and stops", 12)
+        for line, words in enumerate(("starts,", "watches,", "stops")):
+            found.text(middle + 76, 121 + 14 * line, words, 12)
     return found
 
 
@@ -47,9 +47,10 @@ def elastic_job(log: list[dict], nodes: list, every: int) -> Picture:
     """A lane for each node: the steps of its rank, in the order of computing.
 
     A box has its node's colour, or is white and dashed if its step was done again
-    later. A bar follows a step after which a checkpoint was written. Nodes that have
-    met are joined by a line, before their ranks start. There are no seconds in it, so
-    that the picture is the same on each machine.
+    later. A bar follows a step after which a checkpoint was written: after every few
+    steps, at the end, and where the ranks were asked to end. Nodes that have met are
+    joined by a line, before their ranks start. There are no seconds in it, so that the
+    picture is the same on each machine.
 
     Args:
         log: of a `helpers.Job`.
@@ -74,6 +75,7 @@ def elastic_job(log: list[dict], nodes: list, every: int) -> Picture:
     x = LEFT
     for number, run in enumerate(runs):
         again = min((later.first for later in runs[number + 1 :]), default=10**9)
+        saved = {later.first for later in runs[number + 1 :]} | {runs[-1].end}
         # by node: which rank a node has, and who notes first, differs from run to run
         lanes = sorted((lane_of[agent], rank) for rank, agent in run.agents.items())
         found.text(x, TOP - 12, f"{plural(run.ranks, 'rank')}, from {run.first}", 12)
@@ -89,8 +91,10 @@ def elastic_job(log: list[dict], nodes: list, every: int) -> Picture:
                 fill = "white" if lost else COLOURS[lane % len(COLOURS)]
                 found.box(at, y, wide - 1, 26, fill, dashed=lost)
                 found.text(at + wide / 2, y + 17, step, 8, "middle")
-                if (step + 1) % every == 0:
+                if (step + 1) % every == 0 or step + 1 in saved:
                     found.box(at + wide - 1.5, y - 3, 2, 32, INK)
+                if (step + 1) % every and step + 1 in saved - {runs[-1].end}:
+                    found.text(at + wide, y + 40, "saved on SIGTERM", 11, "end")
         for mark in run.marks:
             words = mark["event"].replace("kill", "✕").replace("add", "+")
             at = x + START + wide * (mark["step"] - run.first)

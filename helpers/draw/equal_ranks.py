@@ -32,7 +32,9 @@ def equal_ranks(values: Mapping[str, Sequence[float]], cause: Mapping[str, str])
             x = _LEFT + rank * width
             picture.box(x + 1, y, width - 2, _ROW - 8, fill)
             picture.text(x + width / 2, y + 18, f"{number:.3f}", 12, "middle")
-        picture.text(WIDEST - 182, y + 18, cause.get(what, ""), 12)
+        why = cause.get(what, "")
+        weight = "bold" if why.startswith("wrong") else "normal"
+        picture.text(WIDEST - 182, y + 18, why, 12, weight=weight)
     return picture
 
 

@@ -2,8 +2,8 @@
 
 from simgpu.pictures import COLOURS, Picture
 
-_CELL, _GAP = 30, 26  # pixels: width of a token, between two ranks
-_ROWS = {"before": 52, "after": 108}
+_CELL, _GAP = 24, 18  # pixels: width of a token, between two ranks
+_ROWS = {"chosen": 52, "sorted": 94, "after": 150}
 
 
 def tokens_to_experts(chosen: list[list[int]]) -> Picture:
@@ -17,17 +17,18 @@ def tokens_to_experts(chosen: list[list[int]]) -> Picture:
     Taught in 22-route-to-experts.
     """
     ranks = range(len(chosen))
-    before = [[(rank, number) for number in chosen[rank]] for rank in ranks]
+    own = [[(rank, number) for number in chosen[rank]] for rank in ranks]
+    before = [sorted(row, key=lambda token: token[1]) for row in own]
     after = [[t for row in before for t in row if t[1] == rank] for rank in ranks]
     most = max(len(row) for row in before + after)
     wide = most * _CELL + _GAP
-    picture = Picture(76 + len(chosen) * wide, 150, _spoken(before, after))
+    picture = Picture(76 + len(chosen) * wide, 192, _spoken(before, after))
     picture.text(8, 20, "all-to-all: tokens to their expert", 14, weight="bold")
     for rank in ranks:
         picture.text(
             76 + rank * wide + most * _CELL / 2, 42, f"rank {rank}", 13, "middle"
         )
-    for (when, y), rows in zip(_ROWS.items(), (before, after), strict=True):
+    for (when, y), rows in zip(_ROWS.items(), (own, before, after), strict=True):
         picture.text(8, y + 20, when, 13)
         for rank, row in enumerate(rows):
             for place, (home, number) in enumerate(row):

@@ -32,7 +32,7 @@ def exposed(runs: dict, rank: int = 0) -> Picture:
         words = f"{name}: {end * 1e6:,.0f} µs, waits {wait * 1e6:,.0f} µs"
         axis.text(8, y + 14, words, 13, weight="bold")
         axis.text(8, y + 40, "computing", 12)
-        axis.text(8, y + 40 + _LANE, "NCCL", 12)
+        axis.text(8, y + 40 + _LANE, "all-reduce", 12)
         for start, stop in computing:
             axis.bar(y + 24, _LANE - 6, start, stop, COLOURS[rank])
         for start, stop in messages:

@@ -5,6 +5,7 @@ from simgpu.pictures import COLOURS, HOST, INK, WIDEST, Lanes, Picture
 
 _LEFT = 84
 _ROW = 104
+_NO_EVENTS = "The picture shows simulated GPUs; lesson 07 records real ones."
 
 
 class _Span:
@@ -33,7 +34,9 @@ def hidden_copies(runs: dict[str, list[Event]], batches: int) -> Picture:
     Taught in 05-overlap-with-streams.
     """
     if not all(runs.values()):
-        return _no_events()
+        picture = Picture(WIDEST, 40, _NO_EVENTS)
+        picture.text(8, 24, _NO_EVENTS)
+        return picture
     ends = {name: max(e.end for e in events) for name, events in runs.items()}
     lanes, hidden = {}, {}
     for name, events in runs.items():
@@ -80,12 +83,3 @@ def _said(copy: _Span, work: list[_Span]) -> str | None:
     if not copy.covered(work):
         return "compute waits for this copy"
     return None
-
-
-def _no_events() -> Picture:
-    words = (
-        "The timeline shows simulated GPUs; lesson 07 shows how to record real ones."
-    )
-    picture = Picture(WIDEST, 40, words)
-    picture.text(8, 24, words)
-    return picture

@@ -1,115 +1,81 @@
-"""Loss curves of one training in several ways, and how far each is from one process."""
+"""Losses of a right and of a wrong training, and beside them their gradient norms."""
 
 import math
 
-from simgpu.pictures import COLOURS, HOST, INK, WIDEST, Picture
+from simgpu.pictures import COLOURS, WIDEST, Picture
 
-TOP, HIGH, BAR = 44, 190, 19  # pixels: the panels begin, their height, a row at right
-LEFT, SPLIT, NAMES = 44, 330, 478  # the left panel, the right one, where bars begin
-LOWEST, HIGHEST = -7, 0  # powers of ten on the axis of distances
-ENDS = (-5, -4, -2, 0)  # powers of ten at which a bar may end
+TOP, HIGH = 62, 170  # pixels: the panels begin, their height
+LEFT, GAP = 44, 70  # the first panel's axis, and what is between the two
+WIDE = (WIDEST - 2 * LEFT - GAP) // 2
+NAMES = "right", "wrong"
+
+Log = list[dict]  # a line for each step, with "step", "loss" and "norm"
 
 
-def loss_curves(
-    curves: dict[str, dict[int, float]],
-    reference: dict[int, float],
-    title: str,
-    marks: dict[str, float] | None = None,
-    notes: dict[int, str] | None = None,
-) -> Picture:
-    """All curves on one axis, and beside them the largest distance of each.
+def loss_curves(right: Log, wrong: Log, title: str) -> Picture:
+    """Two panels: the losses of both trainings, and their gradient norms.
 
-    A line is thinner than the one below it, so that all of them are seen. A bar ends at
-    0.00001, 0.0001, 0.01 or 1, whichever is just above the largest distance: the digits
-    of a rounding error depend on the processor, and a picture should not.
+    The wrong one is a thin line upon the thick one of the right one, so that both are
+    seen where they are the same.
 
     Args:
-        curves: way -> step -> loss.
-        reference: step -> loss of one process.
+        right: what a right trainer has logged.
+        wrong: the same of a wrong one.
         title: above the picture.
-        marks: words -> a distance to mark with a line.
-        notes: step -> what happened after it.
 
-    Taught in 27-train-it-all.
+    Taught in 28-train-it-all.
     """
-    powers = {way: _power(curve, reference) for way, curve in curves.items()}
-    spoken = "; ".join(f"{way}: below {_words(p)}" for way, p in powers.items())
-    height = TOP + max(HIGH, BAR * len(curves)) + 40
-    picture = Picture(WIDEST, height, f"{title}. Largest distances. {spoken}")
+    apart = max(abs(a["loss"] - b["loss"]) for a, b in zip(right, wrong, strict=True))
+    ratio = right[0]["norm"] / wrong[0]["norm"]
+    spoken = (
+        f"{title}. The losses differ by less than {_above(apart):g}; the gradient norm "
+        f"of step 0 is {right[0]['norm']:.2f} in the right one, and {ratio:.2f} times "
+        "as large as in the wrong one"
+    )
+    picture = Picture(WIDEST, TOP + HIGH + 44, spoken)
     picture.text(8, 20, title, 14, weight="bold")
-    _panel_of_curves(picture, curves, reference, notes or {})
-    _panel_of_distances(picture, powers, marks or {})
+    second = LEFT + WIDE + GAP
+    _panel(picture, LEFT, "loss, nats a token", "loss", right, wrong)
+    _panel(picture, second, "norm of the gradient", "norm", right, wrong)
     return picture
 
 
-def _power(curve: dict[int, float], reference: dict[int, float]) -> int:
-    """The power of ten at which a curve's bar ends."""
-    most = max(abs(loss - reference[step]) for step, loss in curve.items())
-    return next((power for power in ENDS if most < 10.0**power), ENDS[-1])
+def _above(number: float) -> float:
+    """The power of ten above a number; of rounding errors, 0.01."""
+    return 10.0 ** math.ceil(math.log10(max(number, 0.009)))
 
 
-def _words(power: int) -> str:
-    return f"{10.0**power:.{-power}f}"
-
-
-def _panel_of_curves(
-    picture: Picture, curves: dict, reference: dict, notes: dict
+def _panel(
+    picture: Picture, left: int, title: str, name: str, right: Log, wrong: Log
 ) -> None:
-    width = SPLIT - LEFT - 20
-    bottom, last = TOP + HIGH, max(reference)
-    high = math.ceil(max(reference.values()))
-    low = math.floor(min(reference.values()))
+    """The axes of one column of the logs, and both its lines."""
+    bottom, last = TOP + HIGH, right[-1]["step"]
+    high = math.ceil(max(line[name] for line in [*right, *wrong]))
 
-    def at(step: int, loss: float) -> tuple[float, float]:
-        y = bottom - (loss - low) / (high - low) * HIGH
-        return round(LEFT + step / last * width), round(y)
+    def at(line: dict) -> tuple[int, int]:
+        x = left + line["step"] / last * (WIDE - 40)
+        return round(x), round(bottom - line[name] / high * HIGH)
 
-    for mark in range(low, high + 1):
-        _, y = at(0, mark)
-        picture.line(LEFT - 4, y, LEFT, y)
-        picture.text(LEFT - 8, y + 4, mark, 12, "end")
-    picture.line(LEFT, TOP, LEFT, bottom)
-    picture.line(LEFT, bottom, LEFT + width, bottom)
-    picture.text(LEFT + 6, TOP + 4, "loss, nats per byte", 12)
-    for step in range(0, last + 1, max(1, last // 5)):
-        x, _ = at(step, low)
-        picture.text(x, bottom + 16, step, 12, "middle")
-    picture.text(LEFT + width / 2, bottom + 32, "step", 12, "middle")
-    thick = 3 + 2 * len(curves)
-    for fill, curve in zip(COLOURS, curves.values(), strict=False):
-        points = [at(step, loss) for step, loss in sorted(curve.items())]
-        path = " ".join(f"{x},{y}" for x, y in points)
+    picture.text(left, TOP - 16, title, 12)
+    picture.line(left, TOP, left, bottom)
+    picture.line(left, bottom, left + WIDE - 40, bottom)
+    for mark in range(0, high + 1, max(1, high // 4)):
+        y = round(bottom - mark / high * HIGH)
+        picture.line(left - 4, y, left, y)
+        picture.text(left - 8, y + 4, mark, 12, "end")
+    for line in right:
+        picture.text(at(line)[0], bottom + 16, line["step"], 12, "middle")
+    picture.text(left + (WIDE - 40) / 2, bottom + 34, "step", 12, "middle")
+    ends = [at(log[-1]) for log in (right, wrong)]
+    same = abs(ends[0][1] - ends[1][1]) < 8
+    for i, (log, thick) in enumerate(((right, 7), (wrong, 3))):
+        path = " ".join(f"{x},{y}" for x, y in map(at, log))
         picture.parts.append(
-            f'<polyline points="{path}" fill="none" stroke="{fill}" '
+            f'<polyline points="{path}" fill="none" stroke="{COLOURS[i]}" '
             f'stroke-width="{thick}" stroke-linejoin="round"/>'
         )
-        thick -= 2
-    for step, words in notes.items():
-        x, y = at(step, reference[step])
-        picture.line(x, y - 34, x, y, arrow=True)
-        picture.text(x, y - 40, words, 12, "middle")
-
-
-def _panel_of_distances(picture: Picture, powers: dict, marks: dict) -> None:
-    scale = (WIDEST - NAMES - 16) / (HIGHEST - LOWEST)
-    bottom = TOP + BAR * len(powers) + 8
-    picture.text(WIDEST - 8, 20, "largest distance from one process", 12, "end")
-    for row, (fill, (way, power)) in enumerate(
-        zip(COLOURS, powers.items(), strict=False)
-    ):
-        y = TOP + BAR * row
-        picture.text(NAMES - 8, y + 12, way, 12, "end")
-        picture.box(NAMES, y, (power - LOWEST) * scale, BAR - 4, fill, stroke="none")
-        end = NAMES + (power - LOWEST) * scale
-        picture.text(end + 6, y + 12, f"below {_words(power)}", 11)
-    picture.line(NAMES, bottom, WIDEST - 12, bottom)
-    for power in range(LOWEST + 1, HIGHEST + 1, 2):
-        x = NAMES + (power - LOWEST) * scale
-        picture.line(x, bottom, x, bottom + 4)
-        picture.text(x, bottom + 17, f"1e{power}", 12, "middle")
-    for row, (words, distance) in enumerate(marks.items()):
-        x = NAMES + (math.log10(distance) - LOWEST) * scale
-        y = bottom + 38 + 20 * row
-        picture.line(x, TOP - 4, x, y - 4, INK if row else HOST)
-        anchor = "end" if x > (NAMES + WIDEST) / 2 else "start"
-        picture.text(x + (-4 if anchor == "end" else 4), y, words, 12, anchor)
+        x, y = ends[i]
+        if not same:
+            picture.text(x + 8, y + 4, NAMES[i], 12)
+    if same:
+        picture.text(ends[0][0] + 8, ends[0][1] + 4, "both", 12)

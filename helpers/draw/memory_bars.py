@@ -27,7 +27,7 @@ def memory_bars(
     Raises:
         ValueError: if the moments of both differ, or there are more parts than colours.
 
-    Taught in 04-count-memory.
+    Taught in 18-shard-everything.
     """
     if list(rows) != list(counted):
         raise ValueError(f"predicted {list(rows)}, but counted {list(counted)}")

@@ -38,8 +38,9 @@ def mesh(axes: dict[str, Sequence[Sequence[int]]], per_node: int) -> Picture:
             y = _TOP + _NODE * node
             picture.box(left, y - 24, 10 + _STEP * per_node, 88, stroke=HOST)
         for number, group in enumerate(groups):
-            for a, b in zip(group, group[1:], strict=False):
-                _link(picture, left, a, b, per_node, number)
+            ring = [*group, group[0]] if len(group) > 2 else group
+            for a, b in zip(ring, ring[1:], strict=False):
+                _link(picture, left, min(a, b), max(a, b), per_node, number)
         for node in range(nodes):  # over the links
             y = _TOP + _NODE * node
             picture.box(left + 3, y - 20, 44, 14, stroke="none")

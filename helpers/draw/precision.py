@@ -19,7 +19,7 @@ _WORDS = (  # title of a box, what happens there, what is lost or kept
     ("weights", "of the model", "every digit kept"),
     ("copies", "of the weights", "rounded for this step"),
     ("matmuls", "outputs", "fast, and half the bytes"),
-    ("loss", "times the scale", "kept in float32"),
+    ("loss", "of scores.float()", "times the scale"),
     ("gradients", "of the copies", "scale keeps small ones"),
     ("gradients", "divided by scale", "float32 holds them"),
     ("updated weights", "of the model", "small changes kept"),

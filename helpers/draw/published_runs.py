@@ -1,63 +1,78 @@
-"""Predicted beside published rates: one row for each run, in two columns.
+"""Predicted beside published rates: a line for each model and card, a dot for each run.
 
-The rows of the left column were fitted, those of the right column judge. A dot says how
-many times the published rate the prediction is, on an axis of ratios.
+Lines of runs to which something was fitted are above, those that judge below. A dot
+says how far the prediction is from what was published, on an axis of errors.
 """
 
 import math
 
 from simgpu.pictures import COLOURS, HOST, WIDEST, Picture
 
-_TOP, _ROW, _LABEL, _AXIS = 62, 13, 208, 92
+_TOP, _ROW, _LEFT, _AXIS = 62, 18, 190, 490
 _NEAR, _WIDE, _EDGE = 1.15, 1.3, 1.35  # bands of the axis, and its end
+_MARKS = (1 / 1.3, 1 / 1.15, 1, 1.15, 1.3)
 
 
 def published_runs(rows: list[tuple[str, float, bool]]) -> Picture:
-    """A dot for each run, beside its name and its error.
+    """A dot for each run; runs of one name share a line.
 
     Args:
-        rows: (name of the run, predicted / published, whether it was fitted).
+        rows: (name of the line, predicted / published, whether it was fitted).
 
-    Taught in 26-plan-a-run.
+    Taught in 27-choose-a-layout.
     """
-    columns = [
-        ("fitted", [row for row in rows if row[2]], COLOURS[0]),
-        ("judged", [row for row in rows if not row[2]], COLOURS[5]),
-    ]
-    said = [f"{name}: {_summary(found)}" for name, found, _ in columns if found]
-    most = max(len(found) for _, found, _ in columns)
-    title = f"Predicted / published tokens per second. {'; '.join(said)}"
-    picture = Picture(WIDEST, _TOP + _ROW * most + 12, title)
-    for place, (name, found, fill) in enumerate(columns):
-        if not found:
-            continue
-        left = 4 + place * (WIDEST // 2)
-        picture.text(left, 16, f"{len(found)} runs {name}", 13, weight="bold")
-        picture.text(left, 32, _summary(found), 11)
-        bottom = _TOP + _ROW * len(found)
-        for limit in (_WIDE, _NEAR):
-            begin, end = _place(left, 1 / limit), _place(left, limit)
-            shade = "#EEEEEE" if limit == _WIDE else "#D9D9D9"
-            height = bottom - _TOP
-            picture.box(begin, _TOP, end - begin, height, shade, stroke="none")
-        for ratio in (1 / _NEAR, 1, _NEAR):
-            x = _place(left, ratio)
-            picture.text(x, _TOP - 6, f"{ratio:.2f}", 9, "middle")
-            if ratio == 1:
-                picture.line(x, _TOP, x, bottom, HOST)
-        for number, (label, ratio, _) in enumerate(found):
-            y = _TOP + _ROW * number + _ROW - 3
-            picture.text(left, y, label, 9.5)
-            x = _place(left, min(max(ratio, 1 / _EDGE), _EDGE))
-            picture.box(x - 3.5, y - 7, 7, 7, fill)
-            picture.text(left + 340, y, f"{ratio - 1:+.0%}", 9.5, "end")
+    blocks = []
+    for name, fitted, fill in (
+        ("fitted", True, COLOURS[0]),
+        ("judged", False, COLOURS[5]),
+    ):
+        found = [row for row in rows if row[2] == fitted]
+        if found:
+            blocks.append((name, found, fill))
+    said = "; ".join(f"{name}: {_summary(found)}" for name, found, _ in blocks)
+    names = sum(len({row[0] for row in found}) for _, found, _ in blocks)
+    height = _TOP + _ROW * names + 30 * len(blocks)
+    title = f"Predicted / published tokens per second. {said}"
+    picture = Picture(WIDEST, height, title)
+    words = "Predicted tokens per second, compared with published ones"
+    picture.text(8, 18, words, 13, weight="bold")
+    for ratio in _MARKS:
+        words = f"{ratio:.2f} x" if ratio != 1 else "equal"
+        picture.text(_place(ratio), _TOP - 14, words, 11, "middle")
+    picture.text(_place(1) - 60, _TOP - 28, "< too slow", 11, "end")
+    picture.text(_place(1) + 60, _TOP - 28, "too fast >", 11)
+    y = _TOP
+    for name, found, fill in blocks:
+        picture.text(8, y + 6, f"{len(found)} runs {name}", 12, weight="bold")
+        picture.text(140, y + 6, _summary(found), 11)
+        y = _lines(picture, y + 14, found, fill) + 16
     return picture
 
 
-def _place(left: float, ratio: float) -> float:
+def _lines(picture: Picture, top: float, found: list, fill: str) -> float:
+    """The lines of a block; returns where they end."""
+    lines: dict[str, list[float]] = {}
+    for name, ratio, _ in found:
+        lines.setdefault(name, []).append(ratio)
+    bottom = top + _ROW * len(lines)
+    for limit, shade in ((_WIDE, "#EEEEEE"), (_NEAR, "#D9D9D9")):
+        begin, end = _place(1 / limit), _place(limit)
+        picture.box(begin, top, end - begin, bottom - top, shade, stroke="none")
+    picture.line(_place(1), top, _place(1), bottom, HOST)
+    for number, (name, ratios) in enumerate(lines.items()):
+        y = top + _ROW * number + _ROW / 2
+        picture.text(8, y + 4, name, 11.5)
+        picture.text(_LEFT - 8, y + 4, len(ratios), 11, "end")
+        for ratio in ratios:
+            x = _place(min(max(ratio, 1 / _EDGE), _EDGE))
+            picture.box(x - 3.5, y - 3.5, 7, 7, fill)
+    return bottom
+
+
+def _place(ratio: float) -> float:
     """Where a ratio lies, on a logarithmic axis."""
     share = 0.5 + 0.5 * math.log(ratio) / math.log(_EDGE)
-    return left + _LABEL + share * _AXIS
+    return _LEFT + share * _AXIS
 
 
 def _summary(found: list) -> str:

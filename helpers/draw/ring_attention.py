@@ -16,7 +16,7 @@ def attention_squares(cuts: dict[str, list[list[int]]]) -> Picture:
     masked above it.
 
     Args:
-        cuts: heading -> for each rank the numbers of its chunks; one or two headings.
+        cuts: heading -> for each rank the numbers of its chunks; two headings.
 
     Taught in 21-stretch-the-sequence.
     """
@@ -34,17 +34,46 @@ def attention_squares(cuts: dict[str, list[list[int]]]) -> Picture:
         _grid(picture, x + 62, _HEAD, cut)
         said = ", ".join(f"rank {r} {s:.0%}" for r, s in enumerate(shares[name]))
         picture.text(x, _HEAD + _SIDE + 22, f"work: {said}", 12)
-    if len(cuts) == 1:
-        x = 8 + WIDEST // 2
-        for line, words in enumerate(
-            (
-                "A row: the queries of a rank.",
-                "A column: keys and values of a rank.",
-                "White: masked, the keys come later.",
-                "Number: the hop of the ring (version 2).",
-            )
-        ):
-            picture.text(x, _HEAD + 40 + 24 * line, words, 13)
+    return picture
+
+
+def ring_hop(ranks: int) -> Picture:
+    """One hop of a ring: keys and values to the next rank, their gradients back.
+
+    Args:
+        ranks: how many; at most 7.
+
+    Taught in 21-stretch-the-sequence.
+    """
+    ways = {
+        "forward": ("keys, values", 1, "computes with what has arrived"),
+        "backward": ("gradients", -1, "adds its own term to what has arrived"),
+    }
+    said = "; ".join(
+        f"{way}: {what} go from "
+        + ", ".join(f"rank {rank} to {(rank + step) % ranks}" for rank in range(ranks))
+        + f", and each {then}"
+        for way, (what, step, then) in ways.items()
+    )
+    picture = Picture(WIDEST, 208, f"One hop of a ring. {said}")
+    wide = (WIDEST - 30) / ranks
+    for row, (way, (what, step, then)) in enumerate(ways.items()):
+        y = 18 + 112 * row
+        picture.text(8, y, f"{way}: each rank {then}", 13, weight="bold")
+        for rank in range(ranks):
+            x = 14 + wide * rank
+            picture.box(x, y + 14, 66, 34, COLOURS[rank])
+            picture.text(x + 33, y + 36, f"rank {rank}", 12, "middle")
+            if rank < ranks - 1:
+                ends = (x + 70, x + wide - 4)[::step]
+                picture.line(ends[0], y + 31, ends[1], y + 31, arrow=True)
+                picture.text(x + 33 + wide / 2, y + 25, what, 11, "middle")
+        first, last = 47, 47 + wide * (ranks - 1)  # the way round, below
+        start, end = (last, first)[::step]
+        picture.line(start, y + 48, start, y + 64)
+        picture.line(start, y + 64, end, y + 64)
+        picture.line(end, y + 64, end, y + 50, arrow=True)
+        picture.text((first + last) / 2, y + 60, what, 11, "middle")
     return picture
 
 

@@ -8,7 +8,7 @@ import math
 
 from simgpu.pictures import COLOURS, HOST, INK, WIDEST, Picture
 
-_LEFT, _TOP, _WIDTH, _HEIGHT = 64, 50, 424, 250
+_LEFT, _TOP, _WIDTH, _HEIGHT = 64, 50, WIDEST - 96, 250
 _X, _Y = (-2, 4), (-2, 3.5)  # powers of ten: FLOPs for each byte, TFLOP/s
 
 
@@ -17,17 +17,19 @@ def roofline(
     roofs: list[tuple[str, float, float]],
     points: list[tuple[str, float, float]],
 ) -> Picture:
-    """Roofs of cards, and numbered dots with their names on the right.
+    """Roofs of cards, and dots with their names.
 
     Args:
         title: above the picture; it says whether the dots are simulated or recorded.
         roofs: of each its name, FLOPs a second and bytes a second.
         points: of each its name, FLOPs for each byte and FLOPs a second. A name may end
-            with "@" and the number of a roof, whose colour it has.
+            with "@" and the number of a roof, whose colour it has; before that it may
+            be empty.
 
     Taught in 08-find-what-binds.
     """
-    picture = Picture(WIDEST, _TOP + _HEIGHT + 64, title)
+    said = [_said(roofs, *point) for point in points]
+    picture = Picture(WIDEST, _TOP + _HEIGHT + 64, "; ".join([title, *said]))
     picture.text(8, 20, title, 14, weight="bold")
     _axes(picture)
     for number, (name, peak, bandwidth) in enumerate(roofs):
@@ -40,8 +42,8 @@ def roofline(
         about = f"{name}: {peak / 1e12:g} TFLOP/s"
         if len(roofs) > 1:
             middle = _TOP + _HEIGHT - 24 - 20 * number
-            picture.line(_LEFT + 220, middle, _LEFT + 250, middle, stroke)
-            picture.text(_LEFT + 258, middle + 4, about, 11)
+            picture.line(_LEFT + 400, middle, _LEFT + 430, middle, stroke)
+            picture.text(_LEFT + 438, middle + 4, about, 11)
         else:
             picture.text(_LEFT + _WIDTH - 4, y - 6, about, 11, "end")
             picture.line(x, y, x, _TOP + _HEIGHT, HOST)
@@ -49,16 +51,38 @@ def roofline(
             picture.text(x - 6, y, "memory-bound", 12, "end")
             picture.text(x + 6, y, "compute-bound", 12)
             picture.text(x, _TOP + _HEIGHT + 32, f"ridge {ridge:.1f}", 11, "middle")
-    for number, (name, intensity, rate) in enumerate(points, 1):
-        words, _, roof = name.partition("@")
-        fill = COLOURS[int(roof or 0)]
-        x, y = _x(intensity), _y(rate)
-        picture.parts.append(
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="8" fill="{fill}" stroke="{INK}"/>'
-        )
-        picture.text(x, y + 4, number, 10, "middle")
-        picture.text(_LEFT + _WIDTH + 14, _TOP + 18 * number, f"{number}  {words}", 12)
+    _dots(picture, points)
     return picture
+
+
+def _said(roofs: list, name: str, intensity: float, rate: float) -> str:
+    """A dot in words, for who cannot see it."""
+    words, _, roof = name.partition("@")
+    if roof:
+        words = f"{words} {roofs[int(roof)][0]}".strip()
+    return f"{words} at {_short(intensity)} FLOPs a byte, {_short(rate / 1e12)} TFLOP/s"
+
+
+def _short(number: float) -> str:
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
+
+
+def _dots(picture: Picture, points: list[tuple[str, float, float]]) -> None:
+    """Dots, and below each on its right its name; names that would meet go lower."""
+    lowest = -math.inf
+    for name, intensity, rate in sorted(points, key=lambda point: -point[2]):
+        words, _, roof = name.partition("@")
+        x, y = _x(intensity), _y(rate)
+        if words:
+            lowest = max(y + 20, lowest + 15)
+            fits = x + 20 + 7 * len(words) < _LEFT + _WIDTH
+            side, anchor = (12, "start") if fits else (-12, "end")
+            picture.line(x, y, x + 0.75 * side, lowest - 4, HOST)
+            picture.text(x + side, lowest, words, 12, anchor)
+        picture.parts.append(
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{COLOURS[int(roof or 0)]}" '
+            f'stroke="{INK}"/>'
+        )
 
 
 def _axes(picture: Picture) -> None:

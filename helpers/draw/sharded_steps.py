@@ -1,4 +1,7 @@
-"""Steps with sharded parameters: computing, gathers and reductions on one axis."""
+"""Steps with sharded parameters: computing, gathers and reductions on one axis.
+
+Before them, the life of one block: what a rank has of it at each moment of a step.
+"""
 
 import re
 
@@ -31,7 +34,7 @@ def sharded_steps(
         name: _lanes(begin, _numbered(events, blocks))
         for name, (begin, _, events) in runs.items()
     }
-    said = {name: _words(found["compute"]) for name, found in lanes.items()}
+    said = {name: _words(found) for name, found in lanes.items()}
     spoken = "; ".join(f"{name}: {words}" for name, words in said.items())
     longest = max(
         (
@@ -58,6 +61,50 @@ def sharded_steps(
             _lane(axis, y + 34 + LANE * place, lane, spans)
     axis.ticks(height - 32, "µs")
     return axis
+
+
+def block_life(ranks: int, rank: int = 1) -> Picture:
+    """What a rank has of one block from before a forward pass to after backward.
+
+    A square is the block; the rank's shard has its colour, what others store is grey.
+
+    Args:
+        ranks: how many share the block; at most 7.
+        rank: whose memory is drawn.
+
+    Taught in 18-shard-everything.
+    """
+    moments = {  # name -> its parameters, its gradients, the message that follows
+        "stored": ("shard", "none", "all-gather"),
+        "forward": ("full", "none", ""),
+        "freed": ("shard", "none", "all-gather"),
+        "backward": ("full", "full", "reduce-scatter"),
+        "stored again": ("shard", "shard", ""),
+    }
+    said = "; ".join(
+        f"{name}: parameters {p}, gradients {g}" + (f", then {send}" if send else "")
+        for name, (p, g, send) in moments.items()
+    )
+    picture = Picture(WIDEST, 176, f"One block on rank {rank} of {ranks}. {said}")
+    words = f"one block on rank {rank} of {ranks}; grey: shards of other ranks"
+    picture.text(8, 18, words, 13, weight="bold")
+    for row, words in enumerate(("parameters", "gradients")):
+        picture.text(8, 74 + 62 * row, words, 12)
+    for place, (name, (*states, send)) in enumerate(moments.items()):
+        x = 108 + 124 * place
+        picture.text(x + 24, 40, name, 12, "middle", "bold")
+        for row, state in enumerate(states):
+            y = 50 + 62 * row
+            fill = HOST if state == "full" else "white"
+            picture.box(x, y, 48, 48, fill, dashed=state != "full", stroke=INK)
+            if state != "none":
+                high = 48 / ranks
+                picture.box(x, y + high * rank, 48, high, COLOURS[rank])
+        if send:
+            y = 136 if send == "reduce-scatter" else 74
+            picture.line(x + 52, y, x + 120, y, arrow=True)
+            picture.text(x + 86, y - 8, send, 9, "middle")
+    return picture
 
 
 def _numbered(events: list, blocks: int) -> list:
@@ -92,10 +139,9 @@ def _lanes(begin: float, events: list) -> dict[str, list[tuple[float, float, str
     return found
 
 
-def _words(spans: list[tuple[float, float, str]]) -> str:
-    waits = [b[0] - a[1] for a, b in zip(spans, spans[1:], strict=False)]
-    total = spans[-1][1] if spans else 0.0
-    waited = sum(waits) + (spans[0][0] if spans else 0.0)
+def _words(lanes: dict[str, list[tuple[float, float, str]]]) -> str:
+    total = max((end for row in lanes.values() for _, end, _ in row), default=0.0)
+    waited = total - sum(end - start for start, end, _ in lanes["compute"])
     return f"{1e6 * total:,.0f} µs, of which the GPU waits {1e6 * waited:,.0f}"
 
 

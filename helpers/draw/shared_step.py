@@ -8,10 +8,11 @@ _LEFT, _TOP, _LANE = 62, 66, 44  # pixels
 
 
 def shared_step(events: Sequence, title: str = "One step on four GPUs") -> Picture:
-    """A lane for each GPU: kernels in its colour, copies grey; above, cuda:0's phases.
+    """A lane for each GPU: kernels in its colour, messages grey; above, the phases.
 
-    A copy between two GPUs is drawn on both. Below each lane stands for how long the
-    GPU computes, copies, and is idle.
+    Messages are NCCL's collectives, named in their bars, and copies, which are drawn
+    on both GPUs. Below each lane stands for how long the GPU computes, sends or
+    receives, and is idle.
 
     Args:
         events: of `simgpu.timeline()`, of one step of a model of linear layers.
@@ -25,10 +26,8 @@ def shared_step(events: Sequence, title: str = "One step on four GPUs") -> Pictu
     said = {gpu: _words(gpu, events, end - begin) for gpu in gpus}
     spoken = "; ".join(f"{gpu}: {words}" for gpu, words in said.items())
     height = _TOP + _LANE * len(gpus) + 48
-    spoken = f"{title}. {spoken}"
-    axis = Lanes(spoken, height, end - begin, _LEFT, begin=begin, least=1)
+    axis = Lanes(f"{title}. {spoken}", height, end - begin, _LEFT, begin=begin, least=1)
     axis.text(8, 20, title, 14, weight="bold")
-    axis.text(8, 44, "cuda:0:", 12)
     for words, start, stop in _phases(events, end):
         axis.line(axis.at(start), 50, axis.at(stop) - 2, 50)
         axis.text(axis.at((start + stop) / 2), 44, words, 12, "middle")
@@ -39,12 +38,16 @@ def shared_step(events: Sequence, title: str = "One step on four GPUs") -> Pictu
         for event in events:
             if gpu not in _gpus(event):
                 continue
-            fill = HOST if event.kind == "copy" else COLOURS[int(gpu[5:])]
-            axis.bar(y, 22, event.start, event.end, fill)
+            if event.kind == "kernel":
+                axis.bar(y, 22, event.start, event.end, COLOURS[int(gpu[5:])])
+            else:
+                words = event.name if event.kind == "collective" else ""
+                axis.bar(y, 22, _begins(event), event.end, HOST, words)
+        ends = [e.end for e in events if gpu in _gpus(e)]
+        axis.between(y + 16, max(ends), end, "idle")
         axis.text(_LEFT, y + 36, said[gpu], 12)
     axis.ticks(height - 42, "ms")
-    words = "in colour: kernels, grey: copies, white: idle"
-    axis.text(_LEFT, height - 6, words, 12)
+    axis.text(_LEFT, height - 6, "in colour: kernels, grey: messages, white: idle", 12)
     axis.simulated(height - 6)
     return axis
 
@@ -55,28 +58,34 @@ def _gpus(event) -> tuple[str, ...]:
     return (event.source, event.target) if both else (event.device,)
 
 
+def _begins(event) -> float:
+    """When a message moves: a collective waits for its last GPU first."""
+    return event.start + event.waited
+
+
 def _words(gpu: str, events: Sequence, total: float) -> str:
-    """How long a GPU computes, copies, and does neither, in milliseconds."""
+    """How long a GPU computes, sends or receives, and does neither."""
     mine = [event for event in events if gpu in _gpus(event)]
-    copies = sum(e.end - e.start for e in mine if e.kind == "copy")
-    kernels = sum(e.end - e.start for e in mine if e.kind != "copy")
-    parts = (kernels, copies, total - kernels - copies)
-    computing, copying, idle = (f"{1e3 * part:.1f}" for part in parts)
-    return f"computing {computing} ms, copying {copying} ms, idle {idle} ms"
+    kernels = sum(e.end - e.start for e in mine if e.kind == "kernel")
+    messages = sum(e.end - _begins(e) for e in mine if e.kind != "kernel")
+    parts = (kernels, messages, total - kernels - messages)
+    computing, moving, idle = (f"{1e3 * part:.1f}" for part in parts)
+    return f"computing {computing} ms, messages {moving} ms, idle {idle} ms"
 
 
 def _phases(events: Sequence, end: float) -> list[tuple[str, float, float]]:
-    """(words, start, end) of what cuda:0 does, by its large copies and last matmuls."""
-    large = max(e.nbytes for e in events if e.kind == "copy") / 2
-    moves = [e for e in events if e.kind == "copy" and e.nbytes > large]
-    out = max(e.end for e in moves if e.source == "cuda:0")
-    home = [e for e in moves if e.target == "cuda:0"]
+    """(words, start, end) of what the GPUs do, by two collectives and the matmuls."""
+    out = [e for e in events if e.name == "broadcast"]
+    home = [e for e in events if e.name == "reduce"]
     forward = max(e.end for e in events if e.name == "addmm")
     backward = min(e.start for e in events if e.name == "mm")
+    first, last = max(map(_begins, home)), max(e.end for e in home)
+    arrived = max(e.end for e in out)
     return [
-        ("weights out", events[0].start, out),
-        ("forward", out, forward),
-        ("backward", backward, home[0].start),
-        ("gradients in", home[0].start, home[-1].end),
-        ("Adam", home[-1].end, end),
+        ("weights out", events[0].start, arrived),
+        ("forward", arrived, forward),
+        ("loss", forward, backward),
+        ("backward", backward, first),
+        ("gradients in", first, last),
+        ("Adam", last, end),
     ]

@@ -45,7 +45,7 @@ def stages(runs: dict, title: str = "One step") -> Picture:
 def _words(name: str, run) -> str:
     if not run.counted:
         return f"{name}: {1e3 * run.seconds:.1f} ms, measured"
-    return f"{name}: {1e3 * run.seconds:.1f} ms, a GPU is idle {run.idle:.0%} of it"
+    return f"{name}: {1e3 * run.seconds:.1f} ms; on average, a GPU idles {run.idle:.0%}"
 
 
 def _lane(axis: Lanes, y: float, row: list, run) -> None:

@@ -1,7 +1,7 @@
 """Two matmuls cut over ranks: which slice of weight, input and output a rank has.
 
 The first weight is cut by columns and the second by rows. Each rank has a colour; grey
-is what every rank has.
+is what every rank has. The second picture has what ranks send before and after.
 """
 
 from simgpu.pictures import COLOURS, HOST, INK, WIDEST, Picture
@@ -62,8 +62,8 @@ def two_matmuls(ranks: int, tokens: int, width: int, hidden: int) -> Picture:
     left = _OUT - 90
     for number in range(ranks):
         shift = 12 * number
-        picture.box(left + shift, y + shift, _SMALL, _TALL - 36, COLOURS[number])
-    bottom = y + _TALL - 36 + 12 * (ranks - 1) + 16
+        picture.box(left + shift, y + shift / 2, _SMALL, _TALL, COLOURS[number])
+    bottom = y + _TALL + 6 * (ranks - 1) + 16
     picture.text(left, y - 8, f"{ranks} terms of y", 12)
     picture.text(left, bottom, f"{tokens} × {width} each", 11)
     start = left + _SMALL + 12 * (ranks - 1) + 12
@@ -73,6 +73,60 @@ def two_matmuls(ranks: int, tokens: int, width: int, hidden: int) -> Picture:
     picture.text((start + end) / 2, y + 66, "adds them", 12, "middle")
     _matrix(picture, end, y, _SMALL, _TALL, "y", f"{tokens} × {width}")
     return picture
+
+
+def f_and_g(ranks: int) -> Picture:
+    """What ranks have and send around two sliced matmuls, with and without a token cut.
+
+    A square is all tokens (down) and all numbers of a token (across).
+
+    Args:
+        ranks: how many; at most 7.
+
+    Taught in 19-slice-a-layer.
+    """
+    half = ("all-gather", "reduce-scatter")  # of the tokens
+    rows = {
+        "Tensor parallelism: between the slices, each rank has all tokens": (
+            (1, 1), ("pass on", "all-reduce")),
+        f"With the tokens cut: between the slices, each rank has 1/{ranks} of them": (
+            (1, ranks), half),
+    }  # fmt: skip
+    said = "; ".join(
+        f"{name}: f {there} and {back}, g {back} and {there}"
+        for name, (_, (there, back)) in rows.items()
+    )
+    picture = Picture(WIDEST, 208, f"What ranks send, forward and backward. {said}")
+    for number, (name, (between, (there, back))) in enumerate(rows.items()):
+        y = 16 + 104 * number
+        picture.text(8, y, name, 13, weight="bold")
+        picture.text(WIDEST - 8, y, "colours: ranks; grey: all", 11, "end")
+        parts = (between, (ranks, 1), between)
+        words = ("input", "slices, of all tokens", "result")
+        for place, (cut, below) in enumerate(zip(parts, words, strict=True)):
+            x = 8 + 258 * place
+            for rank in range(ranks):
+                _part(picture, x + 152 / ranks * rank, y + 22, 30, rank, *cut)
+            picture.text(x + 72, y + 74, below, 11, "middle")
+        for x, letter, ahead, behind in (
+            (160, "f", there, back),
+            (418, "g", back, there),
+        ):
+            picture.text(x + 50, y + 26, f"{letter}: {ahead}", 11, "middle")
+            picture.line(x + 4, y + 32, x + 96, y + 32, arrow=True)
+            picture.line(x + 96, y + 46, x + 4, y + 46, arrow=True)
+            picture.text(x + 50, y + 62, behind, 12, "middle")
+            picture.text(x + 50, y + 76, "in backward", 11, "middle")
+    return picture
+
+
+def _part(picture, x, y, side, rank, across, down) -> None:
+    """A square of tokens and numbers, and the part of it that a rank has."""
+    picture.box(x, y, side, side, stroke=HOST)
+    fill = COLOURS[rank] if across > 1 or down > 1 else HOST
+    left = x + side / across * rank if across > 1 else x
+    top = y + side / down * rank if down > 1 else y
+    picture.box(left, top, side / across, side / down, fill, stroke=INK)
 
 
 def _matrix(picture, x, y, width, height, name, shape, parts=1, along="x") -> None:

@@ -26,7 +26,7 @@ def verdicts(
         judged: claim -> case -> whether it holds; None: open.
         verdict: the words for the cases of a claim; "true when …" is cut there.
 
-    Taught in 29-test-the-claims.
+    Taught in 30-an-hour-on-real-gpus.
     """
     said = {claim: _short(verdict(cases)) for claim, cases in judged.items()}
     spoken = "; ".join(

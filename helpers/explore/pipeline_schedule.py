@@ -12,7 +12,7 @@ def pipeline() -> Explorer:
     return Explorer(
         pipeline_picture,
         stages=slider("stages", 4, 1, 6),
-        micro_batches=slider("micro-batches", 6, 1, 12),
+        micro_batches=slider("micro-batches", 8, 1, 12),
         schedule=choice("schedule", ("GPipe", "1F1B")),
         slowest=slider("% of time, last stage", 100, 50, 300),
     )

@@ -3,15 +3,16 @@
 from helpers import draw
 from helpers.explore.explorer import Explorer, slider
 
+_LEFT, _WIDE, _ROW = 64, 49, 34  # pixels: of a picture's margin, a chunk, a rank
+
 
 def ring() -> Explorer:
     """A ring all-reduce, one step after the other.
 
     Taught in 15-talk-between-ranks.
     """
-    return Explorer(
-        ring_picture, ranks=slider("ranks", 4, 2, 6), step=slider("step", 2, 0, 10)
-    )
+    ranks, step = slider("ranks", 4, 2, 4), slider("step", 6, 1, 6)
+    return Explorer(ring_picture, ranks=ranks, step=step)
 
 
 def ring_states(ranks: int) -> list[list[list[frozenset[int]]]]:
@@ -42,31 +43,32 @@ def ring_chunk(ranks: int, rank: int, step: int) -> int:
 
 
 def ring_picture(ranks: int, step: int) -> draw.Picture:
-    """The chunks of every rank after some steps: orange is new, green complete.
+    """The steps up to one: what has just come is framed, what is complete coloured.
 
-    A step after the last shows the last.
+    A chunk has one colour in all ranks. A step after the last shows the last.
     """
     states = ring_states(ranks)
-    step = min(step, len(states) - 1)
-    part = "all done" if step == len(states) - 1 else "reduce-scatter"
-    if ranks - 1 <= step < len(states) - 1:
-        part = "all-gather"
-    title = f"After step {step} of {len(states) - 1}: {part if step else 'the start'}"
-    wide, tall = (draw.WIDEST - 84) // ranks, 34
-    plus = " + " if ranks < 6 else "+"  # five numbers have to fit into a sixth
-    picture = draw.Picture(draw.WIDEST, 64 + tall * ranks, title)
-    picture.text(8, 20, title, 14, weight="bold")
-    for rank, row in enumerate(states[step]):
-        x = 76 + rank * wide
-        picture.text(x + (wide - 12) / 2, 44, f"rank {rank}", 13, "middle")
-        for chunk, summed in enumerate(row):
-            y = 52 + tall * chunk
-            whole = len(summed) == ranks
-            fill = draw.COLOURS[2] if whole else "white"
-            came = step > 0 and chunk == ring_chunk(ranks, (rank - 1) % ranks, step - 1)
-            picture.box(x, y, wide - 12, tall - 6, draw.COLOURS[1] if came else fill)
-            words = "all" if whole else plus.join(map(str, sorted(summed)))
-            picture.text(x + (wide - 12) / 2, y + 19, words, 13, "middle")
-    for chunk in range(ranks):
-        picture.text(8, 71 + tall * chunk, f"chunk {chunk}", 13)
+    last, tall = len(states) - 1, 52 + _ROW * ranks
+    step, parts = min(step, last), ("reduce-scatter", "all-gather")
+    part = "all done" if step == last else parts[step >= ranks]
+    title = f"After step {step} of {last}: {part}"
+    picture = draw.Picture(draw.WIDEST, 2 * tall, title)
+    for number in range(1, step + 1):
+        row, column = divmod(number - 1, ranks - 1)
+        x, y = _LEFT + column * (ranks * _WIDE + 12), row * tall + 46
+        picture.text(x, y - 20, f"step {number}: {parts[row]}", 12, weight="bold")
+        for rank, chunks in enumerate(states[number]):
+            top = y + rank * _ROW
+            if column == 0:
+                picture.text(8, top + 16, f"rank {rank}", 12)
+            came = ring_chunk(ranks, (rank - 1) % ranks, number - 1)
+            for chunk, summed in enumerate(chunks):
+                left, whole = x + chunk * _WIDE, len(summed) == ranks
+                fill = draw.COLOURS[chunk] if whole else "white"
+                stroke = draw.INK if chunk == came else draw.HOST
+                picture.box(left, top, _WIDE - 3, _ROW - 12, fill, stroke=stroke)
+                words = "all" if whole else "+".join(map(str, sorted(summed)))
+                picture.text(left + _WIDE / 2 - 1, top + 16, words, 12, "middle")
+            x_in = x + (came + 0.5) * _WIDE - 1
+            picture.line(x_in, top - 12, x_in, top - 1, arrow=True)
     return picture

@@ -46,11 +46,11 @@ def roofline() -> Explorer:
     """
     return Explorer(
         _explored,
-        doublings=slider("batch = 2 to the power of", 14, 5, 17),
+        doublings=slider("batch = 2 to the power of", 15, 5, 17),
         width=choice("width", (128, 512, 2048, 8192), 512),
         depth=choice("depth", (1, 2, 4)),
-        card=choice("card", tuple(CARDS), "H100"),
-        numbers=choice("numbers", NUMBERS, "bfloat16"),
+        card=choice("card", tuple(CARDS), "A100"),
+        numbers=choice("numbers", NUMBERS, "float32"),
     )
 
 

@@ -50,7 +50,7 @@ def overlap_picture(
         f"One stream {one * 1e3:.2f} ms, two streams {two * 1e3:.2f} ms (simulated): "
         f"{one / two:.2f} times as fast"
     )
-    axis = Lanes(title, 156, one, 108)
+    axis = Lanes(title, 172, one, 108)
     axis.text(8, 20, title, 14, weight="bold")
 
     def bar(row: int, start: float, end: float, fill: str) -> None:
@@ -64,4 +64,5 @@ def overlap_picture(
         bar(0, first + copy, first + copy + work, draw.colour("cuda:0"))
         bar(1, there - copy, there, draw.HOST)
         bar(2, start, end, draw.colour("cuda:0"))
+    axis.legend(152, {"copying": draw.HOST, "computing": draw.colour("cuda:0")})
     return axis

@@ -1,19 +1,14 @@
-"""The exercises of lesson 01: visible GPUs, the best device, where a tensor is."""
+"""The exercises of lesson 01: visible GPUs, the best device, a module that moves."""
 
 import contextlib
-import re
 from unittest import mock
 
 import torch
+from torch import nn
 
-from exercises.counted import listed, word
-from exercises.exercise import Wrong, call, exercise, solution
-from exercises.results import equal, tensor
-
-
-def _device(answer) -> str | None:
-    name = word(answer)
-    return name if re.fullmatch(r"cpu|cuda:\d+", name) else None
+from exercises.exercise import NotYet, Wrong, call, exercise, solution
+from exercises.results import a, equal, near, tensor
+from helpers.gpus import count_copies
 
 
 @exercise(
@@ -86,25 +81,32 @@ def _no_gpus():
         "The first program of the lesson asks once which device there is. What does "
         "`current_accelerator` say on a machine that has CUDA in its PyTorch, but no "
         "GPU?",
-        "A module moves in place, and a tensor does not. What does "
-        "`batch.to(device)` return, and does your function return the same thing?",
+        "A module moves in place, a tensor does not, and a dictionary has no `to`. So "
+        "make a new one; `isinstance(value, torch.Tensor)` says which values move.",
     ),
 )
 def place(function) -> None:
-    """A function (model, batch) -> both on the best device, with and without GPUs."""
+    """A function (model, dictionary) -> both on the best device, also without GPUs."""
     for here, there, world in (
         ("on this machine", "cuda", contextlib.nullcontext()),
         ("on a machine without a GPU", "cpu", _no_gpus()),
     ):
-        model, batch = torch.nn.Linear(3, 2), torch.arange(12.0).reshape(4, 3)
+        model, ids = nn.Linear(3, 2), ["a", "b", "c", "d"]
+        x, mask = torch.arange(12.0).reshape(4, 3), torch.tensor([True, True, False])
+        batch = {"x": x, "ids": ids, "mask": mask}
         with world:
             result = call(function, model, batch)
         if not isinstance(result, tuple) or len(result) != 2:
             raise Wrong("return two things: return model, batch")
-        if not isinstance(result[0], torch.nn.Module):
+        if not isinstance(result[0], nn.Module):
             raise Wrong("the model comes first, then the batch")
-        tensor(result[1], "the batch came back as")
-        _check_placed(model, batch, result, here, there)
+        if not isinstance(result[1], dict):
+            raise Wrong(f"the batch came back as {a(type(result[1]).__name__)}")
+        if sorted(result[1]) != ["ids", "mask", "x"] or result[1]["ids"] != ids:
+            raise Wrong("the batch must keep all its entries, the text as it is")
+        for name, sent in (("x", x), ("mask", mask)):
+            found = tensor(result[1][name], f"{name} came back as")
+            _check_placed(model, sent, (result[0], found), here, there)
 
 
 @solution("01.2")
@@ -117,16 +119,19 @@ def solution_2():
 
     `model.to(device)` changes the parameters of the same model, so an optimizer that
     was made before refers to the right ones (its own tensors, such as momentum, stay
-    where they are). `batch.to(device)` changes nothing and returns a copy, so the
-    result needs a name.
+    where they are). `value.to(device)` changes nothing and returns a copy, so the copy
+    goes into a new dictionary. Text has no device and stays as it is.
     """
 
     def place(model, batch):
         device = torch.accelerator.current_accelerator(check_available=True)
         device = device or torch.device("cpu")
         model.to(device)
-        batch = batch.to(device)
-        return model, batch
+        placed = {}
+        for name, value in batch.items():
+            is_tensor = isinstance(value, torch.Tensor)
+            placed[name] = value.to(device) if is_tensor else value
+        return model, placed
 
     return place
 
@@ -154,59 +159,92 @@ def _check_placed(model, batch, result, here: str, there: str) -> None:
         raise Wrong("the batch must keep its values")
 
 
+class _Stem(nn.Module):
+    """The module of the exercise, which works on the CPU only."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.mean = self.norm.running_mean
+        self.scale = torch.linspace(1, 2, 8)
+
+    def forward(self, x):
+        places = torch.arange(len(x))
+        return self.norm(x) * self.scale + self.mean + places[:, None]
+
+
 @exercise(
     "01.3",
     hints=(
-        "Ask of each line whether it computes with a tensor, makes a new one, or "
-        "moves one. Which rule under *Where results live*, and which row of the "
-        "table of the two settings, belongs to it?",
-        "`a.shape` is only a size, without a device. Does a module that moves keep its "
-        "buffers, or does it get new ones? And which of the two `with` blocks changes "
-        "what `cuda` without an index means?",
+        "Three tensors are in the wrong place after `to`: one is neither parameter nor "
+        "buffer, one is made in each `forward`, and one is a kept reference. Which is "
+        "which, and what does the lesson say of each?",
+        "Read the help of `register_buffer`: its third parameter says whether a buffer "
+        "is part of the `state_dict`. And what does `forward` read if nobody keeps a "
+        "reference to `norm.running_mean`?",
     ),
 )
-def five_devices(*answers) -> None:
-    """The devices of five expressions with a tensor `a` on cuda:1."""
-    expected = (
-        ("cuda:1", "a result stays where its input lives"),
-        ("cpu", "a.shape is only numbers, so nothing says where"),
-        ("cpu", "the module gets a new buffer, and `mean` is the old one"),
-        ("cuda:2", "the block changes what the bare .cuda() means, and a is copied"),
-        (
-            "cuda:0",
-            'the default device is not the current GPU, which is what "cuda" means',
-        ),
-    )
-    say = "write the name of a device, and say which GPU, such as cuda:0"
-    listed(answers, expected, what="devices", read=_device, say=say)
+def movable(module_class) -> None:
+    """A class like `Stem` that works wherever it is moved, with the same state_dict."""
+    generator = torch.Generator().manual_seed(5)
+    right, module = _Stem(), call(module_class)
+    if not isinstance(module, nn.Module):
+        raise Wrong(f"give a class of modules; this makes {a(type(module).__name__)}")
+    if type(module).forward is nn.Module.forward:
+        raise NotYet("your class has no forward so far")
+    keys, wanted = set(module.state_dict()), set(right.state_dict())
+    if keys != wanted:
+        which = f"has {', '.join(sorted(keys - wanted))} too"
+        if not wanted <= keys:
+            which = f"lacks {', '.join(sorted(wanted - keys))}"
+        raise Wrong(f"old checkpoints do not load: the state_dict {which}")
+    module.load_state_dict(right.state_dict())
+    for device in ("cpu", "cuda:1", "cuda:2", "cpu"):
+        x = 5 + torch.randn(6, 8, generator=generator)
+        there, when = x.to(device), f"on {device}"
+        module.to(device)
+        with count_copies() as copies:
+            found = call(module, there, when=when)
+        found = tensor(found, f"{when} forward returns")
+        if str(found.device) != device:
+            raise Wrong(f"{when} the result is on {found.device}")
+        if not near(found, right(x), atol=1e-4):
+            raise Wrong(
+                f"{when} the result is another one: does `mean` still follow the "
+                "module's running_mean after `to`?"
+            )
+        if copies:
+            raise Wrong(
+                f"{when} each forward copies {copies.nbytes} bytes from "
+                f"{copies[0].source}: let `to` move the tensor once, or make it on "
+                "x.device"
+            )
 
 
 @solution("01.3")
 def solution_3():
-    """There is one rule for each kind of line.
+    """A buffer that is not saved, a device for what is made, and no kept reference.
 
-    A result stays where its inputs are, so `a.sum()` is on `cuda:1`. A new tensor goes
-    to the CPU if nobody says otherwise. `a.shape` says nothing, because a size has no
-    device.
+    `scale` is neither parameter nor buffer, so `to` leaves it on the CPU. As a buffer
+    it moves. It is always the same and was not in the old checkpoints:
+    `persistent=False` keeps it out of the `state_dict`.
 
-    A module that moves keeps its parameters and gets new buffers. `mean` is the old
-    buffer, which stayed on the CPU.
-
-    The last two lines move a tensor to `cuda` without an index, which means the current
-    GPU. `torch.cuda.device(2)` makes GPU 2 the current one, so `a` is copied there.
-    `torch.device("cuda:2")` changes only where new tensors are made: `ones` begins on
-    `cuda:2`, and then moves to the current GPU, which is still 0.
+    `places` is made in each `forward`, so it is made where the input is. `mean` was a
+    second reference to a buffer of `norm`, which is a new tensor after `to`. No error
+    says so if `mean` is registered as a buffer, too: then it moves, but only the buffer
+    of `norm` is updated. Read it from `norm` each time.
     """
-    a = torch.ones(3, device="cuda:1")
-    total = a.sum()
-    from_shape = torch.rand(a.shape)
-    norm = torch.nn.BatchNorm1d(3)
-    mean = norm.running_mean
-    norm.to("cuda:3")
-    with torch.cuda.device(2):
-        to_current_gpu = a.cuda()
-    with torch.device("cuda:2"):
-        from_default_device = torch.ones(3).to("cuda")
-    results = [total, from_shape, mean, to_current_gpu, from_default_device]
-    answers = [str(result.device) for result in results]
-    return (*answers,)
+
+    class Stem(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(8)
+            scale = torch.linspace(1, 2, 8)
+            self.register_buffer("scale", scale, persistent=False)
+
+        def forward(self, x):
+            places = torch.arange(len(x), device=x.device)
+            normed = self.norm(x) * self.scale
+            return normed + self.norm.running_mean + places[:, None]
+
+    return Stem

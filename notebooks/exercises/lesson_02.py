@@ -5,122 +5,155 @@ import copy
 import torch
 from torch import nn
 
-from exercises.counted import counted
+from exercises.counted import is_near, number
 from exercises.exercise import Wrong, call, exercise, solution
-from exercises.results import a, equal, tensor
+from exercises.results import a, equal, sequence, tensor
 from helpers.gpus import count_copies
 
 
 @exercise(
     "02.1",
     hints=(
-        "One family of functions takes the shape, the dtype and the device from `x`. "
-        "How do their names end?",
-        "The table under *Where a new tensor goes* has the function that draws normal "
-        "random numbers in this way. What does it need besides `x`?",
+        "`torch.arange` counts. Which of its arguments would a program on one GPU "
+        "leave out?",
+        "The numbers are int64, whatever the dtype of `x`. So only one thing comes "
+        "from `x`, besides how many they are.",
     ),
 )
-def noise_like(function) -> None:
-    """A function x -> normal random numbers beside x."""
+def positions_like(function) -> None:
+    """A function x -> 0, 1, ... for its columns, beside x."""
     for device, dtype in (
         ("cuda:1", torch.float32),
-        ("cuda:3", torch.float64),
-        ("cpu", torch.float16),
+        ("cuda:3", torch.bfloat16),
+        ("cpu", torch.int32),
     ):
-        x = torch.ones(40, 50, dtype=dtype, device=device, requires_grad=True)
+        x = torch.ones(2, 300, dtype=dtype, device=device)
         beside = f"beside an x of {dtype} on {device}"
         with count_copies() as copies:
-            noise = call(function, x, when=beside)
-        if tensor(noise, "it returns").device != x.device:
-            raise Wrong(f"{beside} the noise is on {noise.device}")
-        tensor(noise, "the noise is", x.shape)
-        if noise.dtype != dtype:
-            raise Wrong(f"{beside} the noise is {noise.dtype}, not {dtype}")
+            positions = call(function, x, when=beside)
+        if tensor(positions, "it returns").device != x.device:
+            raise Wrong(f"{beside} the positions are on {positions.device}")
         if copies:
-            raise Wrong(f"{beside} it copies {copies.nbytes:,} bytes; make it there")
-        if noise.requires_grad:
-            raise Wrong("the noise wants a gradient; new random numbers have none")
+            raise Wrong(f"{beside} it copies {copies.nbytes:,} bytes; make them there")
+        tensor(positions, "the positions are", x.shape[1:])
+        if positions.dtype != torch.int64:
+            raise Wrong(f"{beside} they are {positions.dtype}, not torch.int64")
+        if positions.cpu().tolist() != list(range(300)):
+            raise Wrong(f"{beside} they are not 0, 1, ... 299")
         if not bool((x == 1).all()):
             raise Wrong("it writes its numbers into x")
-        numbers = noise.cpu().double()
-        again = tensor(call(function, x, when=beside), "asked again, it returns")
-        if equal(numbers, again.detach().double()):
-            raise Wrong("two calls give the same numbers")
-        if abs(numbers.mean()) > 0.2 or abs(numbers.std() - 1) > 0.2:
-            raise Wrong(
-                f"mean {numbers.mean():.1f} and deviation {numbers.std():.1f} are not "
-                "those of normal numbers, 0 and 1"
-            )
-        if numbers.abs().max() < 2:  # of 2000 normal numbers, 90 are beyond
-            raise Wrong("no number is beyond 2, so they are not normal ones")
 
 
 @solution("02.1")
 def solution_1():
-    """A `_like` function takes its shape, dtype and device from `x`.
+    """Count on the device of `x`.
 
-    `torch.randn_like(x)` draws its numbers on the device of `x`, so nothing has to be
-    copied. Like every new tensor, they want no gradient.
+    Without `device`, the numbers are made on the CPU, and an index or a sum with `x`
+    copies them or fails. `x.new_tensor(range(n))` has the dtype of `x` and copies a
+    list of Python's. A sum of ones in bfloat16 does not even count beyond 256.
     """
 
-    def noise_like(x):
-        return torch.randn_like(x)
+    def positions_like(x):
+        return torch.arange(x.shape[1], device=x.device)
 
-    return noise_like
+    return positions_like
+
+
+SIZES = (256, 256, 88)  # samples of each batch of a validation
+
+
+class _Watched(nn.Module):
+    """A classifier that notes the size of each batch and the memory in use before."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 10))
+        self.sizes, self.in_use = [], []
+
+    def forward(self, x):
+        self.sizes.append(len(x))
+        self.in_use.append(torch.cuda.memory_allocated(x.device))
+        return self.layers(x)
 
 
 @exercise(
     "02.2",
     hints=(
-        "The table under *Six copies in a step* says what an index and an `assert` "
-        "copy; `if` copies as `assert` does. Which lines of this loop are of these two "
-        "kinds, and how often does each of them run?",
-        "`seen[rows] += 1` is short for `seen[rows] = seen[rows] + 1`. How often is "
-        "`rows` used as an index there, how many bytes has one element of `rows`, "
-        "and what exactly does Python's `if` need from the GPU?",
+        "Four things in each batch make Python wait. Two of them send an index. Does "
+        "a slice such as `images[first : first + 256]` need an index?",
+        "Keep the count and the largest loss as tensors on the GPU. At the end, stack "
+        "them and read both with one `tolist()`. What does the largest loss keep in "
+        "memory if it has a graph?",
     ),
 )
-def bytes_of_the_loop(answer) -> None:
-    """Bytes that 100 steps of `seen[rows] += 1` and one `if` copy."""
-    steps, rows, index = 100, 10, 8
-    right = 2 * rows * index + 1
-    reasons = {
-        rows * index + 1: "`rows` travels to be read and to be written, in int64",
-        rows * index: "two indexings a step, and an `if` that needs an answer",
-        2 * rows * index: "Python's `if` asks the GPU for its answer",
-        2 * rows * index + 4: "the comparison is made on the GPU; a boolean comes back",
-        2 * rows * index + 1 + 4: "only the answer comes back, not the minimum",
-    }
-    mistakes = {steps * nbytes: reason for nbytes, reason in reasons.items()}
-    for nbytes in (*reasons, right):
-        mistakes[nbytes] = "that is one step; the loop makes 100"
-    mistakes[2 * rows * index * steps + 1] = (
-        "the `if` is asked in every step, not only when it is true"
-    )
-    why = "a step copies 10 indices for each indexing, and what `if` needs"
-    counted(answer, steps * right, mistakes, why)
+def validate_in_one_copy(function) -> None:
+    """A function (model, images, labels) -> (share that is right, largest loss)."""
+    images = torch.randn(sum(SIZES), 64, generator=torch.Generator().manual_seed(1))
+    labels = images[:, :10].argmax(1)
+    with torch.no_grad():
+        scores = _Watched().layers(images)
+    losses = nn.functional.cross_entropy(scores, labels, reduction="none")
+    hits = (scores.argmax(1) == labels).double()
+    for device in ("cuda:1", "cuda:0"):
+        model = _Watched().to(device)
+        there = images.to(device), labels.to(device)
+        with count_copies() as copies:
+            answer = call(function, model, *there, when=f"on {device}")
+        found = sequence(answer, "return two numbers")
+        if len(found) != 2:
+            raise Wrong(f"return two numbers, not {len(found)}")
+        if any(isinstance(each, torch.Tensor) for each in found):
+            raise Wrong("it returns a tensor; return numbers of Python")
+        share, largest = map(number, found)
+        if max(model.sizes, default=0) > SIZES[0]:
+            raise Wrong(f"a batch has {max(model.sizes)} samples; 256 are the most")
+        if sum(model.sizes) != sum(SIZES):
+            raise Wrong(f"the model sees {sum(model.sizes)} of {sum(SIZES)} samples")
+        means = sum(part.mean().item() for part in hits.split(SIZES)) / len(SIZES)
+        if is_near(share, means, 1e-6):
+            raise Wrong("a mean of means: the last batch has fewer samples")
+        if not is_near(share, hits.mean().item(), 1e-6):
+            raise Wrong(f"{share:.4f} is not the share of samples that are right")
+        if not is_near(largest, losses.max().item(), 1e-4):
+            raise Wrong(f"{largest:.4f} is not the largest loss of all samples")
+        sent = [one for one in copies if one.target != "cpu"]
+        if sent:
+            raise Wrong(f"{len(sent)} copies go to the GPU; a slice needs no index")
+        if len(copies) == 2:
+            raise Wrong("it copies twice at the end; stack both numbers first")
+        if len(copies) != 1:
+            raise Wrong(f"it copies {len(copies)} times; keep results on the GPU")
+        if model.in_use[-1] - model.in_use[1] > 2**16:
+            raise Wrong("each batch leaves activations in memory: torch.no_grad()")
 
 
 @solution("02.2")
 def solution_2():
-    """An index on the CPU travels each time it is used.
+    """Results stay on the GPU until the last batch, and arrive in one copy.
 
-    `seen[rows] += 1` first reads the elements at `rows` and then writes them. Both need
-    `rows` on the GPU, so its 10 indices are copied twice. `torch.arange` makes int64,
-    which has 8 bytes.
+    A slice is a view, so it needs no index. Both results are tensors on the GPU: `+=`
+    counts there, and `torch.maximum` compares there. `torch.stack` makes one tensor of
+    them, and `tolist()` copies it once.
 
-    `seen.min() > 0` is computed on the GPU. Python's `if` must know the answer, so one
-    boolean comes back in every step, whether it is true or not. The minimum itself
-    stays on the GPU.
+    The function as it was read each loss, and freed its graph. A loss that stays keeps
+    the activations of its batch, so the loop needs `torch.no_grad()`.
     """
-    steps = 100
-    indices = 1000 // 100
-    bytes_per_index = 8  # int64
-    to_read = indices * bytes_per_index
-    to_write = indices * bytes_per_index
-    boolean_for_if = 1
-    answer = steps * (to_read + to_write + boolean_for_if)
-    return answer
+
+    @torch.no_grad()
+    def validate(model, images, labels):
+        right = images.new_zeros(())
+        worst = images.new_zeros(())
+        for first in range(0, len(images), 256):
+            y = labels[first : first + 256]
+            scores = model(images[first : first + 256])
+            losses = nn.functional.cross_entropy(scores, y, reduction="none")
+            right += (scores.argmax(1) == y).sum()
+            worst = torch.maximum(worst, losses.max())
+        right, worst = torch.stack([right, worst]).tolist()
+        return right / len(images), worst
+
+    return validate
 
 
 @exercise(

@@ -64,27 +64,26 @@ def _loop(function, batches: list[torch.Tensor], reads_loss: bool) -> None:
 @exercise(
     "05.1",
     hints=(
-        "The formula has three terms: before the loop over the other batches, the "
-        "loop, and after it. Which of the three has the factor n - 1?",
-        "In the loop, a copy and a step run side by side. Which of the two times "
-        "counts then, and which function of Python picks it?",
+        "On one stream, each batch is copied and then computed. How long do n of them "
+        "take, and what does the lesson's formula say for two streams?",
+        "One way is to subtract. The other is to ask which of the two times is hidden, "
+        "and how often: does the first copy have a step beside it?",
     ),
 )
-def overlapped_time(function) -> None:
-    """The time of n batches whose copies run beside the steps."""
+def time_saved(function) -> None:
+    """What n batches take less if their copies run beside the steps."""
     for n, copy, compute in ((8, 190, 490), (8, 490, 190), (1, 30, 50), (3, 70, 70)):
         found = number(call(function, n, copy, compute))
-        right = copy + (n - 1) * max(copy, compute) + compute
+        right = (n - 1) * min(copy, compute)
+        two = copy + (n - 1) * max(copy, compute) + compute
         mistakes = {
-            n * (copy + compute): "that is one after the other",
-            n * max(copy, compute): "the first copy and the last step have nothing "
+            two: "that is the time of two streams; what do they save?",
+            n * (copy + compute): "that is the time of one stream; what is saved?",
+            -right: "that is two streams minus one",
+            n * min(copy, compute): "the first copy and the last step have nothing "
             "beside them",
-            copy + n * max(copy, compute): "the last step has no copy beside it; the "
-            "slower of the two counts n - 1 times",
-            copy + n * max(copy, compute) + compute: "the slower of the two counts "
-            "n - 1 times",
-            copy + (n - 1) * compute + compute: "where copies are slower, steps wait "
-            "for them",
+            (n - 1) * max(copy, compute): "the slower of the two is never hidden",
+            (n - 1) * copy: "where copies are slower, a step hides a part of one only",
         }
         why = f"n={n}, copy={copy}, compute={compute} gives {found:g}, not {right}"
         mistakes = {value: f"{why}: {what}" for value, what in mistakes.items()}
@@ -93,16 +92,20 @@ def overlapped_time(function) -> None:
 
 @solution("05.1")
 def solution_1():
-    """The first copy, the slower of the two for each further batch, the last step.
+    """The faster of the two, once for each batch but one.
 
-    Nothing runs beside the first copy, and nothing beside the last step. Between them,
-    each of the other n - 1 batches is copied beside a step, so the slower one counts.
+    One stream takes n * (copy + compute). Subtract the time of two streams,
+    copy + (n - 1) * max(copy, compute) + compute. What is left is (n - 1) times
+    copy + compute - max(copy, compute), which is the smaller of the two: while the
+    slower one runs, the faster one is hidden.
+
+    So a second stream can at best halve the time, where both take equally long.
     """
 
-    def overlapped_time(n, copy, compute):
-        return copy + (n - 1) * max(copy, compute) + compute
+    def time_saved(n, copy, compute):
+        return (n - 1) * min(copy, compute)
 
-    return overlapped_time
+    return time_saved
 
 
 @exercise(

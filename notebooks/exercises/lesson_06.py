@@ -51,6 +51,9 @@ def solution_1():
 
     The memory of `batch` belongs to `copier`. `record_stream` keeps it until the
     current stream is done with it, although Python drops `batch` at the `return`.
+
+    A wait back is as right: `copier.wait_stream(here)`, after the doubling is launched
+    and before the `return`. Then all later work on `copier` waits for it.
     """
 
     def doubled_on_side(x, copier):

@@ -1,16 +1,14 @@
-"""The exercises of lesson 08: how dense a matmul is, what binds, CPU against GPU."""
+"""The exercises of lesson 08: how dense a matmul is, what binds, how to find it."""
 
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+
+import simgpu
 from exercises.counted import is_near, listed, name_mistake, number, word
 from exercises.exercise import Wrong, call, exercise, solution
 from simgpu import CARDS
-from simgpu.costs import (
-    COPY_LATENCY,
-    HOST_COPY,
-    LAUNCH,
-    OF_BANDWIDTH,
-    PRODUCT_CLOCKS,
-    START,
-)
+from simgpu.costs import LAUNCH, OF_BANDWIDTH
 
 FLOPS = CARDS["A100"].reached["float32"] * CARDS["A100"].flops["float32"]
 BYTES = OF_BANDWIDTH * CARDS["A100"].memory_bandwidth
@@ -145,89 +143,154 @@ def solution_2():
     return (*answers,)
 
 
-def _first_win(fixed: float, each_byte: float) -> int:
-    """The first n for which a GPU with these costs beats a CPU of 50 GFLOP/s."""
-    n = 1
-    while 2 * n**3 / 50e9 < fixed + 4 * n * n * each_byte + 2 * n**3 / FLOPS:
-        n += 1
-    return n
+def _ones(*shape: int) -> torch.Tensor:
+    return torch.ones(shape, device="cuda")
+
+
+def _repeated(operation, count: int = 1, set_up: int = 0):
+    """A step of this operation; its first call also launches small kernels."""
+    small, calls = _ones(10_000), []
+
+    def step() -> None:
+        for _ in range(0 if calls else set_up):
+            small * 2
+        calls.append(1)
+        for _ in range(count):
+            operation()
+
+    return step
+
+
+def _steps() -> list:
+    """What each step does, what binds it, the step, and why other answers are wrong."""
+    small, tile, large = _ones(10_000), _ones(64, 64), _ones(2**24)
+    row, matrix, square = _ones(1, 4096), _ones(4096, 4096), _ones(2048, 2048)
+    idle = (
+        "its kernels run for a small part of the time; add them up, in the unit of the "
+        "time of the step, before you look at FLOPs"
+    )
+    units = (
+        "its kernels run nearly all the time; an event's times are in milliseconds, "
+        "and the profiler's in microseconds"
+    )
+    return [
+        (
+            "a hundred products of 10,000 numbers",
+            "launches",
+            _repeated(lambda: small * 2, 100),
+            {"memory": idle, "compute": idle},
+        ),
+        (
+            "a hundred matmuls of 64 by 64",
+            "launches",
+            _repeated(lambda: tile @ tile, 100),
+            {"memory": idle, "compute": idle},
+        ),
+        (
+            "four ReLUs of 16 million numbers",
+            "memory",
+            _repeated(lambda: large.relu_(), 4),
+            {"launches": units, "compute": "there is no matmul, so no FLOP is counted"},
+        ),
+        (
+            "eight matmuls of one row",
+            "memory",
+            _repeated(lambda: row @ matrix, 8),
+            {
+                "launches": units,
+                "compute": "a matmul, but far from the peak: its rate is FLOPs divided "
+                "by the seconds of the kernels",
+            },
+        ),
+        (
+            "a matmul of 2048 by 2048, with a slow first call",
+            "compute",
+            _repeated(lambda: square @ square, set_up=500),
+            {
+                "launches": "the first call sets something up: run the step once "
+                "before you measure",
+                "memory": "its rate is above half of the peak; FLOPs a second need the "
+                "kernels' time in seconds",
+            },
+        ),
+    ]
+
+
+def _peak() -> float:
+    """FLOPs a second of float32; of a real card, what a large matmul hints at.
+
+    A real card that grows hot may stay far below its datasheet.
+    """
+    for card in CARDS.values():
+        if simgpu.is_running() and card.name in torch.cuda.get_device_name():
+            return card.flops["float32"]
+    side = 4096
+    factor = _ones(side, side)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    factor @ factor
+    begin.record()
+    factor @ factor
+    end.record()
+    end.synchronize()
+    return 2 * side**3 / (1e-3 * begin.elapsed_time(end)) / 0.89
 
 
 @exercise(
     "08.3",
     hints=(
-        "Write down what the CPU takes for `n`, and what `there_and_back` takes. "
-        "Which parts of the second are the same for every `n`, which grow with n², "
-        "and which with n³?",
-        "The fixed costs decide at this size. What do a copy and the product pay "
-        "besides their bytes and FLOPs, which launch happens while the GPU is busy, "
-        "and how many matrices travel if `a` is both factors and the result comes "
-        "back?",
+        "Three measurements, which the lesson has in three cells: two events around a "
+        "step, the profiler's sum, and the counter of FLOPs. Which of them are in µs "
+        "and which in ms, and which two must not be on at the same time?",
+        "Run `step()` once before you measure, and wait for the end before "
+        "`elapsed_time`. The rate is FLOPs divided by the seconds of the kernels. Look "
+        "at the busy share first: while the GPU waits for launches, neither memory nor "
+        "compute matters.",
     ),
 )
-def break_even(answer) -> None:
-    """The n from which copying, multiplying and copying back beats the CPU."""
-    answer, link = number(answer), 1 / HOST_COPY
-    product = LAUNCH + START + PRODUCT_CLOCKS / (1e3 * CARDS["A100"].clock)
-    there = LAUNCH + COPY_LATENCY  # the way back is launched while the product runs
-    right = _first_win(there + product + COPY_LATENCY, 2 * link)
-    if is_near(answer, right, 0.05):
-        return
-    mistakes = {
-        _first_win(product, 0): "count the copies too",
-        _first_win(there + product, link): "the result travels back as well, and the "
-        "product starts 15 µs after its launch",
-        _first_win(product, 2 * link): "each copy also has its fixed 10 µs",
-        _first_win(2 * COPY_LATENCY + product - LAUNCH, 2 * link): "the copy and the "
-        "product are launched",
-        _first_win(2 * there + product + COPY_LATENCY, 3 * link): "`a` travels once; "
-        "it is both factors",
-    }
-    nearest = min(mistakes, key=lambda mistake: abs(answer - mistake))
-    name_mistake(answer, {nearest: mistakes[nearest]}, 0.04)
-    way = "smaller" if answer > right else "larger"
-    raise Wrong(
-        f"it is {way}; write down what each side takes for n, with all its copies and "
-        "launches, and set the two equal"
-    )
+def what_binds(function) -> None:
+    """A function (step, peak) -> "launches", "memory" or "compute"."""
+    peak = _peak()
+    for name, right, step, reasons in _steps():
+        torch.cuda.synchronize()
+        said = _limit(call(function, step, peak, when=f"{name}:"))
+        if said is None:
+            raise Wrong(f"{name}: say launches, memory or compute")
+        if said != right:
+            raise Wrong(f"{name}: you say {said}; {reasons[said]}")
 
 
 @solution("08.3")
 def solution_3():
-    """Write both times as functions of n, and go up until the GPU wins.
+    """Measure the time alone, then the kernels, then the FLOPs.
 
-    The CPU has only the product, 2 n³ FLOPs. The GPU has a copy there, a product and a
-    copy back. `a` travels once, although it is both factors. The copy there and the
-    product each wait for their launch of 10 µs. The copy back is launched while the
-    product starts and runs, so its launch costs nothing. (With a third launch the
-    answer is 128, which the check accepts.)
+    The first call may set things up, so it is not measured. The time of the step comes
+    from two events, without the profiler, which slows a real host.
 
-        copy there:  10 µs + 10 µs + 4 n² / 10e9
-        product:     10 µs + 15 µs + 5 µs + 2 n³ / 17.36e12
-        copy back:   10 µs + 4 n² / 10e9
-        CPU:         2 n³ / 50e9
-
-    where 4 n² are the bytes of a matrix, and 17.36e12 FLOP/s are 89 % of the A100's
-    peak. For small n the fixed 60 µs are more than all that the CPU needs. The CPU's
-    time grows with n³, so from some n on the GPU is faster.
+    If the kernels run for a small part of that time, the GPU waits for launches, and no
+    faster kernel helps. If they run nearly all the time, their rate decides: matmuls
+    near the peak are compute-bound. A rate far below it means that the kernels wait for
+    memory.
     """
-    launch = 10e-6
-    before_each_copy = 10e-6
-    until_the_start = 15e-6
-    of_each_product = 5e-6
-    link = 10e9  # bytes a second
-    cpu_rate = 50e9  # FLOPs a second
-    gpu_rate = 0.89 * 19.5e12
 
-    def seconds_on_cpu(n):
-        return 2 * n**3 / cpu_rate
+    def what_binds(step, peak):
+        step()  # sets up
+        torch.cuda.synchronize()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        step()
+        end.record()
+        end.synchronize()
+        took = 1e-3 * begin.elapsed_time(end)  # seconds
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            step()
+            torch.cuda.synchronize()
+        rows = profiler.key_averages()
+        busy = 1e-6 * sum(row.self_device_time_total for row in rows)
+        with FlopCounterMode(display=False) as counter:
+            step()
+        if busy < 0.8 * took:
+            return "launches"
+        rate = counter.get_total_flops() / busy
+        return "compute" if rate > peak / 2 else "memory"
 
-    def seconds_on_gpu(n):
-        copy = before_each_copy + 4 * n**2 / link
-        product = until_the_start + of_each_product + 2 * n**3 / gpu_rate
-        return launch + copy + launch + product + copy
-
-    answer = 1
-    while seconds_on_cpu(answer) < seconds_on_gpu(answer):
-        answer += 1
-    return answer
+    return what_binds

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
-from exercises.counted import GB, counted, is_near, number
+from exercises.counted import counted, is_near, number
 from exercises.exercise import Wrong, call, exercise, solution
 from exercises.learning import weights
 from exercises.results import equal
@@ -84,70 +84,94 @@ def solution_1():
     return share_lost
 
 
+# weights, bytes that float32 keeps, and whether a LayerNorm is before each ReLU
+_PLANS = ((100e6, 6e9, False), (100e6, 6e9, True), (1e9, 1e9, False))
+
+
 @exercise(
     "09.2",
     hints=(
-        "The table under *How much memory?* has a row for each thing that "
-        "fills a GPU. Which rows count at this moment, and which of them become "
-        "smaller in mixed precision?",
-        "The masters stay in float32, and so do Adam's two numbers for each weight. "
-        "What does mixed precision hold in addition, and how many bytes is that for "
-        "each weight?",
+        "The table under *How much memory?* has a row for each thing that fills a GPU. "
+        "Which rows count at this moment, and which of them does mixed precision "
+        "change?",
+        "The weights and Adam's two numbers for each weight stay in float32, and casts "
+        "come on top. For activations, add up the columns of the second table: what "
+        "becomes of 8 bytes with a LayerNorm, and of 4 without one?",
     ),
 )
-def held_after_forward(float32, mixed) -> None:
-    """GB of weights, Adam's state and what the forward pass keeps, in both ways."""
-    parameters, state, kept = 0.4, 0.8, 6.0
-    casts = parameters / 2
-    whole = parameters + state + kept
-    right = parameters + casts + state + kept / 2
-    why = (
-        "add up 100 million weights, two numbers of Adam for each, and what the "
-        "forward pass keeps"
-    )
+def held_after_forward(function) -> None:
+    """A function (weights, activations, normed, mixed) -> bytes."""
+    for weights_, kept, normed in _PLANS:
+        for mixed in (False, True):
+            found = call(function, weights_, kept, normed, mixed)
+            norm = "LayerNorm, " if normed else ""
+            kind = "mixed" if mixed else "float32"
+            what = f"{weights_:.0e} weights, {norm}{kind}"
+            _check_held(found, weights_, kept, normed, mixed, what)
+
+
+def _check_held(found, count, kept, normed, mixed, what: str) -> None:
+    always = 12 * count  # in float32: the weights, and Adam's two numbers for each
+    if not mixed:
+        mistakes = {
+            always + kept - 8 * count:
+                "Adam's state is missing: two numbers for each weight",
+            always + kept - 4 * count: "Adam has two numbers for each weight",
+            always + kept + 4 * count: "at this moment there are no gradients",
+            always + kept * 10 / 8: "without autocast, LayerNorm makes no copy",
+            always + kept + 2 * count: "in float32 nothing is cast",
+        }  # fmt: skip
+        why = "add up the weights, two numbers of Adam for each, and the activations"
+        counted(found, always + kept, mistakes, why, what=what, near=0.005, unit=1)
+        return
+    halved = always + 2 * count + kept / 2
+    more = always + 2 * count + kept * 10 / 8
+    right = more if normed else halved
     mistakes = {
-        parameters + kept: "Adam's state is missing: two numbers for each weight",
-        parameters + state / 2 + kept: "Adam has two numbers for each weight",
-        2 * parameters + state + kept: "at this moment there are no gradients",
-    }
-    counted(float32, whole, mistakes, why, what="float32", near=0.005, unit=GB)
-    mistakes = {
-        whole / 2: "that is half of everything; the masters and Adam's state stay in "
-        "float32",
-        right - casts: "the casts of the weights are missing",
-        right - parameters: "the masters stay in float32, and so does Adam's state; "
-        "casts come on top",
-        right + kept / 2: "what the forward pass keeps between matmuls is float16: "
-        "half",
-        right + parameters: "at this moment there are no gradients",
-        right + casts: "a cast is 2 bytes a weight",
-    }
-    counted(mixed, right, mistakes, why, what="mixed", near=0.005, unit=GB)
+        (always + kept) / 2:
+            "that is half of everything; the weights and Adam's state stay in float32",
+        right - 2 * count: "the casts of the weights are missing",
+        right - 4 * count: "the weights stay in float32; casts come on top",
+        right + 4 * count: "at this moment there are no gradients",
+        right + 2 * count: "a cast is 2 bytes a weight",
+        always + 2 * count + kept:
+            "autocast changes what the forward pass keeps: look at both tables",
+        halved: "with LayerNorm nothing is halved: 8 bytes become 4 + 4 + 2",
+        more: "without LayerNorm, what lies between matmuls is halved",
+    }  # fmt: skip
+    if number(found, what) == always + kept:
+        raise Wrong(f"{what}: this is what float32 holds")
+    why = "add up weights, Adam's state, casts and activations"
+    counted(found, right, mistakes, why, what=what, near=0.005, unit=1)
 
 
 @solution("09.2")
 def solution_2():
-    """Only what the forward pass keeps becomes smaller.
+    """Only the activations can become smaller, and only some of them.
 
     After the first step, Adam has two numbers for each weight. Right after the second
-    forward pass there are no gradients yet. In float32 that leaves the weights, Adam's
-    state and what the forward pass keeps.
+    forward pass there are no gradients. The weights and Adam's state are float32 in
+    both ways: 12 bytes for each weight.
 
-    Mixed precision changes one of the three. Everything that is kept lies between
-    matmuls, so it is float16, and half as large. The weights stay in float32 as
-    masters, and Adam's state stays too. One thing is new: the forward pass keeps a
-    cast of all weights in float16.
+    Mixed precision adds a cast of 2 bytes for each weight. What lies between matmuls
+    is halved. With a LayerNorm before each ReLU, 8 bytes become 10.
+
+    So mixed precision holds less for 100 million weights and 6 GB without LayerNorm:
+    4.4 GB in place of 7.2. With LayerNorm it holds 8.9 GB. And for a billion weights
+    with a small batch, 1 GB, it holds 14.5 GB in place of 13: the casts are larger than
+    what is saved.
     """
-    number_of_weights = 100e6
-    masters = number_of_weights * 4 / 1e9  # GB
-    adam_state = 2 * number_of_weights * 4 / 1e9
-    kept = 6
-    float32 = masters + adam_state + kept
 
-    casts = number_of_weights * 2 / 1e9
-    kept_in_float16 = kept / 2
-    mixed = masters + adam_state + casts + kept_in_float16
-    return float32, mixed
+    def held(weights, activations, normed, mixed):
+        always = 4 * weights + 8 * weights  # the weights, and Adam's state
+        if not mixed:
+            return always + activations
+        casts = 2 * weights
+        if normed:
+            return always + casts + activations * 10 / 8
+        return always + casts + activations / 2
+
+    return held
 
 
 class _Watch(torch.amp.GradScaler):

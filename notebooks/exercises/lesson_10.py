@@ -1,7 +1,6 @@
-"""The exercises of lesson 10: segments, a step in parts, and a step in 32 MiB."""
+"""The exercises of lesson 10: what to try first, a step in parts, one in 32 MiB."""
 
 import functools
-import math
 
 import torch
 from torch import nn
@@ -13,69 +12,105 @@ from torch.optim.optimizer import (
 from torch.utils.checkpoint import checkpoint
 
 import simgpu
-from exercises.counted import MIB, name_mistake, number
+from exercises.counted import MIB, listed, word
 from exercises.exercise import NotYet, Wrong, call, exercise, run, solution
 from exercises.learning import flat, gradients, must_equal, off, weights
 from exercises.results import near
 from helpers import digits, gpu_seconds, need_gpus
 
+_WAYS = ("accumulate", "checkpoint", "offload", "loss in parts", "more GPUs")
+_ONE_SAMPLE = {"accumulate": "a batch of one sample has no parts"}
+_JOBS = (
+    (
+        "checkpoint",
+        {
+            "accumulate": "BatchNorm would see parts of the batch: another gradient",
+            "offload": "copies cost more than a second forward pass: offload last",
+        },
+        "activations fill the card, and the batch must stay in one piece",
+    ),
+    (
+        "loss in parts",
+        {
+            **_ONE_SAMPLE,
+            "checkpoint": "layers that are computed again do not lower this peak: it "
+            "stands at the logits",
+        },
+        "the peak is the logits and their gradients, not the layers",
+    ),
+    (
+        "accumulate",
+        {
+            "checkpoint": "a second forward pass costs a third more time, and parts "
+            "that fill the GPU cost next to nothing",
+            "offload": "copies cost more than anything else: offload last",
+        },
+        "half of the samples fit and fill the GPU, and no layer mixes samples",
+    ),
+    (
+        "more GPUs",
+        {},
+        "weights, gradients and Adam's two moments take 4 x 52 GB before there is any "
+        "activation",
+    ),
+    (
+        "checkpoint",
+        {**_ONE_SAMPLE, "loss in parts": "with 10 classes the logits are small"},
+        "one long sample: the layers' activations fill the card",
+    ),
+)
+
+
+def _way(answer) -> str | None:
+    by_word = {way.lower(): way for way in _WAYS}
+    return by_word.get(word(answer))
+
 
 @exercise(
     "10.1",
     hints=(
-        "Under *How many segments?*, 16 layers that keep one tensor each needed "
-        "`k + 16 / k + 1` tensors. Which of the terms becomes another one for these "
-        "blocks?",
-        "The segment whose turn it is has `40 / k` blocks, and each of them keeps "
-        "ten tensors, not one. A sum of this kind is lowest where its two terms are "
-        "equal, so for which `k` is that?",
+        "Ask of each job what fills the card: the weights, the activations of the "
+        "layers, or the logits? The list under *Which one when?* has the order.",
+        "Can the batch be cut? Not if a layer mixes samples, nor if there is one "
+        "sample. Then look at where the peak stands, and multiply weights by four.",
     ),
 )
-def best_segments(segments) -> None:
-    """Segments of 40 blocks that keep ten tensors each, an input being one of them.
-
-    Kept at most: k + 10 * ceil(40 / k), lowest at k = sqrt(400) = 20.
-    """
-    k = number(segments, "segments")
-    if k == 20:
-        return
-    mistakes = {
-        6: "the square root of 40 is right where a block keeps one tensor; here it "
-        "keeps ten, so a long segment costs more than an input",
-        7: "the square root of 40 is right where a block keeps one tensor",
-        6.3: "the square root of 40 is right where a block keeps one tensor",
-        40: "with 40 segments 40 inputs are kept, and 10 tensors of one block: 50. "
-        "Fewer segments need less",
-        2: "that is the other side: with 2 segments 200 tensors are there at once",
-        4: "with 4 segments 100 tensors of one segment are there at once",
-    }
-    name_mistake(k, mistakes, 0.008)
-    if not 1 <= k <= 40:
-        raise Wrong("there are between 1 and 40 segments")
-    if k != int(k):
-        raise Wrong("a number of segments is whole")
-    kept = int(k) + 10 * math.ceil(40 / k)
-    raise Wrong(f"that makes {kept} tensors; look for the lowest point")
+def try_first(*answers) -> None:
+    """The technique to try first, for each of five jobs."""
+    expected = [
+        (right, lambda said, others=others, why=why: others.get(said, why))
+        for right, others, why in _JOBS
+    ]
+    say = "answer with one of " + ", ".join(f'"{way}"' for way in _WAYS)
+    listed(answers, expected, what="answers", read=_way, say=say)
 
 
 @solution("10.1")
 def solution_1():
-    """The inputs of all segments are kept, and all tensors of one segment.
+    """Ask what fills the card, and whether the batch can be cut.
 
-    With k segments, k inputs are kept. The segment whose turn it is has 40 / k blocks,
-    and each of them keeps ten tensors:
+    1 has BatchNorm, whose mean and variance are those of all samples together. So the
+    batch stays in one piece, and the activations are computed again.
 
-        tensors(k) = k + 10 * 40 / k
+    2 has its peak between forward and backward, where the logits are. Only a loss in
+    parts makes them smaller.
 
-    where k counts the inputs, and 10 * 40 / k counts the tensors of one segment. More
-    segments need more inputs and have fewer blocks each. The sum is lowest where both
-    terms are equal, so k² = 400. The square root of 40 would be right only for blocks
-    that keep one tensor.
+    3 can be cut, and half of the samples still fill the GPU. Accumulation then costs
+    next to nothing, and checkpointing up to a third more time.
+
+    4 does not fit without any activation: weights, gradients and the two moments of
+    Adam are 4 tensors of 13 billion times 4 bytes, 208 GB.
+
+    5 has one sample, which cannot be cut, and small logits.
     """
-    number_of_blocks = 40
-    tensors_of_a_block = 10
-    best = round((number_of_blocks * tensors_of_a_block) ** 0.5)
-    return best
+    first = [
+        "checkpoint",  # 1: BatchNorm must see all samples
+        "loss in parts",  # 2: the logits are the peak
+        "accumulate",  # 3: half of the batch fills the GPU
+        "more GPUs",  # 4: the weights alone are too large
+        "checkpoint",  # 5: there is nothing to cut
+    ]
+    return (*first,)
 
 
 # -- a step in unequal parts -----------------------------------------------------------
@@ -125,9 +160,9 @@ def one_step(function) -> None:
     for step in range(2):
         wanted, mistakes = _gradients(right, x, y), _typical(right, parts, before)
         before = wanted
-        right_tools[0].zero_grad()
         cross_entropy(right(x), y).backward()
         right_tools[0].step()
+        right_tools[0].zero_grad()
         right_tools[1].step()
         seen, steps = [], []
 

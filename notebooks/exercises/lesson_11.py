@@ -1,77 +1,92 @@
-"""The exercises of lesson 11: a thread that loads ahead, workers, random numbers."""
+"""The exercises of lesson 11: a loader for a job, random numbers, a loading thread."""
 
 import gc
-import queue
 import threading
 import time
 import warnings
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, SequentialSampler, TensorDataset
 
-from exercises.counted import MB, counted
+from exercises.counted import MB
 from exercises.exercise import NotYet, Wrong, exercise, run, solution
 from exercises.results import equal, near
 
 PATIENCE = 5  # seconds
 
 
+_BATCH = 64 * 3 * 224 * 224 / MB
+_ROOM = 256  # MB of /dev/shm
+_WORKERS = {
+    0: "without workers, each step waits 64 times 12 ms",
+    1: "one worker loads 83 items a second, and the GPU takes 1600",
+    4: "items wait for the network: cores do not limit them",
+    19: "19 workers load 1583 items a second, and the GPU takes 1600",
+}
+
+
 @exercise(
     "11.1",
     hints=(
-        "The formula is under *How many workers*, and the default factor is under "
-        "*What is in flight*. Does a worker that waits for the network need a core?",
-        "The formula counts batches, and one image takes 12 ms: how long does a worker "
-        "need for a batch of 64? The number of workers is a whole number, and "
-        "`prefetch_factor` is meant for each worker. How many bytes does a picture in "
-        "uint8 have?",
+        "The formula is under *How many workers*, and *What is in flight* says how "
+        "many batches lie in shared memory. Does a worker that waits for the network "
+        "need a core?",
+        "A worker needs 64 times 12 ms for a batch. A batch has 64 times 3 * 224 * 224 "
+        "bytes: how many of them have room? Workers times `prefetch_factor` must not "
+        "be more. Then: who starts workers again, and what lets a copy run beside "
+        "the loop?",
     ),
 )
-def feeding(workers, in_flight, megabytes) -> None:
-    """0.012 s an item, 64 items in 0.04 s: 19.2 workers; 40 batches of 9.63 MB."""
-    mistakes = {
-        19.2: "19.2 is the bound; there are only whole workers",
-        19: "19 workers load 1583 items a second, and the GPU takes 1600",
-        1: "one worker loads 83 items a second, and the GPU takes 1600",
-        4: "items wait for the network: cores do not limit them",
-    }
-    why = "the time to load a batch of 64, divided by the time of a step"
-    counted(workers, 20, mistakes, why, what="workers")
-    mistakes = {2: "prefetch_factor counts the batches of each worker"}
-    why = "workers times prefetch_factor"
-    counted(in_flight, 40, mistakes, why, what="in flight")
-    right = 40 * 64 * 3 * 224 * 224 / MB
-    mistakes = {
-        4 * right: "a uint8 takes one byte, not four",
-        right / 64: "that is one item of each batch",
-        right / 40: "that is one batch; how many are in flight?",
-    }
-    why = "batches in flight, times 64 items, times 3 * 224 * 224 bytes"
-    counted(megabytes, right, mistakes, why, what="megabytes", near=0.02, unit=MB)
+def well_fed(loader) -> None:
+    """A loader: at least 19.2 workers, at most 26 batches of 9.63 MB in flight."""
+    if not isinstance(loader, DataLoader):
+        raise Wrong("give the loader itself, a DataLoader")
+    if loader.batch_size != 64:
+        raise Wrong(f"a batch has 64 images, and yours {loader.batch_size}")
+    if isinstance(loader.sampler, SequentialSampler):
+        raise Wrong("the images come in the same order in each epoch")
+    workers = loader.num_workers
+    if workers < 20:
+        few = f"{workers} workers load {workers / 0.012:.0f} items a second, not 1600"
+        raise Wrong(_WORKERS.get(workers, few))
+    if workers * loader.prefetch_factor * _BATCH > _ROOM:
+        count = workers * loader.prefetch_factor
+        raise Wrong(
+            f"{workers} workers times prefetch_factor {loader.prefetch_factor} are "
+            f"{count} batches in flight, {count * _BATCH:.0f} MB: there is room for "
+            f"{_ROOM}"
+        )
+    if not loader.persistent_workers:
+        raise Wrong("each of the 90 epochs starts new workers, which takes seconds")
+    if not loader.pin_memory:
+        raise Wrong("a copy from ordinary memory stops the loop: pin the batches")
 
 
-@solution("11.1")
-def solution_1():
+@solution("11.1", data=lambda: TensorDataset(torch.zeros(2048, 64)))
+def solution_1(data):
     """A worker waits 12 ms for each item, and the GPU takes 64 items every 40 ms.
 
-    The formula divides the time to load a batch, 64 times 12 ms, by the time of a step.
-    The result is rounded up, because a fraction of a worker does not exist. The four
-    cores do not matter, because a worker that waits for the network needs no core.
+    The time to load a batch, 64 times 12 ms, divided by the time of a step is 19.2. So
+    20 workers are needed. The four cores do not matter, because a worker that waits for
+    the network needs no core.
 
-    By default each worker may have been asked for two batches, so the batches in flight
-    are twice the workers. A uint8 is one byte.
+    A batch has 64 times 150,528 bytes, 9.63 MB, and 26 of them fit into 256 MB. By
+    default 20 workers would have 40 batches in flight, 385 MB. With `prefetch_factor=1`
+    there are 20. A worker then gets its next batch when the loop takes its last one,
+    which is every 20 steps or 800 ms, and it needs 768. 25 workers have 241 MB in
+    flight and 1,000 ms, which leaves time for slow items.
     """
-    import math
-
-    seconds_to_load = 64 * 0.012
-    seconds_of_a_step = 0.040
-    workers = math.ceil(seconds_to_load / seconds_of_a_step)
-    prefetch_factor = 2
-    in_flight = workers * prefetch_factor
-    bytes_per_batch = 64 * 3 * 224 * 224
-    megabytes = in_flight * bytes_per_batch / 10**6
-    return workers, in_flight, megabytes
+    loader = DataLoader(
+        data,
+        batch_size=64,
+        shuffle=True,
+        num_workers=20,
+        prefetch_factor=1,
+        persistent_workers=True,
+        pin_memory=True,
+    )
+    return loader
 
 
 @exercise(
@@ -258,6 +273,9 @@ def solution_3():
     """
 
     def prefetch(batches, depth):
+        import queue
+        import threading
+
         box = queue.Queue(depth)
 
         def fill():

@@ -1,73 +1,17 @@
-"""The exercises of lesson 12: what GPU 0 sends, a loss in parts, and fair parts."""
+"""The exercises of lesson 12: a loss in parts, a sturdy module, and fair parts."""
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel._functions import Scatter
 
-from exercises import ring
-from exercises.counted import MB, MIB, counted
+from exercises.counted import MIB
 from exercises.exercise import NotYet, Wrong, call, exercise, run, solution
 from exercises.learning import gradients
 from exercises.results import a, near, tensor
 from helpers.gpus import count_copies
 
 GPUS = range(4)
-
-
-@exercise(
-    "12.1",
-    hints=(
-        "Begin with the bytes of all weights. Which of the two messages of "
-        "`nn.DataParallel` does GPU 0 send, and which does it receive?",
-        "Without NCCL, GPU 0 sends a copy to each other GPU; in NCCL's chain, to one "
-        "neighbour. For DDP, the lesson says how many times the gradients a rank sends "
-        "in a ring. Which `N` belongs there?",
-    ),
-)
-def sent_by_one_gpu(copies, nccl, ddp) -> None:
-    """MB sent by GPU 0: nn.DataParallel by copies, by NCCL, and a rank of DDP."""
-    nbytes, gpus = 100, 8
-    out, round_ring = (gpus - 1) * nbytes, ring.sent(gpus, nbytes)
-    mistakes = {
-        2 * out: "GPU 0 sends weights; gradients it receives",
-        gpus * nbytes: "GPU 0 need not send the weights to itself",
-        2 * gpus * nbytes: "GPU 0 sends nothing to itself; gradients it receives",
-        nbytes: "25 million weights have 100 MB; GPU 0 sends them to each other GPU",
-        out / 4: "a weight in float32 has 4 bytes",
-    }
-    why = "GPU 0 sends all weights to each other GPU, and receives all gradients"
-    counted(copies, out, mistakes, why, what="by copies", near=1e-3, unit=MB)
-    mistakes = {
-        2 * nbytes: "GPU 0 sends weights; gradients it receives",
-        out: "in a chain, GPU 0 sends to its neighbour only",
-        round_ring: "that is an all-reduce in a ring; here weights go down a chain",
-        nbytes / 4: "a weight in float32 has 4 bytes",
-    }
-    why = "in a chain, GPU 0 sends each weight to its neighbour, once"
-    counted(nccl, nbytes, mistakes, why, what="by NCCL", near=1e-3, unit=MB)
-    why = "in a ring of N ranks each sends 2 (N - 1) / N times the gradients"
-    mistakes = ring.mistakes(gpus, nbytes)
-    counted(ddp, round_ring, mistakes, why, what="DDP", near=1e-3, unit=MB)
-
-
-@solution("12.1")
-def solution_1():
-    """GPU 0 sends weights to all others, or to one neighbour; a rank sends chunks.
-
-    In each step of `nn.DataParallel`, weights leave GPU 0 and gradients come in. By
-    copies, all weights go to each of seven GPUs. In NCCL's chain they go to one
-    neighbour, which passes them on.
-
-    Under DDP only gradients travel, in a ring. Each rank sends 2 * (N - 1) / N times
-    the gradients, which is never more than twice, however many ranks there are.
-    """
-    gpus = 8
-    megabytes = 25_000_000 * 4 / 10**6
-    copies = (gpus - 1) * megabytes
-    nccl = megabytes
-    ddp = 2 * (gpus - 1) / gpus * megabytes
-    return copies, nccl, ddp
 
 
 def _model(words: int = 512) -> nn.Module:
@@ -79,7 +23,7 @@ def _model(words: int = 512) -> nn.Module:
 
 
 @exercise(
-    "12.2",
+    "12.1",
     hints=(
         "Write the loss of the whole batch as one fraction. By which number does "
         "`cross_entropy` divide in each part, and by which number should it divide?",
@@ -129,8 +73,8 @@ def fair_loss(module_class) -> None:
         model.zero_grad()
 
 
-@solution("12.2")
-def solution_2():
+@solution("12.1")
+def solution_1():
     """Each part adds up its losses and divides by the rows of the whole batch.
 
     By default `cross_entropy` divides by the rows of the part. A mean of such means is
@@ -169,6 +113,100 @@ def _check_ratio(ratio: float, rows: int, used: int) -> None:
     if rows not in (12, 256):
         why += ": a part with fewer rows must weigh less"
     raise Wrong(why)
+
+
+@exercise(
+    "12.2",
+    hints=(
+        "Go through `forward` line by line: what has a replica lost, what is cut that "
+        "all samples share, and what does a thread not know?",
+        "A replica has the buffers of your model, but its parameters only as "
+        "attributes. What must come back to `cuda:0` is returned, as a tensor with one "
+        "element. Which line of `forward` needs the dtype?",
+    ),
+)
+def sturdy(module_class) -> None:
+    """A module (x) -> scores in bfloat16 and counted rows, also in replicas."""
+    generator = torch.Generator().manual_seed(3)
+    linear = _linear()
+    factor = torch.rand(64, generator=generator).to(0)
+    if not isinstance(module_class, type):
+        raise Wrong("pass the class itself, Sturdy")
+    module = call(module_class, linear, factor)
+    if not isinstance(module, nn.Module):
+        raise Wrong("it is no nn.Module")
+    if not vars(module).get("_modules"):
+        raise NotYet("your module has no parts so far")
+    theirs = [id(weight) for weight in module.parameters()]
+    if theirs != [id(weight) for weight in linear.parameters()]:
+        raise Wrong(
+            "its parameters are not those of `linear`: an optimizer would train others"
+        )
+    for rows in (12, 10, 3, 256):
+        x = torch.randn(rows, 64, generator=generator).to(0)
+        scores, seen = _pair(call(module, x, when="on one GPU"))
+        parallel = nn.DataParallel(module, [*GPUS])
+        when = "with nn.DataParallel"
+        scores, seen = _pair(call(parallel, x, when=when))
+        if len(scores) != rows:
+            raise Wrong(f"{len(scores)} of {rows} images come back")
+        if scores.dtype != torch.bfloat16:
+            raise Wrong(
+                f"the scores are {str(scores.dtype)[6:]}; the check has no autocast "
+                "around the call, and the threads would not learn its dtype"
+            )
+        if not near(scores.float(), linear(x * factor), atol=0.05):
+            raise Wrong("the scores are not those of one GPU")
+        if int(seen.sum()) != rows:
+            raise Wrong(f"{rows} images went in, and `seen` adds up to {seen.sum()}")
+    run(scores.float().sum().backward)
+    if linear.weight.grad is None:
+        raise Wrong("the weights get no gradient")
+
+
+def _linear() -> nn.Linear:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(4)
+        return nn.Linear(64, 10).to(0)
+
+
+def _pair(result) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two tensors that forward returns, which gather can join."""
+    if not isinstance(result, (tuple, list)) or len(result) != 2:
+        raise Wrong("forward must return two things: the scores, and how many it saw")
+    scores, seen = result
+    tensor(scores, "the scores are")
+    if not tensor(seen, "`seen` is").is_cuda:
+        raise Wrong("`seen` is on the CPU; gather joins tensors of GPUs")
+    if not seen.dim():
+        raise Wrong("`seen` is a scalar, which gather warns about; give it one element")
+    return scores, seen
+
+
+@solution("12.2")
+def solution_2():
+    """What all samples share is a buffer, and what must come back is returned.
+
+    `factor` as an argument would be cut. As a buffer, every replica has all of it, and
+    no optimizer trains it. A count in an attribute is thrown away with the replica, so
+    `forward` returns the rows of its part, and the parts add up to all rows.
+
+    A replica has no `parameters()`, so the device is that of `x`. Autocast inside of
+    `forward` knows its dtype in every thread.
+    """
+
+    class Sturdy(nn.Module):
+        def __init__(self, linear, factor):
+            super().__init__()
+            self.linear = linear
+            self.register_buffer("factor", factor)
+
+        def forward(self, x):
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                scores = self.linear(x * self.factor)
+            return scores, torch.tensor([len(x)], device=x.device)
+
+    return Sturdy
 
 
 class _Sized(nn.DataParallel):
@@ -217,12 +255,11 @@ def _peaks(sizes, words: int = 8192) -> list[int]:
 @exercise(
     "12.3",
     hints=(
-        "Write down what GPU 0 and another GPU hold while the loss of their part goes "
-        "backward. Which terms grow with the rows of the part, and which stay as they "
-        "are?",
-        "GPU 0 also holds Adam's state and the whole batch. For how many rows does "
-        "its total equal that of another GPU, which has a third of the others? (The "
-        "moment at which GPU 0 adds up gradients is lower here.)",
+        "Try equal parts, and then 400 samples for GPU 0. By how many MiB did the peak "
+        "of GPU 0 fall for each sample that it lost, and by how many did the others "
+        "rise?",
+        "Both peaks are straight lines over the samples of GPU 0: one rises, the other "
+        "falls, because the others share what GPU 0 does not take. Where do they meet?",
     ),
 )
 def sizes_of_parts(sizes) -> None:
@@ -264,8 +301,9 @@ def solution_3():
 
         on_first + first * row_first = on_other + (rows - first) / 3 * row_other
 
-    Solved for `first`, that makes 369 rows and 61.8 MiB. The sum of all gradients needs
-    7 * weights + batch on GPU 0, which is 60.0 MiB and does not count.
+    Solved for `first`, that makes 369 rows and 61.8 MiB. Two tries of the check give
+    the same four numbers. While GPU 0 adds gradients up, it holds 6 * weights + batch,
+    which is 51.7 MiB and does not count.
     """
     rows = 2048
     weights = 4 * (256 * 256 + 256 + 256 * 8192 + 8192)

@@ -1,4 +1,4 @@
-"""The exercises of lesson 13: a bubble, a skip connection, and a balanced cut."""
+"""The exercises of lesson 13: the fastest parts, a skip connection, a balanced cut."""
 
 import copy
 import operator
@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import nn
 
-from exercises.counted import counted, number
+from exercises.counted import number
 from exercises.exercise import NotYet, Wrong, call, exercise, run, solution
 from exercises.results import equal, tensor
 from helpers.gpus import count_copies
@@ -16,42 +16,55 @@ from helpers.gpus import count_copies
 SCORE = 0.98  # the slowest stage of the best cut, over that of the answer
 
 
+MEASURED = {1: 8.0, 2: 4.4, 4: 2.6, 8: 1.9}  # ms of one of so many micro-batches
+RUNS = (  # stages, ms
+    (2, MEASURED),
+    (4, MEASURED),
+    (8, MEASURED),
+    (1, MEASURED),
+    (2, {16: 0.975, 8: 1.31, 4: 2.08, 2: 3.65, 1: 6.8}),
+    (4, {4: 5.0, 8: 2.5, 16: 1.25, 32: 0.9}),
+)
+
+
 @exercise(
     "13.1",
     hints=(
-        "The lesson has the formula, and says which share it is: of the total time, or "
-        "of the time in which a GPU works?",
-        "`stages - 1` stands above the line and below it. Which number of "
-        "micro-batches makes the bubble one half, if there are two stages?",
+        "In the picture with four micro-batches, count boxes: for how many passes of "
+        "one micro-batch does a GPU compute, and for how many does it wait?",
+        "Each `m` has a bubble, and each micro-batch its milliseconds. Calculate the "
+        "time of the whole step from both, for each `m` in `ms`.",
     ),
 )
-def bubble(function) -> None:
-    """A function (stages, micro-batches) -> the idle share of the total time."""
-    for stages, parts in ((2, 1), (2, 4), (4, 8), (8, 8), (1, 3)):
-        found = number(call(function, stages, parts))
-        mistakes = {
-            (stages - 1) / parts: "that is idle over busy time; divide by the total",
-            stages / (parts + stages): "only `stages - 1` turns are idle",
-            (parts - 1) / (parts + stages - 1): "stages and micro-batches are swapped",
-            1 - (stages - 1) / (parts + stages - 1): "that is the busy share",
-        }
-        right = (stages - 1) / (parts + stages - 1)
-        about = f"{stages} stages and {parts} micro-batches"
-        counted(found, right, mistakes, f"it should be {right:.3f}", what=about)
+def fastest_parts(function) -> None:
+    """A function (stages, ms of a micro-batch by their number) -> the best number."""
+    for stages, ms in RUNS:
+        about = f"{stages} stages, ms = {ms}"
+        steps = {m: (m + stages - 1) * each for m, each in ms.items()}
+        found = number(call(function, stages, dict(ms)), about)
+        if found not in ms:
+            raise Wrong(f"{about}: {found:g} was not measured")
+        best = min(steps, key=steps.get)
+        if found != best:
+            raise Wrong(
+                f"{about}: a step in {found} micro-batches takes {steps[found]:g} ms, "
+                f"and one in {best} {steps[best]:g} ms"
+            )
 
 
 @solution("13.1")
 def solution_1():
-    """A stage works for `parts` turns and is idle for `stages - 1` of them.
+    """A GPU computes `m` times and waits for `stages - 1` more, as long as one each.
 
-    A turn is the time of one micro-batch in one stage, forward and backward together.
-    The step takes both kinds of turns, so both stand below the line.
+    The step with the smallest bubble need not be the fastest, because small parts use
+    a GPU badly. The full batch needs the least computing, and has the largest bubble.
+    Only the sum of both decides.
     """
 
-    def bubble(stages, parts):
-        return (stages - 1) / (parts + stages - 1)
+    def fastest_parts(stages, ms):
+        return min(ms, key=lambda m: (m + stages - 1) * ms[m])
 
-    return bubble
+    return fastest_parts
 
 
 class _Skip(nn.Module):
@@ -174,23 +187,25 @@ def _check_parts(split: nn.Module, parts: list[nn.Module]) -> None:
         )
 
 
-def slowest(ms: list[float], counts: list[int]) -> float:
-    """The time of the slowest stage, if each stage gets so many of the layers."""
+def sums(numbers: list[float], counts: list[int]) -> list[float]:
+    """The sum of each stage, if the stages get so many of the layers."""
     ends = [0, *accumulate(counts)]
-    return max(sum(ms[first:end]) for first, end in pairwise(ends))
+    return [sum(numbers[first:end]) for first, end in pairwise(ends)]
 
 
-def best_slowest(ms: list[float], stages: int) -> float:
-    """The same for the best cut of all."""
+def best_slowest(ms: list[float], mib: list[float], room: list[float]) -> float:
+    """The time of the slowest stage in the best cut of all; infinite if none fits."""
 
     @cache
-    def best(first: int, stages: int) -> float:
-        if stages == 1:
-            return sum(ms[first:])
-        ends = range(first + 1, len(ms) - stages + 2)
-        return min(max(sum(ms[first:end]), best(end, stages - 1)) for end in ends)
+    def best(first: int, gpu: int) -> float:
+        if gpu == len(room):
+            return 0 if first == len(ms) else float("inf")
+        ends = range(first + 1, len(ms) + 1)
+        fits = [end for end in ends if sum(mib[first:end]) <= room[gpu]]
+        times = [max(sum(ms[first:end]), best(end, gpu + 1)) for end in fits]
+        return min(times, default=float("inf"))
 
-    return best(0, stages)
+    return best(0, 0)
 
 
 def _are_positions(counts: list[int], layers: int, stages: int) -> bool:
@@ -203,16 +218,20 @@ def _are_positions(counts: list[int], layers: int, stages: int) -> bool:
     return rising and (counts[0] == 0 or 0 < counts[0] and counts[-1] == layers)
 
 
-MODELS = (  # what it is, ms of each layer, stages
-    ("four equal layers", [2] * 4, 2),
-    ("a large first layer", [3, 1, 1, 1], 2),
-    ("as many layers as stages", [1, 5, 2], 3),
-    ("a large last layer", [1] * 11 + [6], 3),
-    ("layers that get slower", [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6], 4),
-    ("layers that get faster", [9, 8, 7, 6, 5, 4, 3, 2, 1, 1, 1, 1], 4),
+MODELS = (  # what it is, ms and MiB of each layer, MiB of each GPU
+    ("four equal layers", [2] * 4, [1] * 4, [4, 4]),
+    ("a large first layer", [3, 1, 1, 1], [1] * 4, [4, 4]),
+    ("a large first layer and a small second GPU", [3, 1, 1, 1], [1] * 4, [4, 2]),
+    ("as many layers as GPUs", [1, 5, 2], [1] * 3, [2, 2, 2]),
+    ("a large last layer", [1] * 11 + [6], [1] * 12, [9, 9, 9]),
+    ("layers that get slower", [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6], [2] * 12,
+     [8, 12, 12, 12]),
+    ("layers that get faster", [9, 8, 7, 6, 5, 4, 3, 2, 1, 1, 1, 1], [4] * 12,
+     [24, 24, 8, 24]),
     ("24 uneven layers", [3, 9, 4, 1, 7, 7, 2, 8, 5, 6, 1, 9, 2, 2, 8, 3, 6, 4, 9, 1, 5,
-                          5, 7, 2], 6),
-    ("times that are no whole numbers", [0.7, 2.4, 1.1, 1.9, 0.3, 2.2, 1.6], 3),
+                          5, 7, 2], [2, 3] * 12, [16, 9, 16, 16, 16, 16]),
+    ("times that are no whole numbers", [0.7, 2.4, 1.1, 1.9, 0.3, 2.2, 1.6],
+     [4, 1, 1, 1, 1, 1, 4], [6, 6, 6]),
 )  # fmt: skip
 
 
@@ -220,36 +239,44 @@ MODELS = (  # what it is, ms of each layer, stages
     "13.3",
     hints=(
         "Equal numbers of layers need not take equal times. In which ways can you "
-        "choose the layers of the first stage, and what remains to be done after "
-        "each choice?",
-        "Filling each stage up to its share of the time can leave far too much for "
-        "the last stage. Compare all cuts instead, and leave at least one layer for "
-        "each stage that comes later. How can a function that cuts the rest call "
-        "itself, without cutting the same rest many times?",
+        "choose the layers of the first GPU, which of them fit, and what remains to be "
+        "done after each choice?",
+        "Filling each GPU up to its share of the time can leave far too much for "
+        "the last one. Compare all cuts instead, and leave at least one layer for "
+        "each GPU that comes later. How can a function that cuts the rest call "
+        "itself, without cutting the same rest many times? It may return an infinite "
+        "time for a rest that does not fit.",
     ),
 )
 def balanced_cut(function) -> None:
-    """A function (ms of each layer, stages) -> how many layers each stage gets."""
-    for what, ms, stages in MODELS:
-        where = f"{what} on {stages} stages"
-        counts = call(function, list(ms), stages, when=f"{where}:")
+    """A function (ms, MiB of each layer, MiB of each GPU) -> layers of each GPU."""
+    for what, ms, mib, room in MODELS:
+        where = f"{what} on {len(room)} GPUs"
+        arguments = list(ms), list(mib), list(room)
+        counts = call(function, *arguments, when=f"{where}:")
         try:
             counts = [operator.index(count) for count in counts]
         except TypeError:
             raise Wrong(
                 f"it returns {counts!r}, not a list of whole numbers; return how many "
-                "layers each stage gets"
+                "layers each GPU gets"
             ) from None
-        all_placed = len(counts) == stages and sum(counts) == len(ms)
-        if not all_placed and _are_positions(counts, len(ms), stages):
-            raise Wrong("return how many layers each stage gets, not where they end")
-        if len(counts) != stages:
-            raise Wrong(f"{where}: it gives layers to {len(counts)} stages")
+        all_placed = len(counts) == len(room) and sum(counts) == len(ms)
+        if not all_placed and _are_positions(counts, len(ms), len(room)):
+            raise Wrong("return how many layers each GPU gets, not where they end")
+        if len(counts) != len(room):
+            raise Wrong(f"{where}: it gives layers to {len(counts)} GPUs")
         if sum(counts) != len(ms):
             raise Wrong(f"{where}: {sum(counts)} of {len(ms)} layers are placed")
         if min(counts) < 1:
-            raise Wrong(f"{where}: a stage has no layer, in {counts}")
-        yours, best = slowest(ms, counts), best_slowest(ms, stages)
+            raise Wrong(f"{where}: a GPU has no layer, in {counts}")
+        for gpu, (need, has) in enumerate(zip(sums(mib, counts), room, strict=True)):
+            if need > has:
+                raise Wrong(
+                    f"{where}: GPU {gpu} has room for {has} MiB, and its layers in "
+                    f"{counts} need {need}"
+                )
+        yours, best = max(sums(ms, counts)), best_slowest(ms, mib, room)
         if best / yours < SCORE:
             raise Wrong(
                 f"{where}: score {best / yours:.2f}; the slowest stage of {counts} "
@@ -259,32 +286,34 @@ def balanced_cut(function) -> None:
 
 @solution("13.3")
 def solution_3():
-    """Once the first stage has its layers, the rest is the same task with a stage less.
+    """Once the first GPU has its layers, the rest is the same task with a GPU less.
 
-    `best(first, left)` cuts the layers from `first` on into `left` stages. It tries
-    every end of its first stage, and asks itself for the best cut of the rest. The
-    slowest stage of such a cut is the slower of the two, and `min` takes the cut where
-    that is fastest. `cache` remembers each result, because the same rest comes up after
-    many choices.
+    `best(first, gpu)` places the layers from `first` on, beginning with this GPU. It
+    tries every end that fits, and asks itself for the best cut of the rest. The slowest
+    stage of such a cut is the slower of the two, and `min` takes the cut where that is
+    fastest. A rest that does not fit takes infinitely long, so no cut with it is taken.
+    `cache` remembers each result, because the same rest comes up after many choices.
 
-    Filling each stage up to an equal share of the time is not enough, since a large
+    Filling each GPU up to an equal share of the time is not enough, since a large
     layer at the end may then share its stage with others.
     """
     from functools import cache
 
-    def cut(ms, stages):
+    def cut(ms, mib, room):
         @cache
-        def best(first, left):  # ms of the slowest stage, layers of each stage
-            if left == 1:
-                return sum(ms[first:]), [len(ms) - first]
-            choices = []
-            for end in range(first + 1, len(ms) - left + 2):
-                own = sum(ms[first:end])
-                slowest, counts = best(end, left - 1)
-                choices.append((max(own, slowest), [end - first, *counts]))
+        def best(first, gpu):  # ms of the slowest stage, layers of each GPU
+            if gpu == len(room):
+                fits = first == len(ms)
+                return (0 if fits else float("inf")), []
+            choices = [(float("inf"), [])]
+            for end in range(first + 1, len(ms) + 1):
+                if sum(mib[first:end]) <= room[gpu]:
+                    slowest, counts = best(end, gpu + 1)
+                    slowest = max(slowest, sum(ms[first:end]))
+                    choices.append((slowest, [end - first, *counts]))
             return min(choices)
 
-        slowest, counts = best(0, stages)
+        slowest, counts = best(0, 0)
         return counts
 
     return cut

@@ -252,22 +252,36 @@ class _Noted:
         return getattr(self._event, name)
 
 
+NO_ANSWER = (
+    "no answer within 60 s; do your processes wait for each other, or does a fork "
+    "compute before its `torch.set_num_threads(1)`?"
+)
+NOTICES = 60  # seconds in which a killed worker must have been noticed
 COPY_OF_WEIGHTS = 100_000 * 100 * 4  # bytes
 
 
 class _Scores(nn.Module):
-    """Ten scores for a row of words; notes who computed, and with what memory."""
+    """Ten scores for a row of words; notes who computed, and with what memory.
+
+    When there is a file `victim`, the first worker that computes takes its name away
+    and is killed.
+    """
 
     def __init__(self, notes: str):
         super().__init__()
-        self.notes = notes
+        self.notes, self.victim, self.caller = notes, f"{notes}-victim", os.getpid()
         self.words = nn.EmbeddingBag(100_000, 100)
         self.scores = nn.Linear(100, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if os.getpid() != self.caller:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(self.victim)
+                os.kill(os.getpid(), signal.SIGKILL)
         own = _own_bytes(self.words.weight)
-        with open(self.notes, "a") as file:
-            file.write(f"{os.getpid()} {own} {len(x)}\n")
+        with contextlib.suppress(FileNotFoundError):  # the check is over
+            with open(self.notes, "a") as file:
+                file.write(f"{os.getpid()} {own} {len(x)}\n")
         time.sleep(0.3)  # so that one worker does not do all
         return self.scores(self.words(x))
 
@@ -308,14 +322,17 @@ def _within(seconds: int, why: str):
     hints=(
         "What can a forked worker read without getting it sent, and where must it "
         "write so that the notebook sees the result? *One memory, two processes* "
-        "shows both.",
+        "shows both. Which ways of *Who notices a dead worker?* tell you of a kill?",
         "Write down what a worker reports if its part has two rows and another "
         "worker's part has three. Why is the mean of their accuracies not the "
-        "accuracy of all five rows?",
+        "accuracy of all five rows? And what does a worker report that was killed?",
     ),
 )
 def parallel_accuracy(function) -> None:
-    """A function (model, x, y) -> accuracy, by several processes, one model."""
+    """A function (model, x, y) -> accuracy, by several processes, one model.
+
+    When a worker is killed, it raises an error.
+    """
     with tempfile.TemporaryDirectory() as folder:
         notes = Path(folder) / "notes"
         torch.manual_seed(0)
@@ -327,9 +344,11 @@ def parallel_accuracy(function) -> None:
         y = (best + 1) % 10
         y[right_rows] = best[right_rows]
         notes.write_text("")
-        with _within(60, "no answer within 60 s; do your processes wait?"):
+        with _within(60, NO_ANSWER):
             result = _accuracy(function, model, x, y)
         _check_accuracy(result, notes.read_text())
+        Path(model.victim).touch()
+        _must_notice(function, model, x, y)
 
 
 @solution("14.3")
@@ -347,6 +366,9 @@ def solution_3():
 
     The parts may differ in size. A mean of accuracies would give a row in a small part
     more weight, and a sum of counts does not.
+
+    A killed worker leaves its zero in `right_rows`, and `join()` says nothing about it.
+    Without a look at the exit codes, the share would be too small, silently.
     """
 
     def parallel_accuracy(model, x, y):
@@ -366,6 +388,8 @@ def solution_3():
             worker.start()
         for worker in workers:
             worker.join()
+        if any(worker.exitcode for worker in workers):
+            raise RuntimeError("a worker has died")
         return right_rows.sum().item() / len(x)
 
     return parallel_accuracy
@@ -384,6 +408,21 @@ def _accuracy(function, *args) -> float:
             ) from None
         raise
     return number(result, "it returns no share")
+
+
+def _must_notice(function, *args) -> None:
+    """It raises an error, of any kind, in time, when a worker is killed."""
+    late = f"one worker was killed, and after {NOTICES} s there is no error"
+    late += "; a `Pool` and a pipe wait for ever for its answer"
+    try:
+        with _within(NOTICES, late):
+            result = function(*args)
+    except Wrong:
+        raise
+    except Exception:
+        return
+    told = f"one worker was killed, and you return {result}"
+    raise Wrong(f"{told}; look at exit codes, and raise an error")
 
 
 def _check_accuracy(result: float, notes: str) -> None:

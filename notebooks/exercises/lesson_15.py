@@ -1,14 +1,25 @@
-"""The exercises of lesson 15: messages between real ranks on the CPU, around a ring."""
+"""The exercises of lesson 15: calls of real ranks on the CPU, and rings of messages."""
 
 import torch
 import torch.distributed as dist
 
-from exercises import ring
-from exercises.counted import counted, number
-from exercises.exercise import NotYet, Wrong, exercise, must_be_callable, run, solution
+from exercises.exercise import (
+    NotYet,
+    Wrong,
+    call,
+    exercise,
+    must_be_callable,
+    run,
+    solution,
+)
 from exercises.in_ranks import in_ranks
 
 HANGS = 5.0  # seconds after which a few messages are stuck, on a busy machine too
+FOUND = (  # on ranks 0 to 3, in three cases
+    (False, False, True, False),
+    (False, False, False, False),
+    (True, True, True, True),
+)
 COLLECTIVES = (  # as a process group calls them
     "allgather", "allreduce", "alltoall", "alltoall_base", "barrier", "broadcast",
     "gather", "monitored_barrier", "reduce", "reduce_scatter", "scatter",
@@ -19,44 +30,63 @@ COLLECTIVES = (  # as a process group calls them
 @exercise(
     "15.1",
     hints=(
-        "Look at the loop in `ring`. How many steps has it with five ranks, and "
-        "what does a rank send in each of them?",
-        "In each step a rank sends one chunk, and a chunk is smaller with five "
-        "ranks than with four. Both halves of the steps count, and what comes in "
-        "does not. How many bytes does a `float32` number have?",
+        "A rank knows only its own `found`. Which collective of the table leaves every "
+        "rank with something of all ranks, and can it send a Python bool as it is?",
+        "Make a tensor with 1 where a rank has found something, and with 0 elsewhere. "
+        "What does the sum of all ranks say? And which ranks must make the call?",
     ),
 )
-def sent_round_the_ring(answer) -> None:
-    """Bytes that one of 5 ranks sends in a ring all-reduce of a million float32."""
-    size, elements = 5, 1_000_000
-    if number(answer) < 0:
-        raise Wrong("a number of bytes is not negative")
-    of_four = "the ring in the lesson has four ranks, this one has five"
-    mistakes = {
-        **ring.mistakes(size, 4 * elements),
-        ring.sent(4, 4 * elements): of_four,
-        2 * 3 * 4 * elements / size: of_four,
-    }
-    why = (
-        "it sends one chunk in each step: how large is it, and how many steps are there"
-    )
-    counted(answer, ring.sent(size, 4 * elements), mistakes, why, unit=1)
+def any_rank(function) -> None:
+    """A function found -> whether it is True on at least one rank, on every rank."""
+    must_be_callable(function)
+    options = {"seconds": HANGS, "reuse": True}
+    try:
+        told = in_ranks(4, _asked, function, **options)
+    except Wrong as wrong:
+        if "it hangs" not in str(wrong):
+            raise
+        why = "rank 2 alone has `found` True; does every rank make every call?"
+        raise Wrong(f"{wrong}; {why}") from None
+    for case, found in enumerate(FOUND):
+        for rank, answers in enumerate(told):
+            if answers[case] is not any(found):
+                ranks = [r for r, here in enumerate(found) if here]
+                true = f"`found` is True on {ranks or 'no rank'}"
+                raise Wrong(f"rank {rank} returns {answers[case]}, and {true}")
+
+
+def _asked(function) -> list:
+    """In a rank: what the learner's function says in each case."""
+    rank, answers = dist.get_rank(), []
+    for found in FOUND:
+        answer = call(function, found[rank])
+        if isinstance(answer, torch.Tensor) and answer.numel() == 1:
+            answer = answer.item()
+        if not isinstance(answer, bool):
+            kind = type(answer).__name__
+            raise Wrong(f"rank {rank} returns a value of type {kind}; return a bool")
+        answers.append(answer)
+    return answers
 
 
 @solution("15.1")
 def solution_1():
-    """In each step a rank sends one chunk, and the ring has two halves.
+    """Each rank sends a number that the others can add up.
 
-    With N ranks the tensor is cut into N chunks. The first half has N - 1 steps and
-    adds up, the second half has N - 1 steps and passes the complete chunks on. All
-    ranks send equally much, so rank 2 is not special.
+    Rank 2 sends 1, and the other ranks send 0. After the all-reduce every rank has the
+    sum, so all ranks know the same, and all leave their loops in the same step. With
+    `op=dist.ReduceOp.MAX` the answer is the largest number instead.
+
+    The call does not stand under `if found`. There, only rank 2 would make it, and
+    would wait for the others for ever, as in hang 1.
     """
-    size = 5
-    nbytes = 1_000_000 * 4
-    chunk = nbytes // size
-    steps = 2 * (size - 1)
-    answer = steps * chunk
-    return answer
+
+    def any_rank(found):
+        count = torch.tensor([float(found)])
+        dist.all_reduce(count)
+        return count.item() > 0
+
+    return any_rank
 
 
 @exercise(

@@ -25,56 +25,77 @@ from exercises.learning import factor, gradients, off, weights
 from exercises.results import near
 
 TWO, THREE = 2, 3  # ranks
+EPOCHS = 10  # of exercise 1
 UNTOUCHED = 987_654_321  # a seed that nobody chooses
 
 
 # -- a seed ----------------------------------------------------------------------------
 
 
-def _seeds(function) -> tuple[int, ...]:
-    """What this rank's generator starts from: seed 5, seed 5 again, seeds 40 and 0."""
+def _seeds(function) -> list[list[int]]:
+    """This rank's seed in each epoch of four runs: seed 5, 5 again, 40 and 0."""
     found = []
     for seed in (5, 5, 40, 0):
-        torch.manual_seed(UNTOUCHED)
-        run(function, seed)
-        found.append(torch.initial_seed())
-    return tuple(found)
+        found.append([])
+        for epoch in range(EPOCHS):
+            torch.manual_seed(UNTOUCHED)
+            run(function, seed, epoch)
+            found[-1].append(torch.initial_seed())
+    return found
 
 
 @exercise(
     "17.1",
     hints=(
         "Which number differs from rank to rank, and which function of "
-        "`torch.distributed` returns it?",
-        "Add the rank to the seed, and give the sum to `torch.manual_seed`.",
+        "`torch.distributed` returns it? What must rank 0 not draw in epoch 1?",
+        "Number the pairs of epoch and rank, as seats in rows are numbered: one row "
+        "for each epoch. How many seats has a row? The run's seed then says which "
+        "hall it is.",
     ),
 )
 def seed_this_rank(function) -> None:
-    """A function: seed -> nothing; afterwards each rank draws other numbers."""
+    """A function: seed, epoch -> nothing; each rank and epoch draws other numbers."""
     must_be_callable(function)
     results = in_ranks(THREE, _seeds, function)
-    first, again, other, zero = zip(*results, strict=True)
-    if set(first) == {UNTOUCHED}:
+    first, again, other, zero = zip(*results, strict=True)  # each: [rank][epoch]
+    if {seed for own in first for seed in own} == {UNTOUCHED}:
         raise NotYet("your function seeds nothing so far")
     if first != again:
         raise Wrong("the same seed gives other numbers the second time")
-    if any(len(set(each)) < THREE for each in (first, other, zero)):
-        raise Wrong("some ranks have the same seed, so they draw the same numbers")
-    if any(a == b for a, b in zip(first, other, strict=True)):
+    for runs in first, other, zero:
+        _no_seed_twice(runs)
+    if any(a == b for a, b in zip(sum(first, []), sum(other, []), strict=True)):
         raise Wrong("another seed must give other numbers; use the argument `seed`")
+
+
+def _no_seed_twice(runs: tuple[list[int], ...]) -> None:
+    """No two pairs of rank and epoch start from the same seed."""
+    taken: dict[int, tuple[int, int]] = {}
+    for epoch in range(EPOCHS):
+        for rank, own in enumerate(runs):
+            before = taken.setdefault(own[epoch], (rank, epoch))
+            if before != (rank, epoch):
+                raise Wrong(
+                    f"rank {rank} in epoch {epoch} has the same seed as rank "
+                    f"{before[0]} in epoch {before[1]}, so they draw the same numbers"
+                )
 
 
 @solution("17.1")
 def solution_1():
-    """The rank is the one number that every process has for itself.
+    """Each pair of epoch and rank gets a number of its own.
 
-    `seed + rank` differs from rank to rank, and is the same whenever the job starts
-    again with the same seed and as many ranks.
+    `epoch * world_size + rank` numbers the pairs without a gap, so no two are equal.
+    With `epoch + rank`, rank 1 of epoch 0 would draw what rank 0 of epoch 1 draws. The
+    same happens between runs if the seed is only added; 1,000 leaves room for as many
+    epochs. A new start gives the same numbers, if it has as many ranks.
     """
     import torch.distributed as dist
 
-    def seed_this_rank(seed):
-        torch.manual_seed(seed + dist.get_rank())
+    def seed_this_rank(seed, epoch):
+        row = 1000 * seed + epoch
+        torch.manual_seed(row * dist.get_world_size() + dist.get_rank())
 
     return seed_this_rank
 

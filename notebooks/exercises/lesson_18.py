@@ -1,4 +1,4 @@
-"""The exercises of lesson 18: bytes of a rank, a norm in parts, what to shard.
+"""The exercises of lesson 18: what makes room, a norm in parts, what to shard.
 
 Two of them run the learner's function in two real ranks, which end the ranks that were
 open before.
@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
-from exercises.counted import counted, number
+from exercises.counted import counted, number, word
 from exercises.exercise import (
     NotYet,
     Wrong,
@@ -29,43 +29,64 @@ from exercises.results import near
 TWO = 2  # ranks
 
 
+_GB = 10**9
+_RUNS = (  # parameters, those of a block, GPUs, bytes of activations
+    (8 * _GB, 220_000_000, 64, 30 * _GB),
+    (8 * _GB, 220_000_000, 4, 26 * _GB),
+    (10 * _GB, _GB, 32, 12 * _GB),
+    (4 * _GB, 600_000_000, 8, 5 * _GB),
+    (70 * _GB, 860_000_000, 32, 20 * _GB),
+)
+_HALVES = {"gpus": "the shards", "tokens": "activations", "groups": "the four blocks"}
+
+
 @exercise(
     "18.1",
     hints=(
-        "A rank of stage 2 has all parameters. Which of the other bytes does it share "
-        "with the other ranks?",
-        "Four bytes for each parameter stay whole. The four of its gradient and the "
-        "eight of AdamW are divided by the number of ranks.",
+        "Three things fill a GPU. Which of them does each change make half as large, "
+        "and which does it leave as they are?",
+        "Shards take 16 bytes for each parameter, divided by the GPUs. Four blocks "
+        "with 4 bytes for each parameter are on every GPU, and so are activations.",
     ),
 )
-def stage_2_bytes(function) -> None:
-    """Bytes of a rank, for two jobs."""
-    for parameters, ranks in ((1000, 4), (7_000_000, 8)):
-        what = f"{parameters:,} parameters on {ranks} ranks"
-        found = number(call(function, parameters, ranks), what)
-        right = 4 * parameters + 12 * parameters / ranks
-        mistakes = {
-            16 * parameters: "that is DDP",
-            8 * parameters + 8 * parameters / ranks: "that is stage 1",
-            16 * parameters / ranks: "that is stage 3",
-            4 * parameters + 4 * parameters / ranks: "that is stage 2 without AdamW",
-            4 * parameters + 8 * parameters / ranks: "that is stage 2 with one number "
-            "of AdamW",
+def make_room(function) -> None:
+    """Each change halves one term; the largest term differs from run to run."""
+    for parameters, block, gpus, activations in _RUNS:
+        answer = call(function, parameters, block, gpus, activations)
+        terms = {
+            "gpus": 16 * parameters / gpus,
+            "tokens": activations,
+            "groups": 16 * block,
         }
-        why = f"it is {right:,.0f} bytes, not {found:,.0f}"
-        counted(found, right, mistakes, why, what=what)
+        if (said := word(answer)) not in terms:
+            raise Wrong(f'return "GPUs", "tokens" or "groups", not {answer!r}')
+        if said != max(terms, key=terms.get):
+            filled = ", ".join(f"{_HALVES[w]} {terms[w] / _GB:.1f}" for w in terms)
+            raise Wrong(
+                f"of {parameters / _GB:g} billion parameters, {block / _GB:g} billion "
+                f"in a block, on {gpus} GPUs, a GPU has in GB: {filled}; "
+                f'"{answer}" makes only {_HALVES[said]} half as large'
+            )
 
 
 @solution("18.1")
 def solution_1():
-    """The parameters are whole; gradients and the optimizer's state are divided."""
+    """Each change makes one of three terms half as large, so look for the largest.
 
-    def stage_2_bytes(parameters, ranks):
-        whole = 4 * parameters
-        divided = 4 * parameters + 8 * parameters
-        return whole + divided / ranks
+    Shards are the only term that the number of GPUs divides. Every GPU has activations
+    of its own tokens, and four blocks in full, however many GPUs there are. With 64
+    GPUs, shards are mostly small, and twice as many GPUs change next to nothing.
+    """
 
-    return stage_2_bytes
+    def make_room(parameters, block, gpus, activations):
+        halved = {
+            "GPUs": 16 * parameters / gpus,
+            "tokens": activations,
+            "groups": 4 * 4 * block,
+        }
+        return max(halved, key=halved.get)
+
+    return make_room
 
 
 # -- two real ranks --------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The exercises of lesson 19: bytes of slices, a gated layer, and a sliced loss.
+"""The exercises of lesson 19: adapters, a gated layer, and a sliced loss.
 
 Two of them run the learner's answer in two real ranks, which end the ranks that were
 open before.
@@ -13,8 +13,16 @@ from torch import nn
 from torch.distributed.tensor import parallel
 from torch.nn.functional import cross_entropy, silu
 
-from exercises.counted import counted, is_near
-from exercises.exercise import Wrong, call, exercise, must_be_callable, run, solution
+from exercises.counted import is_near, word
+from exercises.exercise import (
+    NotYet,
+    Wrong,
+    call,
+    exercise,
+    must_be_callable,
+    run,
+    solution,
+)
 from exercises.in_ranks import device, in_ranks
 from exercises.learning import flat
 from exercises.results import a, near
@@ -22,68 +30,119 @@ from exercises.results import a, near
 TWO = 2  # ranks
 
 
+# -- 19.1: adapters, whose ranks are two slices in this process ------------------------
+
+TOKENS, WIDTH, THIN = 6, 8, 4
+_CUTS = {"columns": 1, "rows": 0, "whole": None}
+_NAMES = ("query.A", "query.B", "out.A", "out.B")
+
+
+def _cut(tensor: torch.Tensor, cut: str, rank: int) -> torch.Tensor:
+    """What a rank has of a tensor."""
+    return tensor if cut == "whole" else tensor.chunk(TWO, _CUTS[cut])[rank]
+
+
+def _product(layer: str, x, a_part, b_part) -> torch.Tensor:
+    try:
+        return x @ a_part @ b_part
+    except RuntimeError:
+        shapes = [tuple(tensor.shape) for tensor in (x, a_part, b_part)]
+        raise Wrong(
+            f"{layer}: with {WIDTH} numbers a token, a rank of two would multiply "
+            "{} by {} by {}, which do not fit together".format(*shapes)
+        ) from None
+
+
+def _terms(cuts: dict[str, str]) -> set[str]:
+    """The matrices whose gradient on a rank is not that of its part of the matrix."""
+    generator = torch.Generator().manual_seed(19)
+    x = torch.randn(TOKENS, WIDTH, generator=generator)
+    found = set()
+    for layer, has, needs in (
+        ("query", "whole", "columns"),
+        ("out", "columns", "whole"),
+    ):
+        names = f"{layer}.A", f"{layer}.B"
+        full = [
+            torch.randn(shape, generator=generator).requires_grad_()
+            for shape in ((WIDTH, THIN), (THIN, WIDTH))
+        ]
+        weights = torch.randn(TOKENS, WIDTH, generator=generator)
+        (x @ full[0] @ full[1] * weights).sum().backward()
+        for rank in range(TWO):
+            parts = [
+                _cut(matrix.detach(), cuts[name], rank).clone().requires_grad_()
+                for name, matrix in zip(names, full, strict=True)
+            ]
+            result = _product(layer, _cut(x, has, rank), *parts)
+            wanted = _cut(weights, needs, rank)
+            if result.shape != wanted.shape:
+                raise Wrong(
+                    f"{layer}: a rank gets {tuple(result.shape)} from its parts, and "
+                    f"needs {tuple(wanted.shape)}, to be added to its x W"
+                )
+            (result * wanted).sum().backward()
+            for name, matrix, part in zip(names, full, parts, strict=True):
+                if not near(part.grad, _cut(matrix.grad, cuts[name], rank), atol=1e-4):
+                    found.add(name)
+    return found
+
+
 @exercise(
     "19.1",
     hints=(
-        "How many all-reduces does a block need, forward and backward together, and "
-        "how large is the tensor in each of them? A sliced layer still computes for "
-        "all tokens.",
-        "DDP gives 4 bytes for each of the 12 x width x width weights of a block. Set "
-        "this equal to the bytes of the slices, as a formula in the number of tokens.",
+        "Which numbers of each token does a rank have before `query`, and which before "
+        "`out`? Write down the shapes of x, A and B on a rank. After `out`, g adds.",
+        "A matrix that is whole gets its gradient from one slice on each rank. Compare "
+        "with x at f. A matrix that is cut is on one rank only.",
     ),
 )
-def sliced_bytes(sliced, tokens_equal) -> None:
-    """24 blocks of width 1024, 2048 tokens, float32."""
-    blocks, width, tokens = 24, 1024, 2048
-    right = 4 * blocks * 4 * tokens * width
-    mistakes = {
-        right / 2: "that is one pass; backward has two all-reduces a block, too",
-        right / 4: "a number in float32 has 4 bytes; and count all four all-reduces",
-        right / 8: "a rank gives the activations of all tokens, not 1/8 of them",
-        1.5 * right: "a block needs two all-reduces forward and two backward",
-        1.75 * right: "leave out the ring: the question is what a rank gives",
-    }
-    why = "four all-reduces a block, each of tokens x width numbers of 4 bytes"
-    counted(sliced, right, mistakes, why, what="slices", unit=1)
-    if tokens_equal == 3 * width + 1:  # the first number for which they give more
-        return
-    mistakes = {
-        width * 12: "slices have four all-reduces a block, not one",
-        6 * width: "count the backward pass of the slices, too",
-        3 * width / 8: "DDP's gradients are those of all weights, on every rank",
-    }
-    why = "set both numbers of bytes equal and solve for the tokens"
-    counted(tokens_equal, 3 * width, mistakes, why, what="tokens")
+def adapters(cuts, terms) -> None:
+    """A whole and B by columns at query, A by rows and B whole at out."""
+    if not isinstance(cuts, dict) or set(cuts) != set(_NAMES):
+        raise Wrong(f"cuts is a dictionary with the keys {', '.join(_NAMES)}")
+    if any(cut is ... for cut in cuts.values()):
+        raise NotYet("replace the ... with your answer")
+    cuts = {name: word(cut) for name, cut in cuts.items()}
+    for name, cut in cuts.items():
+        if cut not in _CUTS:
+            raise Wrong(f'{name}: "columns", "rows" or "whole", not {cut!r}')
+    right = _terms(cuts)
+    if not isinstance(terms, (str, list, tuple, set)):
+        raise Wrong(f"terms is a list of names, not {a(type(terms).__name__)}")
+    said = {terms} if isinstance(terms, str) else {str(name) for name in terms}
+    if unknown := said - set(_NAMES):
+        raise Wrong(f"terms has names such as query.A, not {unknown.pop()!r}")
+    for name in _NAMES:
+        if name in right - said:
+            raise Wrong(
+                f"the cuts are right; but the gradient of {name} on a rank comes from "
+                "that rank's slice alone, and the ranks' copies drift apart, silently"
+            )
+        if name in said - right:
+            raise Wrong(
+                f"the cuts are right; but {name} is cut, and each rank has all of its "
+                "part's gradient: a hook would add gradients of other numbers"
+            )
 
 
 @solution("19.1")
 def solution_1():
-    """With slices, every all-reduce carries an activation of all tokens.
+    """An adapter is two matmuls, and takes the slices that its layer has.
 
-    Each rank computes one term of a sum, and each term has the full shape: tokens times
-    width. A block needs four such sums. Two are where the slices end, in forward. Two
-    are where they begin, in backward. The number of ranks does not matter.
+    Before `query`, a rank has all of x, and it needs its columns of the result. So A is
+    whole, and B is cut by columns, as the weight of `query` is.
 
-    With DDP, a rank has a gradient for every weight and gives each of them to an
-    all-reduce once in a step. The number of tokens does not matter.
+    Before `out`, a rank has a slice of x. A is cut by rows, and gives a term of x A.
+    With all of B, a rank gets a term of the result, which it adds to its term of x W.
+    The all-reduce that is there adds up both.
 
-    Both ways give the same number of bytes in a block if
-
-        4 · tokens · width = 12 · width²
-
-    With more tokens than that, the slices give more.
+    Where a matrix is whole, each rank computes its gradient from its own slice. This is
+    a term, as with x at f. Without a hook that adds, the copies drift apart.
     """
-    blocks = 24
-    width = 1024
-    tokens = 2048
-    bytes_of_a_number = 4
-
-    activation = tokens * width * bytes_of_a_number
-    all_reduces_of_a_block = 2 + 2  # forward and backward
-    sliced_bytes = blocks * all_reduces_of_a_block * activation
-
-    tokens_equal = 12 * width**2 // (all_reduces_of_a_block * width)
-    return sliced_bytes, tokens_equal
+    cuts = {"query.A": "whole", "query.B": "columns", "out.A": "rows", "out.B": "whole"}
+    terms = ["query.A", "out.B"]
+    return cuts, terms
 
 
 # -- two real ranks --------------------------------------------------------------------

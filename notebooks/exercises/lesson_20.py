@@ -1,4 +1,4 @@
-"""The exercises of lesson 20: costs of a pipeline, an order, and a shared weight.
+"""The exercises of lesson 20: a schedule for a job, an order, and a shared weight.
 
 The last one runs the learner's answer in four real ranks, which end the ranks that were
 open before.
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from exercises.counted import counted
+from exercises.counted import number
 from exercises.exercise import (
     NotYet,
     Wrong,
@@ -22,74 +22,80 @@ from exercises.in_ranks import device, in_ranks
 from exercises.results import near, sequence
 
 FOUR = 4  # ranks
+FEWER = "fewer ranks"  # what 20.1 returns where no schedule will do
 SECONDS = 20  # before ranks that hang are given up
 
 
 @exercise(
     "20.1",
     hints=(
-        "Both bubbles come from the formula under *The bubble, predicted and counted*, "
-        "with another v. For the bytes, ask what crosses the border between a rank and "
-        "the next one, and what crosses the border to the one before.",
-        "A rank in the middle sends the activations of all tokens to the next rank, "
-        "and their gradients to the rank before. Into how many micro-batches the "
-        "tokens are cut does not matter. An element of bfloat16 has 2 bytes.",
+        "With the formula under *The bubble, predicted and counted*, try 1, 2, 3, … "
+        "micro-batches. With interleaved stages, which numbers do you try?",
+        "Two loops, one after the other: `for m in range(1, most + 1)` with v = 1, and "
+        "`for m in range(ranks, most + 1, ranks)` with v = 2. The first m whose bubble "
+        "is small enough is the answer.",
     ),
 )
-def pipeline_costs(bubble, interleaved, nbytes) -> None:
-    """8 ranks, 32 micro-batches, 64 x 1024 tokens, width 4096, bfloat16."""
-    p, m, tokens, width = 8, 32, 64 * 1024, 4096
-    mistakes = {
-        (p - 1) / m: "that is idle time divided by busy time; divide by the total time",
-        p / (m + p): "a pipeline is idle for p - 1 tasks, not for p",
-        100 * (p - 1) / (m + p - 1): "give the share, not percent",
-        1 - (p - 1) / (m + p - 1): "that is the busy share",
-    }
-    why = "the formula has p - 1 idle tasks, and m + p - 1 in all"
-    counted(bubble, (p - 1) / (m + p - 1), mistakes, why, what="1F1B", near=2e-3)
-    right = (p - 1) / (2 * m + p - 1)
-    mistakes = {
-        (p - 1) / (2 * m): "divide by the total time, not by the busy time",
-        (p - 1) / (m + p - 1): "with two stages on each rank, a task is half as long",
-        (p - 1) / (2 * (m + p - 1)): "the total time becomes shorter, too",
-        (2 * p - 1) / (2 * m + 2 * p - 1): "p is the number of ranks, not of stages",
-        (2 * p - 1) / (m + 2 * p - 1): "p is the number of ranks, not of stages",
-        100 * right: "give the share, not percent",
-    }
-    why = "use v = 2 in the formula"
-    counted(interleaved, right, mistakes, why, what="interleaved", near=2e-3)
-    right = 2 * tokens * width * 2
-    mistakes = {
-        right // 2: "count both directions: activations, and their gradients",
-        2 * right: "an element of bfloat16 has 2 bytes; or these are two stages' bytes",
-        right // m: "that is one micro-batch; count a step",
-        m * right: "the tokens are those of the full batch, in all micro-batches",
-        right // 1024: "count 1,024 tokens for each sequence",
-    }
-    why = "two directions x tokens x width x bytes of an element"
-    counted(nbytes, right, mistakes, why, what="bytes", unit=1)
+def schedule_for(function) -> None:
+    """The plainest schedule that keeps the bubble small, and its micro-batches."""
+    must_be_callable(function)
+    for ranks, limit, most, right in (
+        (4, 0.21, 64, ("1F1B", 12)),
+        (4, 0.21, 12, ("1F1B", 12)),
+        (8, 0.11, 48, ("interleaved", 32)),
+        (8, 0.11, 32, ("interleaved", 32)),
+        (8, 0.11, 31, FEWER),
+        (16, 0.05, 64, FEWER),
+    ):
+        case = f"{ranks} ranks, a bubble of at most {limit:.0%}, m up to {most}"
+        found = call(function, ranks, limit, most)
+        if found == right == FEWER:
+            continue
+        if found == FEWER:
+            raise Wrong(f"{case}: {right[0]} can do this")
+        if not isinstance(found, str):
+            found = sequence(found, f'return a pair like ("1F1B", 8), or "{FEWER}"')
+        if len(found) != 2 or found[0] not in ("1F1B", "interleaved"):
+            raise Wrong(f'return a pair like ("1F1B", 8), or "{FEWER}", not {found!r}')
+        name, m = found[0], number(found[1], "micro-batches")
+        v = 1 if name == "1F1B" else 2
+        _must_be_possible(case, name, m, ranks, most)
+        bubble = (ranks - 1) / (v * m + ranks - 1)
+        if bubble > limit:
+            raise Wrong(f"{case}: {name} with {m} has a bubble of {bubble:.1%}")
+        if name != right[0]:
+            raise Wrong(f"{case}: 1F1B is enough, and sends half as many bytes")
+        if m != right[1]:
+            raise Wrong(f"{case}: {right[1]} micro-batches are enough, not {m}")
+
+
+def _must_be_possible(case: str, name: str, m, ranks: int, most: int) -> None:
+    """Whole micro-batches, no more than there may be, in rounds if interleaved."""
+    if m != int(m):
+        raise Wrong(f"{case}: {m} is no number of micro-batches; round up")
+    if m > most:
+        raise Wrong(f"{case}: {m} are more than {most}")
+    if name == "interleaved" and m % ranks:
+        raise Wrong(f"{case}: {m} is not a multiple of {ranks} ranks")
 
 
 @solution("20.1")
 def solution_1():
-    """Each rank is idle for p - 1 tasks in both passes together, with both schedules.
+    """More micro-batches make the bubble smaller, so the first that fits is the fewest.
 
-    With two stages on each rank, a rank has twice as many tasks, each half as long. The
-    idle time is still p - 1 tasks, but of the short ones.
-
-    A rank in the middle has two neighbours. It sends the activations of all tokens to
-    one of them, and the gradients of all tokens to the other. The micro-batches have
-    all tokens of the batch together, however many they are.
+    Interleaving comes second, since it sends twice as many bytes and holds more. If it
+    is not enough, either: take fewer ranks, or a larger batch.
     """
-    p = 8
-    m = 32
-    bubble = (p - 1) / (m + p - 1)
-    interleaved = (p - 1) / (2 * m + p - 1)
 
-    tokens = 64 * 1024
-    width = 4096
-    nbytes = 2 * tokens * width * 2
-    return bubble, interleaved, nbytes
+    def schedule_for(ranks, limit, most):
+        for name, v, step in (("1F1B", 1, 1), ("interleaved", 2, ranks)):
+            for m in range(step, most + 1, step):
+                bubble = (ranks - 1) / (v * m + ranks - 1)
+                if bubble <= limit:
+                    return name, m
+        return "fewer ranks"
+
+    return schedule_for
 
 
 # -- 20.2: an order --------------------------------------------------------------------

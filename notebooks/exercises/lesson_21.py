@@ -1,8 +1,7 @@
-"""The exercises of lesson 21: bytes of keys and values, parts joined, an even cut."""
+"""The exercises of lesson 21: ring or heads, parts joined, an even cut."""
 
 import torch
 
-from exercises.counted import counted, number
 from exercises.exercise import Wrong, call, exercise, must_be_callable, solution
 from exercises.results import equal, near, sequence, tensor
 
@@ -10,54 +9,64 @@ from exercises.results import equal, near, sequence, tensor
 @exercise(
     "21.1",
     hints=(
-        "How many tokens does a rank have, and how many numbers does a token have in "
-        "its keys and values, if there are fewer heads for them than for the queries?",
-        "In a ring, keys and values make one hop less than there are ranks. A rank "
-        "sends its keys and its values, or those of another rank, in each hop.",
+        "Take the formulas of the table. Only keys and values become smaller with "
+        "fewer heads. Which of the four tensors that *heads* sends are these?",
+        "With g = kv_heads / heads, the ring sends 2 g, and heads (2 + 2 g) / ranks, "
+        "each times the same. Before you compare: can each rank get as many heads as "
+        "any other?",
     ),
 )
-def kv_bytes(function) -> None:
-    """Bytes that a rank sends in the forward pass of a block, for three jobs."""
-    for job in (
-        (8192, 1024, 16, 16, 4),
-        (8192, 1024, 16, 2, 4),
-        (65536, 4096, 32, 8, 8),
+def ring_or_heads(function) -> None:
+    """The way that sends less, if it is possible, for nine models."""
+    must_be_callable(function)
+    for heads, kv_heads, ranks in (
+        (16, 16, 4),
+        (32, 8, 4),
+        (32, 8, 8),
+        (8, 4, 4),
+        (64, 8, 8),
+        (32, 8, 16),
+        (12, 12, 8),
+        (24, 12, 8),
+        (48, 16, 3),
     ):
-        tokens, width, heads, kv_heads, ranks = job
-        what = f"{tokens:,} tokens of width {width:,}, {heads} heads, {kv_heads} of "
-        what += f"keys and values, {ranks} ranks"
-        found = number(call(function, *job), what)
-        every = 2 * 2 * tokens * width * kv_heads // heads  # of all ranks
-        right = every * (ranks - 1) // ranks
-        mistakes = {
-            right / 2: "count keys and values, and 2 bytes for each number",
-            right * 2: "a number in bfloat16 has 2 bytes, and forward goes round once",
-            right * heads / kv_heads: "keys and values have kv_heads heads, not heads",
-            every: "the last hop would bring a rank its own keys: one hop less",
-            every / ranks: "that is one hop; count all hops of the ring",
-            every * (ranks - 1): "a rank has 1 / ranks of the tokens",
-        }
-        why = f"it is {right:,} bytes, not {found:,.0f}"
-        counted(found, right, mistakes, why, what=what)
+        case = f"{heads} heads, {kv_heads} for keys and values, {ranks} ranks"
+        found = call(function, heads, kv_heads, ranks)
+        if found not in ("ring", "heads"):
+            raise Wrong(f'{case}: return "ring" or "heads", not {found!r}')
+        if found == "heads" and (heads % ranks or kv_heads % ranks):
+            raise Wrong(f"{case}: heads do not divide among the ranks")
+        share = kv_heads / heads
+        ring, swap = 2 * share, (2 + 2 * share) / ranks
+        possible = heads % ranks == kv_heads % ranks == 0
+        if found != ("heads" if possible and swap < ring else "ring"):
+            each = (ranks - 1) / ranks
+            raise Wrong(
+                f"{case}: a rank sends {each * ring:.3f} a with the ring, and "
+                f"{each * swap:.3f} a with heads"
+            )
 
 
 @solution("21.1")
 def solution_1():
-    """A head has width / heads numbers for each token.
+    """Both send (N - 1) / N of something, so compare only the rest.
 
-    Keys have kv_heads such heads, and so have values. In bfloat16 each number has 2
-    bytes. A rank has 1 / ranks of the tokens.
+    The ring sends keys and values: 2 g, with g = kv_heads / heads. Heads send queries
+    and results, which have all heads, and keys and values, but an N-th of each.
 
-    A ring has ranks - 1 hops. In each of them, a rank sends the keys and values of one
-    rank. An all-gather in a ring makes the same hops, so it sends the same bytes.
+    Heads send less if N is larger than 1 + 1 / g. But then, N may be larger than the
+    number of heads for keys and values.
     """
 
-    def kv_bytes(tokens, width, heads, kv_heads, ranks):
-        numbers_of_a_token = 2 * width // heads * kv_heads  # keys and values
-        bytes_of_a_rank = 2 * numbers_of_a_token * tokens // ranks
-        return (ranks - 1) * bytes_of_a_rank
+    def ring_or_heads(heads, kv_heads, ranks):
+        if heads % ranks or kv_heads % ranks:
+            return "ring"
+        share = kv_heads / heads
+        by_ring = 2 * share
+        by_heads = (2 + 2 * share) / ranks
+        return "heads" if by_heads < by_ring else "ring"
 
-    return kv_bytes
+    return ring_or_heads
 
 
 # -- 21.2 ------------------------------------------------------------------------------

@@ -1,115 +1,194 @@
-"""The exercises of lesson 23: who has the same shard, bytes of a network, a mesh."""
+"""The exercises of lesson 23: who reads which samples, an order of axes, a mesh."""
 
-from exercises.counted import counted, number
+from itertools import permutations
+from math import prod
+
+from exercises.counted import number
 from exercises.exercise import Wrong, call, exercise, solution
 
 GPUS, NODES = 4, 2  # of the third exercise: on each node, and nodes
 NVLINK, NETWORK = 200e9, 3e9  # bytes/s of a rank
 
 
+# -- 23.1 ------------------------------------------------------------------------------
+
+_DIVIDE = "dp", "replicate", "shard"  # ranks along them have samples of their own
+_JOBS = (
+    {"dp": 2, "tp": 4},
+    {"replicate": 2, "shard": 4},
+    {"pp": 2, "dp": 4},
+    {"tp": 4, "dp": 2},
+    {"pp": 2, "replicate": 2, "shard": 2, "tp": 2},
+    {"dp": 2, "cp": 3, "tp": 2},
+    {"pp": 2, "tp": 4},
+)
+
+
+def place_of(sizes: dict[str, int], rank: int) -> dict[str, int]:
+    """A rank's place along each axis; neighbours are on the last one."""
+    place = {}
+    for name, size in reversed(sizes.items()):
+        rank, place[name] = divmod(rank, size)
+    return place
+
+
+def _pair(found, job: str) -> tuple[int, int]:
+    try:
+        readers, which = found
+    except (TypeError, ValueError):
+        raise Wrong(f"{job}: return two numbers, not {found!r}") from None
+    readers, which = number(readers, job), number(which, job)
+    if not 0 <= which < readers:
+        raise Wrong(f"{job}: with num_replicas={readers} there is no rank {which}")
+    return readers, which
+
+
 @exercise(
     "23.1",
     hints=(
-        "Write down the grid of 2 x 4 ranks. Ranks of a row have different shards. "
-        "Which ranks are in the same column as rank 6?",
-        "The column of a rank is `rank % shards`, and its column has every "
-        "`shards`-th rank.",
+        "For each axis, ask whether two ranks along it work on the same sequences "
+        "together, or each on its own.",
+        "A rank's place along the last axis is `rank % size`, and `rank // size` is "
+        "what the axes before it number. Only the axes that divide the batch count in "
+        "both results.",
     ),
 )
-def same_shard(function) -> None:
-    """A function: a rank, the sizes of an HSDP mesh -> ranks with the same shard."""
-    for copies, shards in ((2, 4), (3, 2), (1, 4)):
-        for rank in range(copies * shards):
-            found = call(function, rank, copies, shards)
-            where = f"rank {rank} of a mesh of {copies} x {shards}"
-            try:
-                found = sorted(int(other) for other in found)
-            except (TypeError, ValueError):
-                raise Wrong(f"return a list of ranks, not {found!r}") from None
-            right = list(range(rank % shards, copies * shards, shards))
-            first = rank // shards * shards
-            if found == right:
+def reads(function) -> None:
+    """A function: sizes of the axes, a rank -> readers of the data, and which it is."""
+    for sizes in _JOBS:
+        readers = {}  # place along the axes that divide the batch -> rank, answer
+        ranks = prod(sizes.values())
+        for rank in range(ranks):
+            job = f"rank {rank} of {sizes}"
+            said = _pair(call(function, dict(sizes), rank, when=f"{job}:"), job)
+            place = place_of(sizes, rank)
+            mine = tuple(place[name] for name in sizes if name in _DIVIDE)
+            first, told = readers.setdefault(mine, (rank, said))
+            if told == said:
                 continue
-            if found == list(range(first, first + shards)):
-                raise Wrong(f"{where}: {found} is its row, which has all shards once")
-            if found == [other for other in right if other != rank]:
-                raise Wrong(f"{where}: the rank itself belongs to the list, too")
-            raise Wrong(f"{where}: it is {right}, not {found}")
+            apart = [n for n, at in place_of(sizes, first).items() if at != place[n]]
+            raise Wrong(
+                f"{sizes}: ranks {first} and {rank} differ along {' and '.join(apart)} "
+                "only, so they compute the same sequences together, and you give them "
+                "others"
+            )
+        seen: dict[tuple[int, int], int] = {}
+        for rank, said in readers.values():
+            if said in seen:
+                raise Wrong(
+                    f"{sizes}: ranks {seen[said]} and {rank} get the same samples, and "
+                    "their gradients are averaged: they need samples of their own"
+                )
+            seen[said] = rank
+        for parts, _ in seen:
+            if parts != len(readers):
+                raise Wrong(
+                    f"{sizes}: with num_replicas={parts}, a step takes {len(readers)} "
+                    f"of {parts} parts of the batch"
+                )
 
 
 @solution("23.1")
 def solution_1():
-    """Ranks are numbered row by row, and a column has the same shard in each row.
+    """Copies and shards have samples of their own; slices, stages and cut tokens not.
 
-    The column of a rank is its remainder by the number of shards. From there, every
-    `shards`-th rank is in the same column.
+    A shard is gathered before it computes, so its rank is like a copy. Ranks of a TP
+    group each compute a slice of the same layer, the stages of a pipeline pass the same
+    sequences on, and ranks along `cp` have parts of the same sequences.
+
+    From the last axis to the first, the remainder is the place along the axis. The
+    places along those axes that divide the batch number the readers.
     """
 
-    def same_shard(rank, copies, shards):
-        return list(range(rank % shards, copies * shards, shards))
+    def reads(sizes, rank):
+        readers, which = 1, 0
+        for name, size in reversed(sizes.items()):
+            rank, place = divmod(rank, size)
+            if name in ("dp", "replicate", "shard"):
+                which += place * readers
+                readers *= size
+        return readers, which
 
-    return same_shard
+    return reads
+
+
+# -- 23.2 ------------------------------------------------------------------------------
+
+# sizes of three axes, MB that a rank sends along each in a step, GPUs of a node
+MESHES = (
+    ({"pp": 2, "dp": 2, "tp": 4}, {"pp": 1, "dp": 3, "tp": 9}, 8),
+    ({"dp": 4, "cp": 2, "tp": 4}, {"dp": 6, "cp": 5, "tp": 10}, 8),  # dp cannot stay
+    ({"pp": 2, "dp": 2, "tp": 16}, {"pp": 3, "dp": 5, "tp": 20}, 8),  # tp cannot
+    ({"cp": 2, "dp": 4, "tp": 2}, {"cp": 4, "dp": 7, "tp": 4}, 4),  # one or two stay
+    ({"pp": 2, "dp": 4, "tp": 2}, {"pp": 1, "dp": 9, "tp": 7}, 4),  # here, one
+)
+
+
+def leaving(order, sizes, gpus) -> list[str]:
+    """The axes of a mesh in this order whose groups have ranks on several nodes."""
+    found, together = [], 1
+    for name in reversed(order):
+        together *= sizes[name]  # neighbours up to here
+        if together > gpus and sizes[name] > 1:
+            found.append(name)
+    return found
 
 
 @exercise(
     "23.2",
     hints=(
-        "In a ring over all nodes, one link leaves each node, and each link carries "
-        "what a rank sends. With HSDP, there is a ring for each GPU of a node.",
-        "FSDP sends three times (N - 1) / N of the bytes, for N ranks. With HSDP, only "
-        "an all-reduce of each rank's shard uses the network: a shard is 1/gpus of the "
-        "bytes, there are `gpus` rings, and each ring has one rank of each node.",
+        "Ranks are numbered row by row, so the last axes stay inside a node as long as "
+        "the product of their sizes is at most `gpus`. All axes before them leave it.",
+        "There are six orders: `itertools.permutations(sizes)`. From the last name to "
+        "the first, multiply the sizes. Where the product is larger than `gpus`, the "
+        "axis leaves the node. Add up what is sent along such axes.",
     ),
 )
-def network_bytes(function) -> None:
-    """A function: bytes, nodes, GPUs of a node -> what leaves a node, two ways."""
-    for nbytes, nodes, gpus in ((6_400_000, 2, 4), (48_000_000, 4, 8)):
-        found = call(function, nbytes, nodes, gpus)
-        if not isinstance(found, (tuple, list)) or len(found) != 2:
-            raise Wrong(f"return two numbers, FSDP's and HSDP's, not {found!r}")
-        fsdp, hsdp = number(found[0], "FSDP"), number(found[1], "HSDP")
-        total = nodes * gpus
-        ring = (total - 1) / total * nbytes
-        column = 2 * (nodes - 1) / nodes * nbytes
-        mistakes = {
-            2 * ring: "that is DDP's all-reduce; FSDP gathers twice and reduces once",
-            3 * nbytes: "a ring of N ranks sends (N - 1) / N of a tensor",
-            3 * gpus * ring: "one ring over all ranks leaves each node by one link",
-        }
-        why = f"it is {3 * ring:,.0f} bytes, not {fsdp:,.0f}"
-        counted(fsdp, 3 * ring, mistakes, why, what="FSDP", near=1e-7)
-        mistakes = {
-            column / gpus: "that is one rank; all GPUs of a node send their shards",
-            column / 2: "an all-reduce makes two passes around the ring",
-            column * gpus: "a rank sends its shard, 1/gpus of the bytes",
-            2 * ring: "the all-reduce joins one rank of each node, not all ranks",
-            3 * (nodes - 1) / nodes * nbytes: "the gathers stay inside the node",
-        }
-        why = f"it is {column:,.0f} bytes, not {hsdp:,.0f}"
-        counted(hsdp, column, mistakes, why, what="HSDP", near=1e-7)
+def place_axes(function) -> None:
+    """A function: sizes, bytes along each axis, GPUs of a node -> names in order."""
+    for sizes, sent, gpus in MESHES:
+        job = f"{sizes} on nodes of {gpus}"
+        found = call(function, dict(sizes), dict(sent), gpus)
+        if isinstance(found, str) or not isinstance(found, (tuple, list)):
+            raise Wrong(f"return a tuple of names, not {found!r}")
+        if sorted(map(str, found)) != sorted(sizes):
+            raise Wrong(f"{job}: each name once, not {found!r}")
+
+        def total(order, sizes=sizes, sent=sent, gpus=gpus):
+            return sum(sent[name] for name in leaving(order, sizes, gpus))
+
+        least = min(map(total, permutations(sizes)))
+        if total(found) == least:
+            continue
+        if sizes is MESHES[0][0] and total(found[::-1]) == least:
+            raise Wrong(f"{job}: neighbours are on the last axis, not on the first")
+        axes = " and ".join(leaving(found, sizes, gpus))
+        why = f"with {found!r}, {axes} leave the node: {total(found)} of {sent}"
+        raise Wrong(f"{job}: {why}; {least} is possible")
 
 
 @solution("23.2")
 def solution_2():
-    """Only messages whose group has ranks on several nodes use the network.
+    """There are six orders, so try them all.
 
-    FSDP: all groups have all N ranks. One link of the ring leaves each node, and each
-    link carries two all-gathers and a reduce-scatter.
-
-    HSDP: gathers and reduce-scatters stay inside the node. What leaves it is the
-    all-reduce of each rank's shard, in a ring with one rank of each node. There are as
-    many rings as GPUs on a node, and each has 1/gpus of the bytes, so that `gpus`
-    cancels out.
+    The axis with the most bytes is not always the one for the inside of a node. It may
+    be too large for a node, and two small axes that fit in together may send more than
+    one large one.
     """
+    from itertools import permutations
 
-    def network_bytes(nbytes, nodes, gpus):
-        total = nodes * gpus
-        fsdp = 3 * (total - 1) / total * nbytes
-        shard = nbytes / gpus
-        hsdp = gpus * 2 * (nodes - 1) / nodes * shard
-        return fsdp, hsdp
+    def place_axes(sizes, sent, gpus):
+        def leaving(order):
+            total, together = 0, 1
+            for name in reversed(order):
+                together *= sizes[name]
+                if together > gpus:
+                    total += sent[name]
+            return total
 
-    return network_bytes
+        return min(permutations(sizes), key=leaving)
+
+    return place_axes
 
 
 # -- the third exercise ----------------------------------------------------------------

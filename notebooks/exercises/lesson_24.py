@@ -1,21 +1,11 @@
-"""The exercises of lesson 24: steps done again, when to save, and a file that is whole.
+"""The exercises of lesson 24: steps done again, when to save, and no rename.
 
-One of them kills processes: a rank of its own forks one child for each moment at which
-the learner's function may die, and looks at what the child has left behind.
+The last one kills nothing real: its store raises an error that no `except Exception`
+catches, before each of the calls at which the learner's function may die.
 """
 
-import inspect
-import json
-import os
-import pathlib
-import signal
-import sys
-import tempfile
-from pathlib import Path
-
 from exercises.counted import counted, number
-from exercises.exercise import NotYet, Wrong, call, exercise, solution
-from exercises.in_ranks import in_ranks
+from exercises.exercise import NotYet, Wrong, call, exercise, run, solution
 
 
 @exercise(
@@ -148,239 +138,147 @@ def solution_2():
 
 # -- 24.3 ------------------------------------------------------------------------------
 
-OLD, NEW = b"old!" * 15_000, b"and new" * 13_000
-SMALL = b"small"  # less than what Python keeps before it writes
-BYTES = (0, 1, 4096, 50_000, len(NEW) - 1)
-MOST = 300  # lines that are tried
+
+class _Killed(BaseException):
+    """Stands for the end of the process that called the store."""
 
 
-def _child(what) -> int:
-    """Run `what` in a child; its exit status, negative for a signal."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            what()
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+class _Store:
+    """Whole objects by name, as in an object store: nothing can be renamed.
+
+    Args:
+        calls: calls until the process is killed; -1: it lives.
+    """
+
+    def __init__(self, calls: int = -1):
+        self.calls, self.objects = calls, {}
+
+    def _call(self) -> None:
+        if self.calls == 0:
+            raise _Killed  # each later call, too: who is dead does nothing more
+        self.calls -= 1
+
+    def put(self, name: str, content: bytes) -> None:
+        self._call()
+        if not isinstance(name, str) or not isinstance(content, bytes):
+            raise TypeError("put(name, content) takes a str and bytes")
+        self.objects[name] = content
+
+    def get(self, name: str) -> bytes:
+        self._call()
+        return self.objects[name]
+
+    def delete(self, name: str) -> None:
+        self._call()
+        del self.objects[name]
+
+    def names(self) -> list[str]:
+        self._call()
+        return sorted(self.objects)
 
 
-def _traced(function, path: Path, at: int = -1, content: bytes = NEW) -> int:
-    """Call the function and count its lines; the process dies before line `at`."""
-    home, lines = function.__code__.co_filename, 0
-
-    def step(frame, event, _):
-        nonlocal lines
-        if frame.f_code.co_filename != home:
-            return None
-        if event in ("line", "return"):
-            if lines == at:
-                os.kill(os.getpid(), signal.SIGKILL)
-            lines += 1
-        return step
-
-    sys.settrace(step)
-    try:
-        function(path, content)
-    finally:
-        sys.settrace(None)
-    return lines
+def _parts(step: int, ranks: int, start: int = 0) -> dict[str, bytes]:
+    """What `ranks` ranks have at a step, after this start of the job."""
+    return {f"rank {r}": f"{step} {start} {r}".encode() for r in range(ranks)}
 
 
-def _limited(function, path: Path, most: int) -> None:
-    """Call the function in a process that the system kills at a byte of a file."""
-    import resource
-
-    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-    function(path, NEW)
-
-
-def _watched(function, path: Path, report: Path, content: bytes = NEW) -> None:
-    """Call the function; note its lines, and each rename with what was synced then."""
-    notes: dict = {"lines": 0, "renames": [], "error": None}
-    synced: dict[int, int] = {}  # inode -> bytes
-
-    def sync(real):
-        def watched(file):
-            descriptor = file if isinstance(file, int) else file.fileno()
-            found = os.fstat(descriptor)
-            synced[found.st_ino] = found.st_size
-            return real(file)
-
-        return watched
-
-    def sync_all():
-        for file in path.parent.iterdir():
-            synced[file.stat().st_ino] = file.stat().st_size
-
-    def move(real):
-        def watched(source, target, **options):
-            found = os.stat(source)
-            known = synced.get(found.st_ino)
-            if Path(source).resolve().parent != Path(target).resolve().parent:
-                notes["renames"].append("elsewhere")
-            elif known is None:
-                notes["renames"].append("no")
-            else:
-                whole = known >= found.st_size
-                notes["renames"].append("synced" if whole else "early")
-            return real(source, target, **options)
-
-        return watched
-
-    # in the module `os`, and by the names that the function's own module may have
-    namespace = function.__globals__
-    pathlibs = getattr(pathlib, "_NormalAccessor", None)  # Python 3.10 keeps its own
-    for names, watch in (
-        (("fsync", "fdatasync"), sync),
-        (("rename", "replace"), move),
-        (("sync",), lambda real: sync_all),
-    ):
-        for name in names:
-            if real := getattr(os, name, None):
-                watched = watch(real)
-                setattr(os, name, watched)
-                if hasattr(pathlibs, name):
-                    setattr(pathlibs, name, staticmethod(watched))
-                for own in [n for n, value in namespace.items() if value is real]:
-                    namespace[own] = watched
-    try:
-        notes["lines"] = _traced(function, path, content=content)
-    except Exception as error:
-        notes["error"] = f"{type(error).__name__}: {error}"
-    report.write_text(json.dumps(notes))
-
-
-def _try(function) -> str | None:
-    """What is wrong with the function, or None; runs in a rank."""
-    with tempfile.TemporaryDirectory() as folder:
-        return _try_in(Path(folder), function)
-
-
-def _try_in(folder: Path, function) -> str | None:
-    home, report = folder / "home", folder / "report"
-    path = home / "checkpoint.pt"
-    temporary = folder / "temporary"  # what dies cannot remove its files
-    temporary.mkdir()
-    os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
-
-    def afresh() -> None:
-        home.mkdir(exist_ok=True)
-        for other in home.iterdir():
-            other.unlink()
-        path.write_bytes(OLD)
-
-    def what_is_there() -> str | None:
-        if not path.exists():
-            return "there is no file of that name"
-        content = path.read_bytes()
-        if content in (OLD, NEW):
-            return None
-        return f"the file has {len(content):,} bytes, neither the old nor the new"
-
-    afresh()
-    _child(lambda: _watched(function, path, report))
-    notes = json.loads(report.read_text())
-    if notes["error"]:
-        return f"your code raised {notes['error']}"
-    if path.exists() and path.read_bytes() == OLD:
-        return "NOT YET"
-    if not path.exists() or path.read_bytes() != NEW:
-        return "without any kill, the file does not have the new content afterwards"
-    left = sorted(p.name for p in home.iterdir() if p != path)
-    if left:
-        return f"when all went well, {left[0]!r} is left over"
-    afresh()
-    _child(lambda: _watched(function, path, report, SMALL))
-    small = json.loads(report.read_text())
-    if small["error"] or not path.exists() or path.read_bytes() != SMALL:
-        why = small["error"] or "the file does not have it afterwards"
-        return f"with a content of {len(SMALL)} bytes: {why}"
-    moments = [
-        (f"killed at line {n + 1} of those it runs",
-         lambda n=n: _traced(function, path, n))
-        for n in range(min(notes["lines"], MOST))
-    ] + [
-        (f"killed at byte {n:,}", lambda n=n: _limited(function, path, n))
-        for n in BYTES
-    ]  # fmt: skip
-    for words, what in moments:
-        afresh()
-        status = _child(what)
-        if wrong := what_is_there():
-            if status >= 0:
-                words = words.replace("killed at", "when the disk took only up to")
-            return f"{words}: {wrong}"
-        _child(lambda: _watched(function, path, report))
-        error = json.loads(report.read_text())["error"]
-        if error or path.read_bytes() != NEW:
-            return f"{words}: the next call fails ({error or 'nothing written'})"
-    if not notes["renames"] or not small["renames"]:
-        return "no file was renamed: os.replace is what makes it appear at once"
-    verdicts = notes["renames"][-1], small["renames"][-1]
-    return next(
-        (why for verdict, why in _VERDICTS.items() if verdict in verdicts), None
-    )
-
-
-_VERDICTS = {
-    "elsewhere": "the new file was written in another folder; that may be another "
-    "file system, where a move copies. Write it beside the old one",
-    "no": "no kill spoils it, but a power cut may: the new name can reach the disk "
-    "before the content; os.fsync comes before the rename",
-    "early": "os.fsync came before all bytes had left Python: flush() first",
-}
+def _found(find, store: _Store, allowed: list[tuple], when: str) -> int:
+    """The step that the learner's function finds; `allowed` are whole checkpoints."""
+    found = call(find, store, when=when)
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise Wrong(f"{when} find gives {found!r}, not a step and its parts")
+    step, parts = found
+    for right_step, right in allowed:
+        if step == right_step:
+            if parts == right:
+                return step
+            raise Wrong(f"{when} find gives step {step} with {parts}, not {right}")
+    steps = " or ".join(str(right_step) for right_step, _ in allowed)
+    raise Wrong(f"{when} find gives step {step!r}, not {steps}")
 
 
 @exercise(
     "24.3",
     hints=(
-        "Look at `write_then_rename` under *A checkpoint is whole, or it is not "
-        "there*. Which of its lines protect against a kill, and which against a power "
-        "cut?",
-        "`os.fsync` brings to the disk what the system has, and Python keeps written "
-        "bytes in a buffer of its own before that. Choose the other name so that the "
-        "rename stays in one folder, and so that a later call can cope with a half "
-        "file of that name.",
+        "A kill can come between any two calls. Which call makes the new checkpoint "
+        "valid for `find`? Everything that it needs must be there before, and the old "
+        "checkpoint until then.",
+        "Let one small object, written last, say which step is complete, and which "
+        "parts it has: `json.dumps([step, [*parts]]).encode()`. Parts that a killed "
+        "process has left may have the names that are written now: keep those.",
     ),
 )
-def keep(function) -> None:
-    """The old content or the new one, whole, whenever it is killed."""
-    if not inspect.isfunction(function):
-        raise Wrong("give a function that you have written with `def`")
-    (wrong,) = in_ranks(1, _try, function, seconds=60)
-    if wrong == "NOT YET":
-        raise NotYet("your function writes nothing so far")
-    if wrong:
-        raise Wrong(wrong)
+def checkpoint_without_rename(save, find) -> None:
+    """A whole checkpoint can be found, whenever the process that saves is killed."""
+    store = _Store()
+    _found(find, store, [(0, {})], "in an empty store,")
+    ten, after = (10, _parts(10, 4)), (15, _parts(15, 4))
+    for step, parts in (5, _parts(5, 4)), ten, after:
+        run(save, store, step, dict(parts), when=f"saving step {step},")
+        if not store.objects:
+            raise NotYet("your function writes nothing so far")
+        _found(find, store, [(step, parts)], f"after a save of step {step},")
+        _must_hold(store, parts, f"after a save of step {step},")
+    for killed in range(1000):
+        store, when = _Store(), f"killed before call {killed + 1} of a save of step 15,"
+        run(save, store, *ten)
+        store.calls = killed
+        try:
+            run(save, store, after[0], dict(after[1]), when=when)
+            ended = True
+        except _Killed:
+            ended = False
+        if ended and store.calls > 0:  # it made fewer calls
+            return
+        store.calls = -1
+        step = _found(find, store, [ten, after], when)
+        again = step + 5, _parts(step + 5, 2, start=1)  # two nodes have been lost
+        when = f"{when} and started again with 2 ranks:"
+        run(save, store, *again, when=when)
+        _found(find, store, [again], f"{when} after a save of step {again[0]},")
+        _must_hold(store, again[1], f"{when} after a save of step {again[0]},")
+
+
+def _must_hold(store: _Store, parts: dict[str, bytes], when: str) -> None:
+    """Each part is an object, and no part of another checkpoint is left."""
+    if missing := {*parts.values()} - {*store.objects.values()}:
+        why = "each part is an object of its own: on a cluster, its own rank writes it"
+        raise Wrong(f"{when} no object is {min(missing)!r}; {why}")
+    others = [_parts(step, 4) for step in (5, 10, 15)]
+    old = {part for other in others for part in other.values()} - {*parts.values()}
+    for name, content in store.objects.items():
+        if content in old:
+            raise Wrong(f"{when} the old part {name!r} is still there")
 
 
 @solution("24.3")
 def solution_3():
-    """The new content gets a name of its own first, and the old name only at the end.
+    """One small object says which checkpoint counts, and it is replaced by one call.
 
-    Until `os.replace`, the file under `path` is untouched, so a kill leaves the old
-    content. `os.replace` is atomic, so after it the whole new content is there. Nobody
-    can see a state in between.
+    Until this call, `find` sees the old checkpoint, whose parts are still there. After
+    it, `find` sees the new one, whose parts are all there already. Only then may the
+    old parts go. So one call decides, as the rename does in a file system.
 
-    A power cut is another matter. The system may write the new name to the disk before
-    the content. Therefore `flush` gives Python's buffer to the system, and `os.fsync`
-    waits until the system has written it to the disk, both before the rename.
-
-    The other name is in the same folder, because a rename is atomic only inside one
-    file system. The name is always the same and the mode is "wb", so the next call
-    overwrites the half file of a call that was killed.
+    The object lists the parts, too. A killed process may have left parts of the same
+    step, of more ranks, and these must not be taken for parts of the new checkpoint.
+    For the same reason, `save` deletes what is not in the list, and not what was there
+    before it began: it may just have written a part anew.
     """
+    import json
 
-    def keep(path, content):
-        half = path.with_name(path.name + ".half")
-        with open(half, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(half, path)
+    def save_parts(store, step, parts):
+        for part, content in parts.items():
+            store.put(f"{step}/{part}", content)
+        store.put("complete", json.dumps([step, [*parts]]).encode())
+        needed = ["complete"] + [f"{step}/{part}" for part in parts]
+        for name in store.names():
+            if name not in needed:
+                store.delete(name)
 
-    return keep
+    def find(store):
+        if "complete" not in store.names():
+            return 0, {}
+        step, parts = json.loads(store.get("complete"))
+        return step, {part: store.get(f"{step}/{part}") for part in parts}
+
+    return save_parts, find

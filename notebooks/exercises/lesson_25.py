@@ -1,171 +1,295 @@
-"""The exercises of lesson 25: which GPU a rank takes, which node is first, bytes."""
+"""The exercises of lesson 25: who meets, a slow node, and a log."""
 
-from exercises import ring
-from exercises.counted import counted, number
+import re
+
+from exercises.counted import number
 from exercises.exercise import Wrong, call, exercise, solution
 
 
 @exercise(
     "25.1",
     hints=(
-        "torchrun tells each process its rank, its node and its number on this node. "
-        "A node numbers its GPUs from 0. Which of the variables counts from 0 on every "
-        "node?",
-        "The values of an environment are words: `int` makes a number of one.",
+        "Which agents meet? Both words must be the same: the endpoint and the id. How "
+        "many must be there before the job begins?",
+        "Sort the addresses of a job as texts. The ranks of a machine begin where "
+        "those of the machine before it end, so count up its GPUs.",
     ),
 )
-def my_gpu(function) -> None:
-    """The GPU of several ranks, from what torchrun has told them."""
-    for rank, local, node in ((0, 0, 0), (11, 3, 1), (17, 1, 2)):
-        environ = {
-            "RANK": str(rank), "LOCAL_RANK": str(local), "GROUP_RANK": str(node),
-            "WORLD_SIZE": "24", "LOCAL_WORLD_SIZE": "8",
-        }  # fmt: skip
-        when = f"for rank {rank} on node {node}"
-        found = call(function, environ, when=when)
-        if isinstance(found, str):
-            raise Wrong(f"{when}: {found!r} is a word; the number of a GPU is wanted")
-        found = number(found, when)
-        if found == local:
+def first_ranks(function) -> None:
+    """The first rank of each machine whose job begins."""
+    for name, (nnodes, agents) in _MEETINGS.items():
+        when = f"for {name},"
+        given = [dict(zip(_WORDS, agent, strict=True)) for agent in agents]
+        found = call(function, given, nnodes, when=when)
+        if not isinstance(found, dict):
+            raise Wrong(f"{when} a dict is wanted, not {type(found).__name__}")
+        right = begun(agents, nnodes)
+        if found == right:
             continue
-        why = f"{when} it is GPU {local}, not {found:g}"
-        if found == rank:
-            why += ": that is RANK, and this node has no such GPU"
-        elif found == node:
-            why += ": that is the number of the node"
-        raise Wrong(why)
+        mistakes = (
+            (begun(agents, 1), "with too few machines, a job waits"),
+            (begun([(a, "", i, g) for a, _, i, g in agents], nnodes), "two endpoints "
+             "are two stores"),
+            (begun([(a, e, "", g) for a, e, _, g in agents], nnodes), "only agents "
+             "with the same id meet"),
+            (begun(agents, nnodes, by=_as_numbers), "addresses are sorted as words"),
+            (begun([(*a, 8) for *a, _ in agents], nnodes), "not each machine has 8 "
+             "GPUs"),
+            (begun([(*a, 1) for *a, _ in agents], nnodes), "RANK counts processes, "
+             "one for each GPU"),
+        )  # fmt: skip
+        why = next((why for wrong, why in mistakes if found == wrong), "")
+        raise Wrong(f"{when} it is {right}, not {found}" + (why and f": {why}"))
+
+
+def begun(agents: list[tuple], nnodes: int, by=str) -> dict[str, int]:
+    """By address, the first rank of each machine whose job begins.
+
+    Args:
+        agents: address, endpoint, id and GPUs of each, in the order of arrival.
+        nnodes: machines that a job needs.
+        by: what addresses are sorted by.
+    """
+    jobs: dict[tuple, list] = {}
+    for address, endpoint, job, gpus in agents:
+        jobs.setdefault((endpoint, job), []).append((address, gpus))
+    found = {}
+    for machines in jobs.values():
+        rank = 0
+        for address, gpus in sorted(machines, key=lambda machine: by(machine[0])):
+            if len(machines) >= nnodes:
+                found[address] = rank
+            rank += gpus
+    return found
+
+
+def _as_numbers(address: str) -> list[int]:
+    return [int(part) for part in address.split(".")]
+
+
+_WORDS = ("address", "endpoint", "id", "gpus")
+_MEETINGS = {  # machines that a job needs, and each agent
+    "two machines": (2, [("10.0.0.9", "host0:29500", "my-job", 8),
+                         ("10.0.0.10", "host0:29500", "my-job", 8)]),
+    "an id with a typing error": (2, [("10.0.0.12", "host0:29500", "my-job", 8),
+                                      ("10.0.0.13", "host0:29500", "my-jop", 8),
+                                      ("10.0.0.11", "host0:29500", "my-job", 8)]),
+    "two endpoints": (2, [("10.0.0.8", "host0:29500", "my-job", 8),
+                          ("10.0.0.9", "host1:29500", "my-job", 8)]),
+    "two jobs": (2, [("10.0.0.1", "host0:29500", "mine", 4),
+                     ("10.0.0.3", "host0:29500", "yours", 8),
+                     ("10.0.0.20", "host0:29500", "mine", 8),
+                     ("10.0.0.100", "host0:29500", "yours", 2)]),
+    "three machines": (3, [("10.0.0.30", "host0:29500", "my-job", 2),
+                           ("10.0.0.4", "host0:29500", "my-job", 4),
+                           ("10.0.0.5", "host0:29500", "my-job", 8)]),
+}  # fmt: skip
 
 
 @solution("25.1")
 def solution_1():
-    """`LOCAL_RANK` counts the processes of a node, as CUDA counts its GPUs."""
+    """Agents meet if they ask the same store for the same job, and wait to be complete.
 
-    def my_gpu(environ):
-        return int(environ["LOCAL_RANK"])
+    The endpoint says which store, and the id which job. All other agents might as well
+    not be there. Those that have met sort their addresses as words. Each machine then
+    numbers its processes from where the machine before it has ended.
+    """
 
-    return my_gpu
+    def first_ranks(agents, nnodes):
+        jobs = {}
+        for agent in agents:
+            name = agent["endpoint"], agent["id"]
+            jobs.setdefault(name, []).append(agent)
+        found = {}
+        for machines in jobs.values():
+            if len(machines) < nnodes:
+                continue
+            rank = 0
+            for agent in sorted(machines, key=lambda agent: agent["address"]):
+                found[agent["address"]] = rank
+                rank += agent["gpus"]
+        return found
+
+    return first_ranks
 
 
 @exercise(
     "25.2",
     hints=(
-        "Which node is node 0? Addresses are compared as words: look at `meet`.",
-        "Sort the addresses. The first one has the ranks from 0 to `gpus` - 1, and "
-        "each later one begins where the one before it has ended.",
+        "A pair that is slow has two suspects. Which pairs say that a node is good?",
+        "Take the nodes that are in every slow pair, and in no fast pair. If one is "
+        "left, it is the answer.",
     ),
 )
-def ranks_of_nodes(function) -> None:
-    """Address -> ranks, for addresses whose order as words is not that of numbers."""
-    jobs = (
-        (["10.0.0.1", "10.0.0.2"], 4),
-        (["10.0.0.9", "10.0.0.10"], 2),
-        (["node2", "node10", "node1"], 8),
-    )
-    for addresses, gpus in jobs:
-        given = list(addresses)
-        found = call(function, given, gpus, when=f"for {addresses}")
-        if not isinstance(found, dict):
-            raise Wrong(f"a dict is wanted, not {type(found).__name__}")
-        if set(found) != set(addresses):
-            raise Wrong(f"for {addresses} the keys are {list(found)}")
-        right = by_node(sorted(addresses), gpus)
-        try:
-            mine = {address: list(ranks) for address, ranks in found.items()}
-        except TypeError:
-            raise Wrong("each value is a list of ranks") from None
-        if mine == right:
-            continue
-        first = min(addresses)
-        why = f"with {gpus} GPUs on each of {addresses}, {first!r} has the ranks "
-        why += f"{right[first]}, not {mine[first]}"
-        if mine == by_node(addresses, gpus):
-            why += ": addresses are sorted as words, whoever is named first"
-        raise Wrong(why)
+def slow_node(function) -> None:
+    """The one node that is in all slow pairs and in no fast one, or -1."""
+    for pairs, right, why in _PAIRS:
+        given = dict(pairs)
+        found = number(call(function, given, 100, when=f"for {pairs}"), f"for {pairs}")
+        if found != right:
+            what = f"node {right}" if right >= 0 else "-1"
+            raise Wrong(f"for {pairs} it is {what}, not {found:g}: {why}")
 
 
-def by_node(addresses: list[str], gpus: int) -> dict[str, list[int]]:
-    """Consecutive ranks for each address, in this order."""
-    return {
-        address: list(range(node * gpus, (node + 1) * gpus))
-        for node, address in enumerate(addresses)
-    }
+_PAIRS = (
+    ({(1, 2): 180, (3, 4): 90, (1, 3): 181}, 4, "3 is fast with 1"),
+    ({(0, 1): 179, (2, 3): 92, (0, 3): 91, (1, 2): 180}, 3, "2 is fast with 1"),
+    ({(1, 2): 60, (1, 3): 61, (2, 3): 183}, 1, "2 and 3 are fast with each other"),
+    ({(5, 6): 93, (5, 7): 95, (8, 9): 182}, 5, "only 5 is in both slow pairs"),
+    ({(1, 2): 180, (3, 4): 90}, -1, "it may be 3 or 4"),
+    ({(1, 2): 180, (3, 4): 179}, -1, "no pair is slow"),
+)
 
 
 @solution("25.2")
 def solution_2():
-    """The place of an address among the sorted ones is the number of its node.
+    """A fast pair clears two nodes, and a slow pair clears all others.
 
-    Node n has the ranks from n · gpus on, as many as it has GPUs.
+    Exactly one node is slow. So it is in every slow pair, and in no fast one. If more
+    than one node is left, more pairs have to be measured: a suspect with a node that is
+    known to be good.
     """
 
-    def ranks_of_nodes(addresses, gpus):
-        found = {}
-        for node, address in enumerate(sorted(addresses)):
-            first = node * gpus
-            found[address] = list(range(first, first + gpus))
-        return found
+    def slow_node(pairs, least):
+        suspects = {node for pair in pairs for node in pair}
+        for pair, busbw in pairs.items():
+            if busbw < least:
+                suspects = suspects & set(pair)
+            else:
+                suspects = suspects - set(pair)
+        return suspects.pop() if len(suspects) == 1 else -1
 
-    return ranks_of_nodes
+    return slow_node
 
 
 @exercise(
     "25.3",
     hints=(
-        "Look at HSDP under *What the network carries*. Take one GPU first: how large "
-        "is its part of the gradients, and how many ranks are in its ring?",
-        "All GPUs of a machine share its cards, and each of them takes part in a ring "
-        "of its own. Gathers of weights stay inside the machine.",
+        "Only lines with `via NET/` are about another node. Those of them without "
+        "`GDRDMA` are the ones to look for. A line with `[send]` is of the rank before "
+        "the arrow, one with `[receive]` of the rank behind it.",
+        'Split the line at " : ", then at " -> ", and that at "[": in `12[4]`, 12 is '
+        "the rank, and 4 is its GPU. A set keeps each rank once, `int` makes numbers, "
+        "and `sorted` puts them in order.",
     ),
 )
-def hybrid_bytes(function) -> None:
-    """An all-reduce of each GPU's part, over the machines; eight share the cards."""
-    for parameters, machines, each in ((7e9, 3, 8), (10**9, 16, 4), (10**6, 2, 2)):
-        what = f"with {parameters:.0e} parameters, {machines} machines of {each} GPUs"
-        found = number(call(function, parameters, machines, each, when=what), what)
-        right = ring.sent(machines, 4 * parameters)
-        one_ring = ring.sent(machines * each, 4 * parameters)
-        mistakes = {
-            right / each: "that is one GPU's part; all of a machine share its cards",
-            right / 2: "an all-reduce sends 2 (n - 1) / n of a tensor, and float32 has "
-            "4 bytes",
-            4 * parameters: "in a ring of n an all-reduce sends 2 (n - 1) / n",
-            8 * parameters: "a ring of n sends 2 (n - 1) / n, not twice the whole",
-            one_ring: "that is one ring through all GPUs; here gathers stay inside, "
-            "and a ring has one GPU of each machine",
-            right + 4 * parameters: "weights are gathered inside a machine; nothing of "
-            "that passes the card",
-            right * machines / each: "that is one GPU's part, and a ring of m carries "
-            "2 (m - 1) / m of it; all of a machine share its cards",
-            one_ring / each: "that is one GPU's part in a ring through all GPUs; its "
-            "ring has one GPU of each machine, and all of a machine share its cards",
-            right * each: "each GPU has a part of the gradients only, not all",
-            right * machines: "of one machine, not of all together",
-        }
-        why = (
-            f"{found:.4g} bytes; think of the ring of one GPU and its partners, what "
-            "it carries, and how many such rings leave a machine"
-        )
-        counted(found, right, mistakes, why, what=what, near=1e-3)
+def slow_ranks(function) -> None:
+    """Which ranks talk to another node, and not from a GPU's own memory."""
+    for name, log in LOGS.items():
+        when = f"for the {name} log"
+        found = call(function, log, when=when)
+        if not isinstance(found, list):
+            raise Wrong(f"{when}: a list is wanted, not {type(found).__name__}")
+        right = ranks_of(log, slow)
+        if found == right:
+            continue
+        if any(isinstance(rank, str) for rank in found):
+            raise Wrong(f"{when}: ranks are numbers here, not words: {found}")
+        raise Wrong(f"{when} it is {right}, not {found}{_mistake(log, found, right)}")
+
+
+def _mistake(log: str, found: list, right: list) -> str:
+    """What a wrong list has in common with others that are easily taken."""
+    if sorted(set(found)) == right:
+        return ": each rank once, in order"
+    wrong = {
+        "P2P is inside a node": ranks_of(log, lambda way: "GDRDMA" not in way),
+        "GDRDMA is the fast way": ranks_of(log, lambda way: "NET/" in way),
+        "NET/IB without GDRDMA goes through the host's memory, too": ranks_of(
+            log, lambda way: "Socket" in way
+        ),
+        "a line with [receive] is of the rank behind the arrow": ranks_of(
+            log, slow, lambda sender, receiver, sends: sender
+        ),
+        "a line with [send] is of the rank before the arrow": ranks_of(
+            log, slow, lambda sender, receiver, sends: receiver
+        ),
+        "in brackets is the GPU, not the rank": sorted(
+            {int(gpu) for line, gpu in _gpus(log) if slow(line)}
+        ),
+    }
+    for why, ranks in wrong.items():
+        if sorted(set(found)) == ranks:
+            return f": {why}"
+    return ""
+
+
+def slow(way: str) -> bool:
+    """Whether a connection leaves the node otherwise than from a GPU's memory."""
+    return "NET/" in way and "GDRDMA" not in way
+
+
+_LINE = re.compile(r"(\d+)\[(\d+)\] -> (\d+)\[(\d+)\] (\[send\]|\[receive\]|)(.*)")
+
+
+def ranks_of(log: str, wanted, whose=None) -> list[int]:
+    """The ranks of the connections that are wanted, each once, in order.
+
+    Args:
+        log: the text.
+        wanted: of the way that a connection takes, such as "via NET/IB/9".
+        whose: of sender, receiver and whether the line is the sender's: the rank.
+    """
+    found = set()
+    for sender, _, receiver, _, kind, way in _LINE.findall(log):
+        sends = kind != "[receive]"
+        if wanted(way):
+            rank = (
+                whose(sender, receiver, sends) if whose else (receiver, sender)[sends]
+            )
+            found.add(int(rank))
+    return sorted(found)
+
+
+def _gpus(log: str) -> list[tuple[str, str]]:
+    """The way of each connection, and the GPU of the rank whose line it is."""
+    return [
+        (way, theirs if kind == "[receive]" else mine)
+        for _, mine, _, theirs, kind, way in _LINE.findall(log)
+    ]
 
 
 @solution("25.3")
 def solution_3():
-    """Only the rings of the gradients leave a machine, one ring for each of its GPUs.
+    """A line says who, to whom, and which way; three questions pick the ranks.
 
-    FSDP inside the machine leaves each GPU with one part of the averaged gradients. The
-    GPUs that have the same part, one on each machine, form a ring and all-reduce it.
-    A ring of m ranks sends from each rank
-
-        2 · (m - 1) / m · bytes of the part
-
-    All GPUs of a machine do so at the same time through the same cards, so the parts
-    add up to the whole gradient again. The number of GPUs in a machine cancels.
+    Does the message leave the node (`via NET/`)? Does it start or end in a GPU's memory
+    (`GDRDMA`)? Whose line is it: `[send]` stands on the sender's, `[receive]` on the
+    receiver's?
     """
 
-    def hybrid_bytes(parameters, machines, each):
-        gradients = 4 * parameters
-        part_of_a_gpu = gradients / each
-        sent_by_a_gpu = 2 * (machines - 1) / machines * part_of_a_gpu
-        return each * sent_by_a_gpu
+    def slow_ranks(log):
+        found = set()
+        for line in log.splitlines():
+            if "via NET/" in line and "GDRDMA" not in line:
+                sender, receiver = line.split(" : ")[1].split(" -> ")
+                mine = sender if "[send]" in line else receiver
+                found.add(int(mine.split("[")[0]))
+        return sorted(found)
 
-    return hybrid_bytes
+    return slow_ranks
+
+
+# Made up in the form of NCCL 2.25's; two nodes of eight GPUs.
+LOGS = {
+    "healthy": """\
+node0:63:63 [0] NCCL INFO Bootstrap: Using eth0:10.0.0.8<0>
+node0:63:105 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB eth0
+node0:63:105 [0] NCCL INFO Using network IB
+node0:63:201 [0] NCCL INFO Channel 00/0 : 9[1] -> 0[0] [receive] via NET/IB/0/GDRDMA
+node0:63:201 [0] NCCL INFO Channel 00/0 : 0[0] -> 7[7] via P2P/CUMEM/read
+node1:68:203 [5] NCCL INFO Channel 04/0 : 13[5] -> 4[4] [send] via NET/IB/4/GDRDMA
+""",
+    "slow": """\
+node0:63:63 [0] NCCL INFO Bootstrap: Using eth0:10.0.0.8<0>
+node0:63:105 [0] NCCL INFO Using network IB
+node0:63:201 [0] NCCL INFO Channel 00/0 : 9[1] -> 0[0] [receive] via NET/IB/0/GDRDMA
+node0:65:203 [2] NCCL INFO Channel 02/0 : 2[2] -> 11[3] [send] via NET/Socket/0
+node1:66:204 [3] NCCL INFO Channel 02/0 : 2[2] -> 11[3] [receive] via NET/Socket/0
+node1:67:205 [4] NCCL INFO Channel 04/0 : 12[4] -> 11[3] via P2P/CUMEM/read
+node1:67:205 [4] NCCL INFO Channel 06/0 : 12[4] -> 5[5] [send] via NET/IB/5
+node1:67:205 [4] NCCL INFO Channel 14/0 : 12[4] -> 5[5] [send] via NET/IB/5
+node0:68:206 [5] NCCL INFO Channel 06/0 : 12[4] -> 5[5] [receive] via NET/IB/5/GDRDMA
+node0:69:207 [6] NCCL INFO Channel 07/0 : 6[6] -> 15[7] [send] via NET/IB/7/GDRDMA
+""",
+}

@@ -1,297 +1,229 @@
-"""The exercises of lesson 27: a job that moves, unequal parts, and a steady dropout."""
+"""The exercises of lesson 27: offers of GPUs, a pipeline's batch, tokens that hide."""
 
-import torch
-from torch import nn
-from torch.nn.functional import cross_entropy
+import math
 
-from exercises import ring
-from exercises.counted import counted, number
+from exercises.counted import counted, is_near, number
 from exercises.exercise import Wrong, call, exercise, solution
-from exercises.learning import gradients
-from exercises.results import equal, near, tensor
+
+_DAY = 24 * 3600
+_TOKENS = 2e12
+_OFFERS = (  # GPUs, tokens/s of each, dollars for an hour of each
+    (1024, 740.0, 3.05),
+    (64, 760.0, 2.5),
+    (512, 650.0, 2.8),
+    (256, 730.0, 3.0),
+)
 
 
 @exercise(
     "27.1",
     hints=(
-        "The losses stay the same only if a step still takes the same 512 rows. How "
-        "many of them does each GPU have now, and how many go through the model at a "
-        "time?",
-        "DDP with accumulation sends only after the last part, because of `no_sync` in "
-        "`take_step`. Each of the two rounds of a ring leaves one chunk out: of 16 "
-        "chunks a rank sends how many?",
+        "How many tokens do all GPUs of an offer train on in a day? So how many days "
+        "do you plan, and how many are there with a third more?",
+        "Leave out the offers that take too long. What do you pay for each of the "
+        "others: days, hours of a day, GPUs, and the price?",
     ),
 )
-def moved_to_16(accumulate, nbytes) -> None:
-    """512 rows, 16 GPUs, 8 rows in a part; a ring of 16 ranks."""
-    mistakes = {
-        64: "64 parts on each of 16 GPUs are 8192 rows a step: the 512 are split",
-        1: "32 rows for each GPU, and 8 fit",
-        32: "32 are the rows of each GPU in a step; 8 of them make a part",
-        8: "8 are the rows of a part; how many parts make a GPU's rows of a step?",
-        16: "16 are the GPUs; how many parts make one GPU's rows of a step?",
-    }
-    why = "512 rows, 16 GPUs, 8 rows a part"
-    counted(accumulate, 4, mistakes, why, what="accumulate")
-    right = ring.sent(16, 4 * 124_000_000)
-    mistakes = {
-        **ring.mistakes(16, 4 * 124_000_000),
-        4 * right: "DDP sends once in a step, after the last part, not after each",
-    }
-    why = "a ring of 16 ranks sends 2 · 15/16 of the gradient's bytes"
-    counted(nbytes, right, mistakes, why, what="nbytes", unit=1)
+def cheapest_offer(function) -> None:
+    """The position of the least dollars among those in time."""
+    for days in (700, 180, 150, 100):
+        what = f"with {_TOKENS:.0e} tokens and {days} days"
+        found = number(call(function, list(_OFFERS), _TOKENS, days, when=what), what)
+        if found not in range(len(_OFFERS)):
+            raise Wrong(f"{what}: return the position of an offer, from 0 on")
+        offer, right = _OFFERS[int(found)], _OFFERS[cheapest(_OFFERS, _TOKENS, days)]
+        gpus, takes = offer[0], days_of(offer, _TOKENS)
+        if takes > days:
+            why = f"that of {gpus} GPUs takes {takes:.0f} days"
+            if takes * 3 / 4 <= days:
+                why += " with a third more than planned"
+            raise Wrong(f"{what}: {why}")
+        if offer != right:
+            paid = (_TOKENS / rate / 3600 * price for _, rate, price in (offer, right))
+            mine, least = (f"{dollars / 1e6:.2f}" for dollars in paid)
+            raise Wrong(
+                f"{what}: that of {gpus} GPUs costs {mine} million dollars, and one "
+                f"that is in time {least}; what does a token cost?"
+            )
 
 
 @solution("27.1")
 def solution_1():
-    """A batch belongs to the step, so 16 GPUs share the 512 rows.
+    """All GPUs together train on `gpus * rate` tokens in a second.
 
-    Each GPU has a sixteenth of the rows, and cuts them into parts of 8, because that is
-    what fits. The parts of all GPUs together are still 64.
-
-    DDP averages once in a step, in the `backward()` of the last part. The number of
-    parts does not change the bytes. In a ring of N ranks an all-reduce sends
-
-        2 · (N - 1) / N · bytes of the gradient
-
-    because each of its two rounds sends all chunks but one.
+    More GPUs need fewer hours, so their number cancels in the price of a token. It is
+    `price / rate` of one GPU: neither the cheapest hour nor the smallest bill for an
+    hour. The number of GPUs decides about the days only.
     """
-    rows = 512
-    gpus = 16
-    rows_of_a_part = 8
-    rows_of_a_gpu = rows // gpus
-    accumulate = rows_of_a_gpu // rows_of_a_part
 
-    gradient = 4 * 124_000_000
-    nbytes = 2 * (gpus - 1) * gradient // gpus
-    return accumulate, nbytes
+    def cheapest_offer(offers, tokens, days):
+        in_time = {}
+        for position, (gpus, rate, price) in enumerate(offers):
+            hours = tokens / (gpus * rate) / 3600
+            if hours / 24 * 4 / 3 <= days:
+                in_time[position] = hours * gpus * price
+        return min(in_time, key=in_time.get)
 
-
-# -- 27.2 ------------------------------------------------------------------------------
-
-LETTERS, PADDING = 7, -100
+    return cheapest_offer
 
 
-class _Model(nn.Module):
-    """A layer for each letter; it notes how many rows it is given."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.letter, self.head = nn.Embedding(LETTERS, 8), nn.Linear(8, LETTERS)
-        self.seen: list[int] = []
-
-    def forward(self, x):
-        self.seen.append(len(x))
-        return self.head(self.letter(x).tanh())
+def days_of(offer, tokens):
+    """With a third more than planned."""
+    gpus, rate, _ = offer
+    return tokens / (gpus * rate) / _DAY * 4 / 3
 
 
-def _texts() -> tuple[torch.Tensor, torch.Tensor]:
-    """Seven rows of six letters; their lengths differ."""
-    generator = torch.Generator().manual_seed(18)
-    x = torch.randint(LETTERS, (7, 6), generator=generator)
-    y = torch.randint(LETTERS, (7, 6), generator=generator)
-    for row, length in enumerate((6, 5, 1, 2, 6, 3, 1)):
-        y[row, length:] = PADDING
-    return x, y
-
-
-def _gradients(how) -> torch.Tensor:
-    """What a way to the gradients, of 3 rows at most, makes of them."""
-    model, (x, y) = _Model(), _texts()
-    how(model, x, y, 3)
-    return gradients(model)
+def cheapest(offers, tokens, days):
+    in_time = [i for i, offer in enumerate(offers) if days_of(offer, tokens) <= days]
+    return min(in_time, key=lambda i: offers[i][2] / offers[i][1])
 
 
 @exercise(
     "27.2",
     hints=(
-        "Look at `take_step` in the lesson. By which number does it divide its sum, "
-        "and which number takes its place if some targets are -100?",
-        "The parts have different numbers of letters that count, and so do their "
-        "rows. The divisor belongs to the whole batch, so you need it before the "
-        "first part goes through the model.",
+        "Solve bubble <= share for the number of micro-batches. They are whole.",
+        "A step of one copy of the pipeline has that many micro-batches. How many "
+        "copies are there, and how many sequences does a micro-batch have?",
     ),
 )
-def padded(backward) -> None:
-    """The gradient of a batch in parts, where rows have different lengths."""
-    model, (x, y) = _Model(), _texts()
-    loss = call(backward, model, x, y, 3)
-    if max(model.seen, default=0) > 3:
-        raise Wrong(f"with most=3 the model was given {max(model.seen)} rows at once")
-    if sum(model.seen) != len(x):
-        raise Wrong(
-            f"the model was given {sum(model.seen)} rows, the batch has {len(x)}"
+def fewest_sequences(function) -> None:
+    """Micro-batches from the bubble, rounded up, times copies and sequences."""
+    for gpus, tp, pp, chunks, sequences, share in (
+        (1024, 8, 16, 1, 1, 0.1),
+        (64, 4, 8, 2, 2, 0.05),
+        (512, 8, 8, 1, 2, 0.15),
+        (16, 1, 4, 1, 1, 0.25),
+    ):
+        what = (
+            f"with {gpus} GPUs, tp {tp}, pp {pp}, chunks {chunks}, {sequences} "
+            f"sequences at once and a bubble of {share:g}"
         )
-    found = gradients(model)
-    if not near(found, _gradients(at_once), rtol=0, atol=1e-6):
-        for way, why in _MISTAKES.items():
-            if near(found, _gradients(way), rtol=0, atol=1e-6):
-                raise Wrong(why)
-        raise Wrong("the gradients are not those of the whole batch")
-    right, told = at_once(_Model(), x, y, 3), number(loss, "the mean loss")
-    if not abs(told - right) <= 1e-5:
-        raise Wrong(
-            f"the gradients are right; the mean loss is {right:.4f}, and you return "
-            f"{told:.4f}"
-        )
+        given = gpus, tp, pp, chunks, sequences, share
+        found = number(call(function, *given, when=what), what)
+        right = fewest(*given)
+        copies = gpus // (tp * pp)
+        turns = right // (copies * sequences)
+        exact = (pp - 1) / (share * chunks)
+        mistakes = {
+            right / copies: "each copy of the pipeline has micro-batches of its own",
+            right * tp: "GPUs that share slices work on the same sequences",
+            right / sequences: "a micro-batch has several sequences",
+            turns * gpus * sequences: "a copy has tp x pp GPUs, not one",
+            exact * copies * sequences: "a micro-batch is there or it is not; round up",
+            math.floor(exact) * copies * sequences: "round up: with fewer, the bubble "
+            "is larger than it may be",
+            math.ceil(pp / (share * chunks)) * copies * sequences: "the bubble has "
+            "pp - 1 in it, not pp",
+            math.ceil((pp - 1) / share) * copies * sequences: "parts of a stage make "
+            "the bubble shorter",
+            math.ceil(exact * (1 - share)) * copies * sequences: "the share is of the "
+            "work, not of the whole step",
+        }
+        mistakes.pop(right, None)
+        why = f"{found:.4g} sequences; begin with (pp - 1) / (micro-batches * chunks)"
+        counted(found, right, mistakes, why, what=what)
 
 
 @solution("27.2")
 def solution_2():
-    """A sum can be cut into parts, a mean cannot.
+    """The bubble is (pp - 1) / (micro-batches · chunks) of the work.
 
-    The mean loss is the sum over all letters that count, divided by their number in the
-    whole batch. Each part contributes its sum, divided by this same number. Gradients
-    add up in `backward()`, so they become those of the mean.
+    So there must be at least (pp - 1) / (share · chunks) micro-batches in each copy.
+    A small number is taken away before rounding up, because 0.15 and its like are not
+    exact in floating point.
 
-    `cross_entropy` with `reduction="sum"` adds zero for a target of -100. `y.numel()`
-    would count these places, and a mean of the parts' means would give a letter of a
-    short part more weight than a letter of a long one.
+    With 1,024 GPUs, tp 8 and pp 16, these are 150 micro-batches in 8 copies: 1,200
+    sequences, or 4.9 million tokens. More GPUs need a larger batch, and a batch that
+    is too large trains worse.
     """
+    import math
 
-    def backward(model, x, y, most):
-        letters = (y != -100).sum()
-        total = 0.0
-        for part_x, part_y in zip(x.split(most), y.split(most), strict=True):
-            scores = model(part_x).flatten(0, 1)
-            targets = part_y.flatten()
-            loss = cross_entropy(scores, targets, reduction="sum") / letters
-            loss.backward()
-            total += loss.item()
-        return total
+    def fewest_sequences(gpus, tp, pp, chunks, sequences, share):
+        microbatches = math.ceil((pp - 1) / (share * chunks) - 1e-9)
+        copies = gpus // (tp * pp)
+        return microbatches * copies * sequences
 
-    return backward
+    return fewest_sequences
 
 
-# -- 27.3 ------------------------------------------------------------------------------
-
-WIDTH = 64
+def fewest(gpus, tp, pp, chunks, sequences, share):
+    turns = math.ceil((pp - 1) / (share * chunks) - 1e-9)
+    return turns * (gpus // (tp * pp)) * sequences
 
 
 @exercise(
     "27.3",
     hints=(
-        "Compare with `rows_of_step`, which gives the same rows again after a "
-        "restart. What does it use as the seed, and on which numbers may the seed "
-        "depend here?",
-        "If one call draws the numbers for all `rows`, a row's mask depends on the "
-        "rows around it. Each pair of a step and a row needs a seed that no other "
-        "pair has. Try whether step 5 and row 6 differ from step 6 and row 5.",
+        "Write down two times for a model of P parameters: the seconds that the "
+        "messages need, and the seconds that a GPU computes. Which letters cancel "
+        "if the two are equal?",
+        "A network's rate is in bits and a message is in bytes. The ring goes through "
+        "all GPUs, and it leaves each machine once, through eight network cards at "
+        "once.",
     ),
 )
-def steady_mask(mask) -> None:
-    """Zeros and ones that belong to a row and a step, and to nothing else."""
-
-    def ask(step: int, rows: torch.Tensor, width: int = WIDTH) -> torch.Tensor:
-        what = f"for {len(rows)} rows and width {width} the mask is"
-        return tensor(call(mask, step, rows, width), what, (len(rows), width)).float()
-
-    rows = torch.randperm(2990, generator=torch.Generator().manual_seed(3))[:32]
-    first = ask(5, rows)
-    if not torch.isin(first, torch.tensor([0.0, 1.0])).all():
-        raise Wrong("a mask has zeros and ones only")
-    torch.manual_seed(first.sum().int().item() + 1)  # as if other numbers were drawn
-    if not equal(ask(5, rows), first):
-        raise Wrong("asked again, as after a restart, the mask is another one")
-    for rank in range(4):
-        if not equal(ask(5, rows[rank::4]), first[rank::4]):
-            raise Wrong(
-                f"rank {rank} of 4 gets another mask for its rows than one process: "
-                "draw each row's by itself"
-            )
-    if equal(ask(6, rows), first):
-        raise Wrong("step 6 has the mask of step 5")
-    if torch.equal(first[0], first[1]):
-        raise Wrong("all rows have the same mask")
-    some = torch.arange(40)
-    many = torch.cat([ask(step, some, 256) for step in range(10)])
-    if len(many.unique(dim=0)) < len(many):
-        raise Wrong(
-            "some row of some step has the mask of another: each pair of a step and a "
-            "row needs a seed of its own"
+def tokens_that_hide(function) -> None:
+    """8 P (n - 1) / n bytes in the time of 8 P tokens FLOP: P cancels."""
+    for gpus, gigabit, flops in (
+        (128, 400, 400e12),
+        (64, 50, 400e12),
+        (16, 12.5, 150e12),
+        (1024, 3.125, 3e14),
+    ):
+        what = f"with {gpus} GPUs, {gigabit} Gbit/s and {flops:.0e} FLOP/s"
+        found = number(call(function, gpus, gigabit, flops, when=what), what)
+        right = tokens(gpus, gigabit, flops)
+        if is_near(found, right, 5e-3):  # rounded is right as well
+            continue
+        mistakes = {
+            right / 8: "a byte has 8 bits",
+            right * 8: "`gigabit` is for each GPU, and a machine has eight",
+            right * 64: "`gigabit` is for each GPU, and a machine has eight; the ring "
+            "leaves each machine once, not once for each GPU",
+            right * gpus / (gpus - 1): "a ring of n carries (n - 1) / n of a message",
+            right * (gpus - 8) / (gpus - 1): "the ring has all GPUs, not one of each "
+            "machine",
+            right * 1e9: "a Gbit is 10⁹ bits",
+            right * 4 / 3: "blocks are computed again: 8 FLOP for a token and "
+            "parameter",
+            right * gpus: "tokens of each GPU, not of all",
+            right / gpus: "each GPU computes its own tokens; do not divide by the GPUs",
+            1 / right: "upside down: more FLOP/s need more tokens",
+        }
+        why = (
+            f"{found:.4g} tokens; write both times down for P parameters, set them "
+            "equal, and see what cancels"
         )
-    zeros = 1 - first.mean().item()
-    if not 0.07 < zeros < 0.13:
-        raise Wrong(f"{zeros:.0%} are zeros, it should be about 10 %")
+        counted(found, right, mistakes, why, what=what, near=1e-3)
 
 
 @solution("27.3")
 def solution_3():
-    """Each row of each step has a random generator of its own, with a seed of its own.
+    """Set the network's time equal to the time of computing, and solve for the tokens.
 
-    The seed is made of the step and the row's number, and of nothing else. A rank that
-    has other rows, a restart, or other random numbers drawn in between change nothing.
+    For each parameter a machine sends
 
-    The step is multiplied by a number that is larger than any row's number, so no two
-    pairs have the same seed. With `step + row` or `step * row` many pairs would share
-    one. (The generator of a CPU uses the lowest 32 bits of a seed. With 10,000 that is
-    enough for 429,000 steps.)
+        (2 + 2 + 4) · (gpus - 1) / gpus
 
-    `torch.rand` draws evenly between 0 and 1, so about a tenth of the numbers are below
-    0.1 and become zeros.
+    bytes in a step: weights in bfloat16 twice, gradients in float32 once. For each
+    parameter and token a GPU computes 6 + 2 operations.
+
+    Both times are proportional to the number of parameters. The argument that is
+    missing is therefore the size of the model: a larger one needs as many tokens.
+
+    With 400 Gbit/s for each GPU and 400 TFLOP/s, these are about 1,000 tokens: remember
+    this number.
     """
 
-    def mask(step, rows, width):
-        more_than_rows = 10_000
-        masks = []
-        for row in rows.tolist():
-            seed = step * more_than_rows + row
-            generator = torch.Generator().manual_seed(seed)
-            numbers = torch.rand(width, generator=generator)
-            masks.append((numbers >= 0.1).float())
-        return torch.stack(masks)
+    def tokens_that_hide(gpus, gigabit, flops):
+        sent_for_a_parameter = (2 + 2 + 4) * (gpus - 1) / gpus
+        bytes_per_second = 8 * gigabit * 1e9 / 8  # eight cards; bits to bytes
+        seconds_of_the_network = sent_for_a_parameter / bytes_per_second
+        seconds_of_a_token = (6 + 2) / flops
+        return seconds_of_the_network / seconds_of_a_token
 
-    return mask
+    return tokens_that_hide
 
 
-def in_parts(divide):
-    def backward(model, x, y, most):
-        pairs, total = list(zip(x.split(most), y.split(most), strict=True)), 0.0
-        for xs, ys in pairs:
-            loss = divide(model(xs).mT, ys, y, len(pairs))
-            loss.backward()
-            total += loss.item()
-        return total
-
-    return backward
-
-
-mean_of_means = in_parts(lambda scores, y, _, parts: cross_entropy(scores, y) / parts)
-means = in_parts(lambda scores, y, *_: cross_entropy(scores, y))
-all_places = in_parts(
-    lambda scores, y, every, _: (
-        cross_entropy(scores, y, reduction="sum") / every.numel()
-    )
-)
-sums = in_parts(lambda scores, y, *_: cross_entropy(scores, y, reduction="sum"))
-by_rows = in_parts(
-    lambda scores, y, every, _: cross_entropy(scores, y) * len(y) / len(every)
-)
-
-
-def row_by_row(model, x, y, most):
-    total = 0.0
-    for xs, ys in zip(x.split(1), y.split(1), strict=True):
-        loss = cross_entropy(model(xs).mT, ys) / len(x)
-        loss.backward()
-        total += loss.item()
-    return total
-
-
-_MISTAKES = {
-    mean_of_means: "the parts have different numbers of letters, so a mean of their "
-    "means is not the mean: add up, and divide by all letters that count",
-    means: "each part's mean counts fully; divide sums by all letters that count",
-    all_places: "you divide by all places; those with -100 do not count",
-    sums: "that is the sum; divide by the letters that count, in the whole batch",
-    by_rows: "weigh a part by its letters that count, not by its rows",
-    row_by_row: "that is the mean of each row's mean; a long row counts more than a "
-    "short one",
-}
-
-
-def at_once(model, x, y, most):
-    loss = cross_entropy(model(x).mT, y)
-    loss.backward()
-    return loss.item()
+def tokens(gpus, gigabit, flops):
+    return flops * (gpus - 1) / gpus / (8 * gigabit * 1e9 / 8)

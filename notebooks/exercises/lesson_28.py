@@ -1,396 +1,342 @@
-"""The exercises of lesson 28: four incidents, each with its cause and its cure.
-
-A cause is one of the names in the lesson's table. Cures are functions, and are run: in
-two ranks with a GPU each, which end the ranks that were open before, or here.
-"""
-
-import os
-import tempfile
+"""The exercises of lesson 28: a job that moves, unequal parts, and a steady dropout."""
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from exercises.exercise import (
-    NotYet,
-    Wrong,
-    call,
-    exercise,
-    must_be_callable,
-    run,
-    solution,
+from exercises.counted import number, word
+from exercises.exercise import Wrong, call, exercise, solution
+from exercises.learning import gradients
+from exercises.results import equal, near, tensor
+
+# -- 28.1 ------------------------------------------------------------------------------
+
+ROWS, FIT, RATE = 512, 8, 3e-4  # of a step, at a time, and the learning rate
+_START = {"gpus": 1, "tp": 1, "replicas": 1, "batch": ROWS, "accumulate": 64}
+_PLANS = (  # what changes
+    {"gpus": 16, "accumulate": 4},
+    {"gpus": 16, "accumulate": 64, "batch": 16 * ROWS},
+    {"gpus": 16, "accumulate": 4, "tp": 4},
+    {"gpus": 16, "accumulate": 16, "tp": 4},
+    {"gpus": 16, "accumulate": 4, "replicas": 4},
+    {"gpus": 8, "accumulate": 4, "replicas": 2},
+    {"gpus": 16, "accumulate": 4, "lr": 4 * RATE},
+    {"gpus": 16, "accumulate": 8},
+    {"gpus": 24, "accumulate": 3},  # 512 rows are not 24 equal shares
+    {"gpus": 9, "accumulate": 7},  # 57 rows in seven parts: one part has 9
+    {"gpus": 4, "accumulate": 4, "batch": 128},
+    {"gpus": 32, "accumulate": 4, "tp": 2, "replicas": 4},
 )
-from exercises.in_ranks import in_ranks
-from exercises.learning import flat, off, weights
-
-TWO = 2  # ranks
-CAUSES = (
-    "own count", "not all call", "uneven work", "slow link", "device not set",
-    "loaded on GPU 0", "graph kept", "cache", "no optimizer state", "one shard",
-    "data restarted",
-)  # fmt: skip
+_VERDICTS = "same", "other", "memory", "refused"
 
 
-def _must_be(cause, incident: str, right: str, refuted: dict[str, str]) -> None:
-    """The cause of an incident.
-
-    Args:
-        cause: the learner's.
-        incident: "C".
-        right: the cause.
-        refuted: other causes -> what was seen that speaks against them.
-
-    Raises:
-        Wrong: for another one, with what speaks against it.
-    """
-    if cause not in CAUSES:
-        names = ", ".join(CAUSES)
-        raise Wrong(f"incident {incident}: {cause!r} is not in the table: {names}")
-    if cause != right:
-        why = refuted.get(cause, "nothing that you see points to it")
-        raise Wrong(f'incident {incident}: not "{cause}": {why}')
+def plans() -> list[dict]:
+    """Whole plans, as the learner's function gets them."""
+    return [{**_START, "lr": RATE, **changed} for changed in _PLANS]
 
 
-def _start() -> torch.device:
-    """In a rank: its GPU."""
-    rank = dist.get_rank()
-    torch.cuda.set_device(rank)
-    return torch.device("cuda", rank)
+def largest_part(plan: dict) -> int:
+    """The most rows that a rank has at a time, with the trainer's own cuts."""
+    ranks = plan["gpus"] // plan["tp"]  # with rows of their own
+    shares = [torch.arange(plan["batch"])[rank::ranks] for rank in range(ranks)]
+    parts = [part for rows in shares for part in rows.tensor_split(plan["accumulate"])]
+    return max(map(len, parts))
 
 
-def _elsewhere() -> int:
-    """In a rank: the most bytes that it had on GPUs of others."""
-    own = torch.cuda.current_device()
-    others = (gpu for gpu in range(torch.cuda.device_count()) if gpu != own)
-    return sum(torch.cuda.max_memory_allocated(gpu) for gpu in others)
-
-
-def _wait() -> None:
-    dist.barrier(device_ids=[torch.cuda.current_device()])
-
-
-# -- C and D: memory -------------------------------------------------------------------
-
-_NOT_C = {
-    "device not set": "then cuda:1 to cuda:3 would have nothing, and they are in use",
-    "graph kept": "nobody has computed a loss",
-    "uneven work": "ranks 1 to 3 have something on a GPU that is not theirs",
-    "one shard": "each copy is a full model",
-    "cache": "the bytes are allocated: tensors hold them",
-}
-_NOT_D = {
-    "cache": "the bytes are allocated, not only reserved: tensors hold them",
-    "loaded on GPU 0": "nothing was loaded from a file",
-    "device not set": "a job of one rank would grow as well",
-    "no optimizer state": "an optimizer's state is made once, and does not grow",
-    "uneven work": "memory grows, and the work of an epoch is always the same",
-}
-
-
-def _load(function, folder: str) -> tuple[int, bool]:
-    """Bytes on GPUs of others, and whether the values are those that were saved."""
-    here = _start()
-    torch.manual_seed(5)
-    saved = nn.Linear(64, 64).state_dict()
-    path = os.path.join(folder, "start.pt")
-    if dist.get_rank() == 0:
-        torch.save({name: value.to(here) for name, value in saved.items()}, path)
-    _wait()
-    state = call(function, path, when="load:")
-    if not isinstance(state, dict) or state.keys() != saved.keys():
-        raise Wrong("load returns the dictionary of the file")
-    return _elsewhere(), all(torch.equal(state[n].cpu(), saved[n]) for n in saved)
-
-
-def _validate(function) -> tuple[int, float, float]:
-    """Bytes that stay after a validation, its result, and what is right."""
-    here = _start()
-    torch.manual_seed(6)
-    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)).to(here)
-    batches = [
-        (torch.randn(32, 64, device=here), torch.arange(32, device=here) % 10)
-        for _ in range(2)
-    ]
-    with torch.no_grad():
-        right = sum(cross_entropy(model(x), y).item() for x, y in batches) / 2
-    history = [run(function, model, batches, when="validate:")]  # a warm-up
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    history.append(call(function, model, batches, when="validate:"))
-    torch.cuda.synchronize()
-    try:
-        found = float(history[-1])
-    except (TypeError, ValueError):
-        raise Wrong("validate returns a number, or a tensor with one") from None
-    return torch.cuda.memory_allocated() - before, found, right
+def becomes(plan: dict) -> str:
+    """What the trainer does with a plan."""
+    if plan["batch"] != ROWS:
+        return "refused"
+    if largest_part(plan) > FIT:
+        return "memory"
+    return "same" if plan["lr"] == RATE else "other"
 
 
 @exercise(
     "28.1",
     hints=(
-        "C: which of the GPUs does a rank use beside its own, and which word in the "
-        "file says where its tensors were? D: which tensors does `history` keep alive, "
-        "and through what?",
-        "C: `torch.load` takes an argument that says where to put tensors. D: a loss "
-        "that autograd made points to its graph, and the graph to the activations. "
-        "Either there is no graph, or what you return does not point to it.",
+        "The losses stay the same if a step still takes the same 512 rows, at the same "
+        "learning rate. Which of the options change that, and which only share the "
+        "rows out in another way?",
+        "Memory: how many groups of GPUs have rows of their own? Ranks that share a "
+        "layer compute the same rows; copies of the shards do not. The largest part of "
+        "the largest share counts.",
     ),
 )
-def memory_incidents(cause_c, load, cause_d, validate) -> None:
-    """Incidents C and D: a cause and a function for each."""
-    must_be_callable(load)
-    must_be_callable(validate)
-    _must_be(cause_c, "C", "loaded on GPU 0", _NOT_C)
-    _must_be(cause_d, "D", "graph kept", _NOT_D)
-    with tempfile.TemporaryDirectory() as folder:
-        found = in_ranks(TWO, _both, load, validate, folder, on="cuda")
-    (_, own), (elsewhere, others) = (part for part, _ in found)
-    if elsewhere:
-        raise Wrong(f"load: rank 1 still puts {elsewhere:,} bytes on another GPU")
-    if not (own and others):
-        raise Wrong("load: the values are not those of the file")
-    kept, result, right = found[0][1]
-    if abs(result - right) > 1e-4:
-        raise Wrong(f"validate: the mean loss is {right:.4f}, yours is {result:.4f}")
-    if kept > 1024:
-        raise Wrong(f"validate: {kept:,} bytes stay after each call")
-
-
-def _both(load, validate, folder: str):
-    return _load(load, folder), _validate(validate)
+def moved(function) -> None:
+    """A function: a plan -> what becomes of the training there."""
+    for plan in plans():
+        told = ", ".join(f"{name}={value}" for name, value in plan.items())
+        said, right = word(call(function, dict(plan), when=f"{told}:")), becomes(plan)
+        if said == right:
+            continue
+        if said not in _VERDICTS:
+            raise Wrong(f"{told}: return one of {', '.join(_VERDICTS)}, not {said!r}")
+        rows = largest_part(plan)
+        if right == "refused":
+            why = "a step would have other rows than the one that was interrupted"
+        elif right == "memory":
+            why = f"some GPU has {rows} rows in a part, and {FIT} fit"
+        elif right == "other":
+            why = "the rows are the same, but each step is longer"
+        elif said == "memory":
+            why = f"the largest part of any GPU has {rows} rows, and {FIT} fit"
+        else:
+            why = "the same rows are shared out in another way, at the same rate"
+        raise Wrong(f"{told}: not {said!r}: {why}")
 
 
 @solution("28.1")
 def solution_1():
-    """C: A file remembers that its tensors were on `cuda:0`. `torch.load` puts them
-    there again, on every rank. `map_location` says where they should be: on the CPU,
-    or on the rank's own GPU.
+    """A batch belongs to the step, so GPUs and parts may change, and the batch may not.
 
-    D: Each loss points to its autograd graph, and the graph keeps the activations for a
-    `backward()` that never comes. `history` keeps the loss, so everything stays. Under
-    `no_grad` there is no graph. (`.item()` in the loop would do, too: a Python number
-    points to nothing.)
+    Ranks along `tp` compute the same rows, so `gpus / tp` ranks have rows of their own.
+    Copies of the shards have other rows each, as all shards do: `replicas` changes
+    nothing here.
+
+    512 rows are not always equal shares, and a share is not always equal parts. One
+    part that does not fit is enough to end the training, so both are rounded up.
     """
-    cause_c, cause_d = "loaded on GPU 0", "graph kept"
+    import math
 
-    def load(path):
-        return torch.load(path, map_location="cpu")
+    def moved(plan):
+        if plan["batch"] != 512:
+            return "refused"
+        ranks = plan["gpus"] // plan["tp"]
+        share = math.ceil(512 / ranks)
+        if math.ceil(share / plan["accumulate"]) > 8:
+            return "memory"
+        return "same" if plan["lr"] == 3e-4 else "other"
 
-    @torch.no_grad()
-    def validate(model, batches):
-        losses = [cross_entropy(model(x), y) for x, y in batches]
-        return torch.stack(losses).mean()
-
-    return cause_c, load, cause_d, validate
+    return moved
 
 
-# -- E: a slow rank --------------------------------------------------------------------
+# -- 28.2 ------------------------------------------------------------------------------
 
-MOST_UNEVEN = 1.1
-_NOT_E = {
-    "slow link": "the other messages are short; these are long because they wait",
-    "not all call": "the step comes to its end",
-    "own count": "that changes values, not times",
-    "device not set": "each rank computes on a GPU of its own",
-    "loaded on GPU 0": "that takes memory, and no time in a step",
-    "data restarted": "that changes values, not times",
-}
+LETTERS, PADDING = 7, -100
+
+
+class _Model(nn.Module):
+    """A layer for each letter; it notes how many rows it is given."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.letter, self.head = nn.Embedding(LETTERS, 8), nn.Linear(8, LETTERS)
+        self.seen: list[int] = []
+
+    def forward(self, x):
+        self.seen.append(len(x))
+        return self.head(self.letter(x).tanh())
+
+
+def _texts() -> tuple[torch.Tensor, torch.Tensor]:
+    """Seven rows of six letters; their lengths differ."""
+    generator = torch.Generator().manual_seed(18)
+    x = torch.randint(LETTERS, (7, 6), generator=generator)
+    y = torch.randint(LETTERS, (7, 6), generator=generator)
+    for row, length in enumerate((6, 5, 1, 2, 6, 3, 1)):
+        y[row, length:] = PADDING
+    return x, y
+
+
+def _gradients(how) -> torch.Tensor:
+    """What a way to the gradients, of 3 rows at most, makes of them."""
+    model, (x, y) = _Model(), _texts()
+    how(model, x, y, 3)
+    return gradients(model)
 
 
 @exercise(
     "28.2",
     hints=(
-        "Who computes while the others wait, and how many tokens does this rank have?",
-        "The list is sorted. How can the ranks take turns, so that each gets some long "
-        "and some short sequences?",
+        "Look at `take_step` in the lesson. By which number does it divide its sum? "
+        "Here some targets are -100: which number takes its place?",
+        "The parts have different numbers of letters that count, and so do their "
+        "rows. The divisor belongs to the whole batch, so you need it before the "
+        "first part goes through the model.",
     ),
 )
-def slow_rank(cause_e, share) -> None:
-    """Incident E: the cause, and a function that divides sequences."""
-    must_be_callable(share)
-    _must_be(cause_e, "E", "uneven work", _NOT_E)
-    generator = torch.Generator().manual_seed(28)
-    short = torch.randint(16, 65, (32,), generator=generator)
-    long_ones = short.clone()
-    long_ones[::8] = torch.tensor([500, 510, 490, 505])  # all are rank 0's, or of r::4
-    for lengths, ranks in (
-        (torch.arange(16, 528, 16), 4),
-        (long_ones, 4),
-        (short.sort(descending=True).values, 2),
-    ):
-        _must_be_even(lengths, _shares(share, lengths, ranks))
-
-
-def _shares(function, lengths: torch.Tensor, ranks: int) -> list[torch.Tensor]:
-    """The positions of each rank."""
-    found = []
-    for rank in range(ranks):
-        mine = call(function, lengths.clone(), rank, ranks)
-        try:
-            found.append(torch.as_tensor(mine).flatten().long())
-        except (TypeError, ValueError, RuntimeError):
-            raise Wrong("share returns the positions of sequences") from None
-    return found
-
-
-def _must_be_even(lengths: torch.Tensor, shares: list[torch.Tensor]) -> None:
-    every = torch.cat(shares).sort().values
-    if not torch.equal(every, torch.arange(len(lengths))):
-        raise Wrong("together, the ranks must have each sequence once")
-    if len({len(share) for share in shares}) > 1:
-        counts = ", ".join(str(len(share)) for share in shares)
-        raise Wrong(f"the ranks have {counts} sequences: give each equally many")
-    work = [lengths[share].sum().item() for share in shares]
-    if max(work) > MOST_UNEVEN * sum(work) / len(work):
-        tokens = ", ".join(f"{tokens:,}" for tokens in work)
-        raise Wrong(f"the ranks have {tokens} tokens, so some must wait")
+def padded(backward) -> None:
+    """The gradient of a batch in parts, where rows have different lengths."""
+    model, (x, y) = _Model(), _texts()
+    loss = call(backward, model, x, y, 3)
+    if max(model.seen, default=0) > 3:
+        raise Wrong(f"with most=3 the model was given {max(model.seen)} rows at once")
+    if sum(model.seen) != len(x):
+        raise Wrong(
+            f"the model was given {sum(model.seen)} rows, the batch has {len(x)}"
+        )
+    found = gradients(model)
+    if not near(found, _gradients(at_once), rtol=0, atol=1e-6):
+        for way, why in _MISTAKES.items():
+            if near(found, _gradients(way), rtol=0, atol=1e-6):
+                raise Wrong(why)
+        raise Wrong("the gradients are not those of the whole batch")
+    right, told = at_once(_Model(), x, y, 3), number(loss, "the mean loss")
+    if not abs(told - right) <= 1e-5:
+        raise Wrong(
+            f"the gradients are right; the mean loss is {right:.4f}, and you return "
+            f"{told:.4f}"
+        )
 
 
 @solution("28.2")
 def solution_2():
-    """The last rank has the longest sequences, and all others wait for its gradients.
+    """A sum can be cut into parts, a mean cannot.
 
-    `chunk` cuts the sorted list into pieces: all short sequences, then all long ones.
-    Take turns instead: the longest four sequences go to four ranks, and so on. In the
-    timeline, ranks have 2,272 tokens on average, and the slowest has 3,808. So the step
-    could take about 2272/3808 = 60 % of its time.
+    The mean loss is the sum over all letters that count, divided by their number in the
+    whole batch. Each part contributes its sum, divided by this same number. Gradients
+    add up in `backward()`, so they become those of the mean.
 
-    Where sequences are padded to the longest of a batch, padding counts as work. Then
-    sort over many batches, and let all ranks take short sequences in one step and long
-    ones in another.
+    `cross_entropy` with `reduction="sum"` adds zero for a target of -100. `y.numel()`
+    would count these places, and a mean of the parts' means would give a letter of a
+    short part more weight than a letter of a long one.
     """
-    cause_e = "uneven work"
 
-    def share(lengths, rank, ranks):
-        return torch.argsort(lengths)[rank::ranks]
+    def backward(model, x, y, most):
+        letters = (y != -100).sum()
+        total = 0.0
+        for part_x, part_y in zip(x.split(most), y.split(most), strict=True):
+            scores = model(part_x).flatten(0, 1)
+            targets = part_y.flatten()
+            summed = torch.nn.functional.cross_entropy(scores, targets, reduction="sum")
+            loss = summed / letters
+            loss.backward()
+            total += loss.item()
+        return total
 
-    return cause_e, share
-
-
-# -- F: a checkpoint -------------------------------------------------------------------
-
-STEPS = 4
-_NOT_F = {
-    "one shard": "then the parameters would differ right after loading",
-    "data restarted": "then the gradients of the first step would differ",
-    "own count": "then the gradients of the first step would differ",
-    "loaded on GPU 0": "that takes memory, and changes no value",
-    "graph kept": "that takes memory, and changes no value",
-}
+    return backward
 
 
-def _rate(step: int) -> float:
-    return 0.7**step
+# -- 28.3 ------------------------------------------------------------------------------
 
-
-def _objects(here: torch.device):
-    torch.manual_seed(7)
-    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)).to(here)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, _rate)
-    return model, optimizer, scheduler
-
-
-def _steps(objects, first: int, here: torch.device) -> None:
-    model, optimizer, scheduler = objects
-    for step in range(first, first + STEPS):
-        generator = torch.Generator().manual_seed(step)
-        x = torch.randn(8, 16, generator=generator).to(here)
-        optimizer.zero_grad()
-        cross_entropy(model(x), torch.arange(8, device=here) % 4).backward()
-        optimizer.step()
-        scheduler.step()
-
-
-def _resume(save, load, folder: str):
-    """What is left of a run that was cut: see the keys of the dictionary."""
-    here = _start()
-    path = os.path.join(folder, "checkpoint.pt")
-    without = _objects(here)
-    _steps(without, 0, here)
-    if dist.get_rank() == 0:
-        run(save, path, *without, when="save:")
-    _wait()
-    if not os.path.exists(path):
-        raise NotYet("your save writes no file so far")
-    resumed = _objects(here)
-    run(load, path, *resumed, when="load:")
-    found = {
-        "parameters": off(weights(resumed[0]), weights(without[0])),
-        "moments": _moments(resumed[1]) - _moments(without[1]),
-        "rate": resumed[1].param_groups[0]["lr"] / without[1].param_groups[0]["lr"],
-        "elsewhere": _elsewhere(),
-    }
-    if resumed[0][0].weight.device != here:
-        raise Wrong("load moves the model to another GPU")
-    for objects in (without, resumed):
-        _steps(objects, STEPS, here)
-    found["end"] = off(weights(resumed[0]), weights(without[0]))
-    return found
-
-
-def _moments(optimizer) -> float:
-    """Their size, 0 if there are none."""
-    states = [s["exp_avg"] for s in optimizer.state.values() if "exp_avg" in s]
-    return flat(states).norm().item() if states else 0.0
+WIDTH = 64
 
 
 @exercise(
     "28.3",
     hints=(
-        "The first gradient after loading is right, and the first update is not. Which "
-        "objects stand between a gradient and an update?",
-        "Each of the three objects has `state_dict` and `load_state_dict`. And "
-        "incident C may happen again: where does `torch.load` put tensors?",
+        "Compare with the sampler `Steps`, which gives the same rows again after a "
+        "restart. What does `order_of` use as the seed, and on which numbers may the "
+        "seed depend here?",
+        "If one call draws the numbers for all `rows`, a row's mask depends on the "
+        "rows around it. Each pair of a step and a row needs a seed that no other "
+        "pair has. Try whether step 5 and row 6 differ from step 6 and row 5.",
     ),
 )
-def resume_incident(cause_f, save, load) -> None:
-    """Incident F: the cause, and two functions."""
-    must_be_callable(save)
-    must_be_callable(load)
-    _must_be(cause_f, "F", "no optimizer state", _NOT_F)
-    with tempfile.TemporaryDirectory() as folder:
-        found = in_ranks(TWO, _resume, save, load, folder, on="cuda")
-    for rank, one in enumerate(found):
-        if one["parameters"] > 1e-6:
-            raise Wrong(f"on rank {rank} the parameters are not those of the file")
-        if abs(one["moments"]) > 1e-6:
-            raise Wrong(f"on rank {rank} AdamW's moments are not those of before")
-        if abs(one["rate"] - 1) > 1e-6:
-            times = one["rate"]
-            raise Wrong(f"the learning rate is {times:.1f} times that of before")
-        if one["end"] > 1e-5:
+def steady_mask(mask) -> None:
+    """Zeros and ones that belong to a row and a step, and to nothing else."""
+
+    def ask(step: int, rows: torch.Tensor, width: int = WIDTH) -> torch.Tensor:
+        what = f"for {len(rows)} rows and width {width} the mask is"
+        return tensor(call(mask, step, rows, width), what, (len(rows), width)).float()
+
+    rows = torch.randperm(2990, generator=torch.Generator().manual_seed(3))[:32]
+    first = ask(5, rows)
+    if not torch.isin(first, torch.tensor([0.0, 1.0])).all():
+        raise Wrong("a mask has zeros and ones only")
+    torch.manual_seed(first.sum().int().item() + 1)  # as if other numbers were drawn
+    if not equal(ask(5, rows), first):
+        raise Wrong("asked again, as after a restart, the mask is another one")
+    for rank in range(4):
+        if not equal(ask(5, rows[rank::4]), first[rank::4]):
             raise Wrong(
-                "at first all is right, and some steps later it is not: which of the "
-                "three objects still thinks that it is at step 0?"
+                f"rank {rank} of 4 gets another mask for its rows than one process: "
+                "draw each row's by itself"
             )
-        if one["elsewhere"]:
-            raise Wrong(
-                f"the values are right, but rank {rank} puts {one['elsewhere']:,} "
-                "bytes on another GPU: incident C again"
-            )
+    if equal(ask(6, rows), first):
+        raise Wrong("step 6 has the mask of step 5")
+    if torch.equal(first[0], first[1]):
+        raise Wrong("all rows have the same mask")
+    some = torch.arange(40)
+    many = torch.cat([ask(step, some, 256) for step in range(10)])
+    if len(many.unique(dim=0)) < len(many):
+        raise Wrong(
+            "some row of some step has the mask of another: each pair of a step and a "
+            "row needs a seed of its own"
+        )
+    zeros = 1 - first.mean().item()
+    if not 0.07 < zeros < 0.13:
+        raise Wrong(f"{zeros:.0%} are zeros, it should be about 10 %")
 
 
 @solution("28.3")
 def solution_3():
-    """The next step depends on the model, on AdamW's two moments and its step count,
-    and on the learning rate. All three objects belong into the file, and `load` gives
-    each its own part.
+    """Each row of each step has a random generator of its own, with a seed of its own.
 
-    `map_location` keeps the tensors away from GPU 0. `load_state_dict` of the optimizer
-    then moves the moments to the GPU of their parameters by itself.
+    The seed is made of the step and the row's number, and of nothing else. A rank that
+    has other rows, a restart, or other random numbers drawn in between change nothing.
+
+    The step is multiplied by a number that is larger than any row's number, so no two
+    pairs have the same seed. With `step + row` or `step * row` many pairs would share
+    one. (The generator of a CPU uses the lowest 32 bits of a seed. With 10,000 that is
+    enough for 429,000 steps.)
+
+    `torch.rand` draws evenly between 0 and 1, so about a tenth of the numbers are below
+    0.1 and become zeros.
     """
-    cause_f = "no optimizer state"
 
-    def save(path, model, optimizer, scheduler):
-        objects = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-        torch.save({name: o.state_dict() for name, o in objects.items()}, path)
+    def mask(step, rows, width):
+        more_than_rows = 10_000
+        masks = []
+        for row in rows.tolist():
+            seed = step * more_than_rows + row
+            generator = torch.Generator().manual_seed(seed)
+            numbers = torch.rand(width, generator=generator)
+            masks.append((numbers >= 0.1).float())
+        return torch.stack(masks)
 
-    def load(path, model, optimizer, scheduler):
-        states = torch.load(path, map_location="cpu")
-        model.load_state_dict(states["model"])
-        optimizer.load_state_dict(states["optimizer"])
-        scheduler.load_state_dict(states["scheduler"])
+    return mask
 
-    return cause_f, save, load
+
+def in_parts(divide):
+    def backward(model, x, y, most):
+        pairs, total = list(zip(x.split(most), y.split(most), strict=True)), 0.0
+        for xs, ys in pairs:
+            loss = divide(model(xs).mT, ys, y, len(pairs))
+            loss.backward()
+            total += loss.item()
+        return total
+
+    return backward
+
+
+mean_of_means = in_parts(lambda scores, y, _, parts: cross_entropy(scores, y) / parts)
+means = in_parts(lambda scores, y, *_: cross_entropy(scores, y))
+all_places = in_parts(
+    lambda scores, y, every, _: (
+        cross_entropy(scores, y, reduction="sum") / every.numel()
+    )
+)
+sums = in_parts(lambda scores, y, *_: cross_entropy(scores, y, reduction="sum"))
+by_rows = in_parts(
+    lambda scores, y, every, _: cross_entropy(scores, y) * len(y) / len(every)
+)
+
+
+def row_by_row(model, x, y, most):
+    total = 0.0
+    for xs, ys in zip(x.split(1), y.split(1), strict=True):
+        loss = cross_entropy(model(xs).mT, ys) / len(x)
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+_MISTAKES = {
+    mean_of_means: "the parts have different numbers of letters, so a mean of their "
+    "means is not the mean: add up, and divide by all letters that count",
+    means: "each part's mean counts fully; divide sums by all letters that count",
+    all_places: "you divide by all places; those with -100 do not count",
+    sums: "that is the sum; divide by the letters that count, in the whole batch",
+    by_rows: "weigh a part by its letters that count, not by its rows",
+    row_by_row: "that is the mean of each row's mean; a long row counts more than a "
+    "short one",
+}
+
+
+def at_once(model, x, y, most):
+    loss = cross_entropy(model(x).mT, y)
+    loss.backward()
+    return loss.item()

@@ -67,6 +67,6 @@ def check_overlap() -> None:
     if overlap < possible / 2:
         raise Wrong(
             f"copies and work overlap for {1e6 * overlap:.0f} of {1e6 * possible:.0f} "
-            "µs; hand the next copy out before you yield this batch, and let the work "
-            "wait for its own batch only"
+            "µs; launch the next copy before you yield or use this batch, and let the "
+            "work wait for its own batch only"
         )

@@ -5,7 +5,7 @@ some lines changed, after a public report. A `Variant` is one with lines changed
 still right. `simgpu.prove` must find and place every incident, and stay silent on all
 others.
 
-Taught in 28-find-the-bug.
+Taught in 29-find-the-bug.
 """
 
 from incidents.incident import Incident, Variant, write

@@ -60,9 +60,9 @@ def train(data, epochs=5, batch=128, rate=0.1, compress="none") -> DDP:
     for epoch in range(epochs):
         sampler.set_epoch(epoch)  # a new order
         for x, y in loader:
-            optimizer.zero_grad()
             cross_entropy(model(x), y).backward()  # and averages
             optimizer.step()
+            optimizer.zero_grad()
     return model
 
 
@@ -123,8 +123,11 @@ def main(arguments: list[str] | None = None) -> None:
 
     gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     if gpus:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if gpus else "gloo")
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
     options = {"batch": args.batch, "rate": args.rate, "compress": args.compress}
     data = load_digits()
     share, nbytes, weights = train_and_test(data, epochs=args.epochs, **options)

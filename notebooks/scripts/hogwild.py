@@ -1,14 +1,19 @@
-"""Two processes train one classifier on one GPU, in turn and without waiting.
+"""Two processes train one classifier on one GPU, in turn or without waiting.
 
-    python hogwild.py
+    python hogwild.py in-turn
+    python hogwild.py free
 
 Both processes have the same weights, in the same memory of the GPU. In turn, they do
 what one process does. Used in lesson 14.
 """
 
+import contextlib
+import sys
+
 import torch
 import torch.multiprocessing as mp
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 
 def make_model():
@@ -30,24 +35,26 @@ def batches(rank, workers):
         yield from order.split(128)[rank::workers]
 
 
+@contextlib.contextmanager
+def my_turn(turns, rank):
+    """Wait until it is this worker's turn, and then give the turn to the next one."""
+    if turns:
+        assert turns[rank].acquire(timeout=60), "my turn never comes"
+    yield
+    if turns:
+        turns[(rank + 1) % len(turns)].release()
+
+
 def train(model, rank, workers, turns=None):
     images, labels = make_data()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for batch in batches(rank, workers):
-        if turns:
-            assert turns[rank].acquire(timeout=60), "my turn never comes"
-        loss = nn.functional.cross_entropy(model(images[batch]), labels[batch])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        torch.cuda.synchronize()  # the weights are written
-        if turns:
-            turns[(rank + 1) % workers].release()
-
-
-def work(rank, workers, in_turn, turns, free):
-    train(in_turn, rank, workers, turns)
-    train(free, rank, workers)
+        with my_turn(turns, rank):
+            loss = cross_entropy(model(images[batch]), labels[batch])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.cuda.synchronize()  # the weights are written
 
 
 def judge(model):
@@ -55,26 +62,27 @@ def judge(model):
     images, labels = make_data()
     with torch.no_grad():
         scores = model(images)
-    loss = nn.functional.cross_entropy(scores, labels)
-    return loss.item(), (scores.argmax(1) == labels).float().mean().item()
+    right = (scores.argmax(1) == labels).float().mean()
+    loss = cross_entropy(scores, labels)
+    return f"loss {loss.item():.4f}, right {right.item():.1%}"
 
 
 if __name__ == "__main__":
-    alone, in_turn, free = make_model(), make_model(), make_model()
+    if sys.argv[1:] not in (["in-turn"], ["free"]):
+        sys.exit("say in-turn or free: python hogwild.py in-turn")
+    alone, shared = make_model(), make_model()
     train(alone, rank=0, workers=1)
-    print("one process: loss {:.4f}, right {:.1%}".format(*judge(alone)))
 
     context = mp.get_context("spawn")
     turns = [context.Semaphore(1), context.Semaphore(0)]
-    shared = 2, in_turn, turns, free
-    worker = context.Process(target=work, args=(1, *shared), daemon=True)
+    turns = turns if sys.argv[1] == "in-turn" else None
+    worker = context.Process(target=train, args=(shared, 1, 2, turns), daemon=True)
     worker.start()
-    work(0, *shared)
+    train(shared, 0, 2, turns)
     worker.join(60)
     assert worker.exitcode == 0, "the worker has failed"
-    print("two in turn: loss {:.4f}, right {:.1%}".format(*judge(in_turn)))
-    pairs = zip(alone.parameters(), in_turn.parameters(), strict=True)
+    pairs = zip(alone.parameters(), shared.parameters(), strict=True)
     far = max((a - b).abs().max().item() for a, b in pairs)
-    print(f"  all weights as in one process, within 1e-05: {far < 1e-5}")
-    loss, right = judge(free)
-    print(f"two, free: loss below 2: {loss < 2}, right more than 50%: {right > 0.5}")
+    print("one process:  ", judge(alone))
+    print("two processes:", judge(shared))
+    print(f"all weights equal within 0.00001: {far < 1e-5}")

@@ -1,10 +1,11 @@
 """Start two processes in one of five ways, and see what becomes of an error.
 
     python launch_ways.py mp.spawn raises
+    python launch_ways.py
 
-Process 1 raises an error, or is killed. Process 0 works for three seconds more, and
-then writes a file. The functions with `by_` are the ways. Used in
-lesson 14.
+Process 1 raises an error, or is killed. Process 0 works for five seconds more, and
+then writes a file. The functions with `by_` are the ways. Without arguments, they
+are all tried, and two tables are printed. Used in lesson 14.
 """
 
 import multiprocessing
@@ -12,8 +13,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 
@@ -21,7 +23,7 @@ def work(rank, how):
     if rank == 0:
         while not Path("failing").exists():
             time.sleep(0.05)
-        time.sleep(3)
+        time.sleep(5)
         Path("finished").touch()
         return
     Path("failing").touch()
@@ -37,20 +39,21 @@ def by_process(how):
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(60)
+        worker.join(120)
     print("exit codes", [worker.exitcode for worker in workers])
 
 
 def by_pool(how):
     context = multiprocessing.get_context("spawn")
     with context.Pool(2) as pool:
-        pool.starmap_async(work, [(0, how), (1, how)], chunksize=1).get(timeout=8)
+        limit = 120 if how == "raises" else 15  # a killed worker is never noticed
+        pool.starmap_async(work, [(0, how), (1, how)], chunksize=1).get(timeout=limit)
 
 
 def by_executor(how):
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(2, mp_context=context) as pool:
-        list(pool.map(work, [0, 1], [how, how], timeout=60))
+        list(pool.map(work, [0, 1], [how, how], timeout=120))
 
 
 def by_mp_spawn(how):
@@ -62,7 +65,7 @@ def by_mp_spawn(how):
 def by_torchrun(how):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node=2", __file__, "as a rank", how]
-    done = subprocess.run(command, timeout=60)
+    done = subprocess.run(command, timeout=150)
     print("exit code", done.returncode)
 
 
@@ -74,7 +77,36 @@ WAYS = {
     "torchrun": by_torchrun,
 }
 
+
+def fate(way, how):
+    """What the caller gets, and what becomes of worker 0."""
+    with tempfile.TemporaryDirectory() as place:
+        command = [sys.executable, os.path.abspath(__file__), way, how]
+        done = subprocess.run(
+            command, cwd=place, capture_output=True, text=True, timeout=200
+        )
+        ends = "finishes" if Path(place, "finished").exists() else "is ended"
+    return done.stdout.strip(), ends
+
+
+def print_tables():
+    """Three at a time, because five together take two gigabytes of memory."""
+    jobs = [(way, how) for how in ("raises", "killed") for way in WAYS]
+    with ThreadPoolExecutor(3) as pool:
+        fates = dict(zip(jobs, pool.map(lambda job: fate(*job), jobs), strict=True))
+    print("worker 1 raises an error     the caller gets          worker 0")
+    for way in WAYS:
+        told, ends = fates[way, "raises"]
+        print(f"{way:29}{told:25}{ends}")
+    print("worker 1 is killed           the caller gets")
+    for way in WAYS:
+        print(f"{way:29}{fates[way, 'killed'][0]}")
+
+
 if __name__ == "__main__":
+    if len(sys.argv) == 1:
+        print_tables()
+        sys.exit()
     way, how = sys.argv[1:3]
     if way == "as a rank":
         work(int(os.environ["RANK"]), how)
@@ -82,5 +114,4 @@ if __name__ == "__main__":
         try:
             WAYS[way](how)
         except Exception as error:
-            told = "in work" in f"{error}{error.__cause__}"
-            print(type(error).__name__ + " with traceback" * told)
+            print(type(error).__name__)

@@ -1,73 +1,128 @@
-"""Train a deep classifier in less memory: three options, which combine.
+"""Train a deep model in less memory: three options, which combine.
 
     python less_memory.py --accumulate 2 --checkpoint
 
 `--accumulate N` cuts each batch into N parts, `--checkpoint` computes activations a
-second time, `--offload` moves them to the CPU. Each prints the same losses, another
-peak of memory and another time. (Later norms of the gradient differ by rounding.)
-BatchNorm needs the full batch, once: with it, leave out `--accumulate`, and keep it
-outside of the segments. Used in lesson 10.
+second time, of every block or with `--every 2` of every second one, and `--offload`
+moves them to the CPU. Each prints the same losses, another peak of memory and another
+time. (Later norms of the gradient differ by rounding, and with dropout all do, because
+the parts of a batch draw other masks.) BatchNorm refuses `--accumulate`. Used in
+lesson 10.
 """
 
 import argparse
 import contextlib
+from functools import partial
 
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
+
+def above_zero(text):
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return number
+
+
 parser = argparse.ArgumentParser()
-parser.add_argument("--accumulate", type=int, default=1, metavar="N")
+parser.add_argument("--accumulate", type=above_zero, default=1, metavar="N")
 parser.add_argument("--checkpoint", action="store_true")
+parser.add_argument("--every", type=above_zero, default=1, metavar="N")
 parser.add_argument("--offload", action="store_true")
 options = parser.parse_args()
-
+if options.every > 1 and not options.checkpoint:
+    parser.error("--every needs --checkpoint")
 torch.manual_seed(0)
-images = torch.randn(5, 8192, 64)  # five batches
-labels = images[:, :, :10].argmax(2)
 
-# your data above, your model and its segments (called in turn) here
-layers = [nn.Linear(64, 128), nn.ReLU()]
-for _ in range(15):
-    layers += [nn.Linear(128, 128), nn.ReLU()]
-model = nn.Sequential(*layers, nn.Linear(128, 10))
+# your data: batches, each a dictionary of tensors with the same number of rows
+batches = []
+for _ in range(5):
+    images = torch.randn(8192, 64)
+    batches.append({"images": images, "labels": images[:, :10].argmax(1)})
+
+
+# your model
+class Block(nn.Sequential):
+    """Four layers; a block may have several inputs, such as masks and positions."""
+
+    def __init__(self, inputs, width):
+        layers = []
+        for size in (inputs, width, width, width):
+            layers += [nn.Linear(size, width), nn.ReLU()]
+        super().__init__(*layers)
+
+
+model = nn.Sequential(*(Block(64 if i == 0 else 128, 128) for i in range(4)))
+model.append(nn.Linear(128, 10))
 for weight in model.parameters():
     if weight.dim() == 2:
         nn.init.kaiming_normal_(weight)  # or a model this deep does not learn
 model = model.cuda()
-segments = [model[0:8], model[8:16], model[16:24], model[24:]]
+blocks = model[:4]  # your model's: such as model.model.layers
+
+
+def loss_of(batch):
+    """Your loss: the sum over the samples or tokens, not the mean."""
+    scores, labels = model(batch["images"]), batch["labels"]
+    return nn.functional.cross_entropy(scores, labels, reduction="sum")
+
+
+def count_of(batch):
+    """How many samples or tokens that sum has: -100 marks padding."""
+    return (batch["labels"] != -100).sum()
+
+
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
 
+# -- what changes for less memory ------------------------------------------------------
+kind = nn.modules.batchnorm._BatchNorm
+norms = {each for each in model.modules() if isinstance(each, kind) and each.training}
+if norms and options.accumulate > 1:
+    parser.error("BatchNorm must see all samples at once: leave out --accumulate")
+if options.checkpoint:
+    for block in blocks[:: options.every]:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        for norm in norms & {*block.modules()}:  # counts each batch twice: half each
+            norm.momentum = norm.momentum and 1 - (1 - norm.momentum) ** 0.5
 
-def scores(x):
-    for segment in segments:
-        if options.checkpoint:  # or only for some of the segments
-            x = checkpoint(segment, x, use_reentrant=False)
-        else:
-            x = segment(x)
-    return x
+
+def parts_of(batch, number):
+    """Dictionaries with a part of the rows each; the last may have fewer."""
+    names = list(batch)
+    rows = {
+        name: tensor.shape[0] if tensor.dim() else 0 for name, tensor in batch.items()
+    }
+    if len(set(rows.values())) > 1 or min(rows.values()) < number:
+        raise SystemExit(f"{number} parts of {rows} rows: all need as many, and enough")
+    chunks = [batch[name].chunk(number) for name in names]
+    return [dict(zip(names, part, strict=True)) for part in zip(*chunks, strict=True)]
 
 
 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-for step in range(5):
-    x, y = images[step].cuda(), labels[step].cuda()
+for step, batch in enumerate(batches):
+    if others := [name for name, x in batch.items() if not torch.is_tensor(x)]:
+        raise SystemExit(f"not tensors, leave them out of the batches: {others}")
+    batch = {name: tensor.cuda() for name, tensor in batch.items()}
+    count = count_of(batch)  # of the full batch, not of its parts
     start.record()
     total = 0.0
-    parts = options.accumulate
-    for part_x, part_y in zip(x.chunk(parts), y.chunk(parts), strict=True):
-        share = len(part_x) / len(x)  # right for unequal parts, too
+    for part in parts_of(batch, options.accumulate):
         keep = save_on_cpu(pin_memory=True) if options.offload else None
         with keep or contextlib.nullcontext():
-            loss = share * nn.functional.cross_entropy(scores(part_x), part_y)
+            loss = loss_of(part) / count
         loss.backward()
         total += loss.detach()
     optimizer.step()
     end.record()
     end.synchronize()
-    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm().item()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = nn.utils.get_total_norm(gradients).item()
     ms = start.elapsed_time(end)
     print(f"step {step}: loss {total.item():.4f}, gradient {norm:.4f}, {ms:.1f} ms")
     optimizer.zero_grad()
 
-print(f"peak {torch.cuda.max_memory_allocated() / 2**20:.1f} MiB")
+peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+print(f"peak {peak / 2**20:.1f} MiB, reserved {reserved / 2**20:.1f} MiB")

@@ -7,22 +7,34 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-torch.manual_seed(0)
-images = torch.randn(2048, 64)
-labels = images[:, :10].argmax(1)
-data = TensorDataset(images, labels)
-loader = DataLoader(data, batch_size=128, shuffle=True)
+BATCH = 128  # samples of a step
 
-model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 10)).cuda()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 
-for epoch in range(3):
-    for x, y in loader:
-        x, y = x.cuda(), y.cuda()
-        loss = nn.functional.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    print(f"epoch {epoch}: loss {loss.item():.4f}")
+def main():
+    torch.manual_seed(0)
+    # your data
+    images = torch.randn(2048, 64)
+    labels = images[:, :10].argmax(1)
+    data = TensorDataset(images, labels)
+    loader = DataLoader(data, BATCH, shuffle=True)
 
-torch.save(model.state_dict(), "model.pt")
+    # your model
+    model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 10)).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)  # your optimizer
+
+    for epoch in range(3):
+        total = torch.zeros((), device="cuda")
+        for batch in loader:
+            x, y = [part.cuda() for part in batch]  # your batch
+            loss = nn.functional.cross_entropy(model(x), y)  # your loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            total += loss.detach()
+        print(f"epoch {epoch}: loss {total.item() / len(loader):.4f}")
+
+    torch.save(model.state_dict(), "model.pt")
+
+
+if __name__ == "__main__":  # not in the workers of a DataLoader
+    main()

@@ -1,13 +1,15 @@
 """The plan explorer: does a training run fit, how fast is it, and what is faster?
 
-Used in lesson 26.
+Used in lesson 27.
 """
 
 from helpers import draw
 from helpers.explore.explorer import Explorer, choice, slider
 from scripts.plan_run import (
     CARDS,
+    GIB,
     MODELS,
+    USABLE,
     Plan,
     choices,
     not_known,
@@ -17,49 +19,14 @@ from scripts.plan_run import (
 )
 
 SEQUENCES = 1024  # of a step, of 4096 tokens each
-RESERVE = 0.9  # of the card's memory that a plan may use
 _AGAIN = {"all blocks": 1.0, "half of the blocks": 0.5, "no block": 0.0}
 _SHOWN = 5  # other plans that are listed
-
-
-def table(runs) -> None:
-    """Print the fastest plan of each kind that fits: FSDP, with slices, with stages.
-
-    "kept" are gathered weights, for a full step (`reshard=False`).
-
-    Args:
-        runs: (model, GPUs, Gbit/s of each GPU).
-
-    Taught in 26-plan-a-run.
-    """
-    kinds = {
-        "FSDP": lambda plan: plan.tp * plan.pp == 1,
-        "+ tp": lambda plan: plan.tp > 1 and plan.pp == 1,
-        "+ pp": lambda plan: plan.tp == 1 and plan.pp > 1,
-        "+ tp + pp": lambda plan: plan.tp > 1 and plan.pp > 1,
-    }
-    print("predicted                           tokens/s of a GPU")
-    for name, gpus, network in runs:
-        found = choices(MODELS[name], gpus, SEQUENCES, network=network)
-        for kind, is_of_kind in kinds.items():
-            title = f"{name:4} {gpus:5,} GPUs {network or '':>4}  {kind:10}"
-            of_kind = [row for row in found if is_of_kind(row[1])]
-            if not of_kind:
-                print(title, " no plan fits")
-                continue
-            (tokens, _), one = of_kind[0]
-            memory = sum(peak_bytes(MODELS[name], one).values()) / 1e9
-            split = f"shard {one.shard:4} tp {one.tp} pp {one.pp:2}"
-            batch = f"{one.microbatches:4} x {one.sequences} seqs"
-            how = f"{split} {batch}, again {one.again}, {memory:.0f} GB"
-            how += "" if one.reshard else ", kept"
-            print(f"{title} {tokens:8,.0f}   {how}")
 
 
 def plan() -> Explorer:
     """A model on some GPUs, split in a way that you choose.
 
-    Taught in 26-plan-a-run.
+    Taught in 27-choose-a-layout.
     """
     return Explorer(
         plan_picture,
@@ -68,10 +35,10 @@ def plan() -> Explorer:
         gpus=choice("GPUs (H100)", (8, 64, 512, 1024), 64),
         network=choice("Gbit/s of each GPU", (400, 100, 50, 12, 0)),
         shard=choice("GPUs that share states", ("all", 8, 1)),
-        tp=choice("tensor parallel (tp)", (1, 2, 4, 8)),
-        pp=choice("pipeline stages (pp)", (1, 2, 4, 8, 16)),
+        tp=choice("tensor parallel (tp)", (1, 2, 4, 8), 4),
+        pp=choice("pipeline stages (pp)", (1, 2, 4, 8, 16), 8),
         cp=choice("context parallel (cp)", (1, 2, 4, 8)),
-        twice=choice("computed twice", tuple(_AGAIN)),
+        twice=choice("computed twice", tuple(_AGAIN), "no block"),
     )
 
 
@@ -85,9 +52,11 @@ def plan_of(
         ValueError: if the degrees do not divide the GPUs, or the sequences.
     """
     data = gpus // (tp * pp)
-    shards = data if shard == "all" else min(shard, data)
+    shards = data if shard == "all" else shard
     if not data or gpus % (tp * pp) or data % cp or (shards % cp):
         raise ValueError(f"tp {tp} x pp {pp} x cp {cp} does not divide {gpus} GPUs")
+    if shards > data:
+        raise ValueError(f"not {shard}, but {data} of {gpus} GPUs have the same part")
     turns, rest = divmod(SEQUENCES * cp, data * sequences)
     if rest or not turns:
         raise ValueError(f"{SEQUENCES} sequences cannot be divided in this way")
@@ -107,10 +76,10 @@ def plan_picture(model: str, **controls) -> draw.Picture:
         return _draw(f"{model}: {error}", "", {}, {}, 0, others)
     memory, room = peak_bytes(sizes, wanted), CARDS[wanted.card][3]
     total = sum(memory.values())
-    fits = total <= RESERVE * room
+    fits = total <= USABLE * room
     words = (
-        f"{model} on {wanted.gpus} {wanted.card}: {total / 1e9:.1f} GB each, "
-        f"{'fits' if fits else 'does not fit'} ({RESERVE * room / 1e9:.0f} GB may be "
+        f"{model} on {wanted.gpus} {wanted.card}: {total / GIB:.1f} GiB each, "
+        f"{'fits' if fits else 'does not fit'} ({USABLE * room / GIB:.0f} GiB may be "
         "used)"
     )
     if missing := not_known(sizes, wanted):
@@ -131,11 +100,12 @@ def _others(model: str, gpus: int, network: float) -> list[str]:
         return ["nothing is known of the time without the network"]
     found: dict[tuple, str] = {}
     for (tokens, _), one in choices(MODELS[model], gpus, SEQUENCES, network=network):
-        total = sum(peak_bytes(MODELS[model], one).values()) / 1e9
+        total = sum(peak_bytes(MODELS[model], one).values()) / GIB
         words = f"shard {one.shard}, tp {one.tp}, pp {one.pp}"
         batch = f"{one.microbatches} x {one.sequences} sequences"
         text = f"{words}, {batch}, {one.again:.0%} twice: "
-        text += f"{tokens:,.0f} tokens/s, {total:.0f} GB"
+        text += f"{tokens:,.0f} tokens/s, {total:.0f} GiB"
+        text += f", {one.chunks} parts of a stage" * (one.chunks > 1)
         found.setdefault((one.tp, one.pp, one.shard), text)
     return list(found.values())[:_SHOWN] or ["no plan fits"]
 
@@ -146,10 +116,11 @@ def _draw(words, pace, memory, seconds, room, others) -> draw.Picture:
     picture.text(8, 20, words, 13, weight="bold")
     if memory:
         most = max(room, sum(memory.values()))
-        gigabytes = [f"{part} {size / 1e9:.1f} GB" for part, size in memory.items()]
+        gigabytes = [f"{part} {size / GIB:.1f} GiB" for part, size in memory.items()]
         _bar(picture, 30, memory.values(), gigabytes, draw.COLOURS, most)
-        edge = 8 + (draw.WIDEST - 16) * RESERVE * room / most
+        edge = 8 + (draw.WIDEST - 16) * USABLE * room / most
         picture.line(edge, 26, edge, 70)
+        picture.text(edge - 4, 76, "the limit", 11, "end")
     picture.text(8, 118, pace, 13, weight="bold")
     if seconds:
         spent = [f"{part} {time:.2f} s" for part, time in seconds.items()]

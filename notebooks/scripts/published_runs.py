@@ -5,7 +5,7 @@
 prints a line for each of them. `runs` reads the two tables in `tests/recordings` and
 adds the runs written down here. They are split by model: the shares `REACHED` of the
 planner were fitted to the runs of `FITTED`, and all others judge it. Used in
-lesson 26.
+lessons 26 and 27.
 """
 
 import json
@@ -18,10 +18,12 @@ from scripts.plan_run import (
     MODELS,
     Model,
     Plan,
+    choices,
     flops,
+    message_seconds,
+    messages,
     not_known,
     parameters,
-    peak_bytes,
     rate,
 )
 
@@ -244,62 +246,74 @@ def short(run: Run) -> str:
     return f"{run.name}, {plan.gpus} {plan.card}, {' '.join(ways)}"
 
 
+def line(run: Run) -> str:
+    """Its model and card, as a picture has them: Megatron-LM's ten models are one."""
+    name = "Megatron-LM" if run.name.startswith("Megatron") else run.name
+    return f"{name}, {run.plan.card}"
+
+
 def ratios() -> list[tuple[Run, float]]:
     """Each run, and its predicted tokens/s as a multiple of the published."""
     return [(run, rate(run.model, run.plan)[0] / run.rate) for run in runs()]
 
 
-def table(rows: list[tuple[Run, float]], names=("torchtitan", "IBM", "Llama 3 4")):
-    """Print rate, share of the peak and memory of some runs, published and predicted.
+def table_of_growth(rows: list[tuple[Run, float]]) -> None:
+    """Print runs that differ in the number of GPUs alone: what is missing, and latency.
+
+    `missing` is the published time of a step without the predicted one. `latency` is
+    how long the step's messages take without their bytes, which the planner hides.
 
     Args:
         rows: what `ratios` returns.
-        names: with which the runs begin that are printed.
     """
-    print(
-        "                                     tokens/s of a GPU            MFU       GB"
-    )
-    print("                                    published, predicted, error")
-    for run, ratio in rows:
-        if run.is_fitted or not run.name.startswith(names):
+    print("model, H100      error  missing s  latency s")
+    for run, ratio in sorted(
+        rows, key=lambda row: (row[0].model.dim, row[0].plan.gpus)
+    ):
+        plan = run.plan
+        if not run.name.startswith("MPT") or plan.gpus < 128:
             continue
-        tokens = ratio * run.rate
-        line = f"{short(run):37}{run.rate:8,.0f} {tokens:8,.0f} {ratio - 1:+6.0%}"
-        mfu = f"{run.mfu:.2f} {mfu_as_published(run, tokens):.2f}" if run.mfu else ""
-        memory = ""
-        if run.memory:
-            predicted = sum(peak_bytes(run.model, run.plan).values())
-            memory = f"{run.memory / 1e9:.0f} {predicted / 1e9:.0f}"
-        print(f"{line}   {mfu:9}   {memory}".rstrip())
+        tokens = plan.sequences * plan.microbatches * plan.tokens
+        missing = tokens / run.rate * (1 - 1 / ratio)
+        found = messages(run.model, plan)
+        latency = sum(message_seconds(plan, 0, *rest) for _, _, *rest, _ in found)
+        name = f"{run.name}, {plan.gpus}"
+        print(f"{name:14} {ratio - 1:+7.0%} {missing:10.3f} {latency:10.3f}")
 
 
-def room(run: Run) -> float:
-    """Bytes of the card: torchtitan's H100 have more."""
-    return 96 * 2**30 if run.note == _SLOW else CARDS[run.plan.card][3]
+# -- what trainings cost ---------------------------------------------------------------
+
+# model, card, GPUs of our plan, tokens of a sequence, tokens in all, GPU hours; the
+# cards of Llama 2 and Llama 3.1 (meta-llama/llama-models on GitHub) have the hours.
+# They do not say how many GPUs there were: 1,024 are assumed, and the published layout
+# for 405B. 15e12 stands for "15T+" and "~15 trillion"
+HOURS = (
+    ("Llama 2 7B", "A100", 1024, 4096, 2e12, 184_320),
+    ("Llama 2 13B", "A100", 1024, 4096, 2e12, 368_640),
+    ("Llama 2 70B", "A100", 1024, 4096, 2e12, 1_720_320),
+    ("Llama 3 8B", "H100", 1024, 8192, 15e12, 1_460_000),
+    ("Llama 3 70B", "H100", 1024, 8192, 15e12, 7_000_000),
+    ("Llama 3 405B", "H100", 16384, 8192, 15e12, 30_840_000),
+)
 
 
-def does_not_fit(run: Run) -> bool:
-    """Whether the planner refuses this run, which did fit: over 90% of its card."""
-    return sum(peak_bytes(run.model, run.plan).values()) > 0.9 * room(run)
-
-
-def table_of_refused(rows: list[tuple[Run, float]]) -> None:
-    """Print the runs that the planner says do not fit, though they did.
-
-    Args:
-        rows: what `ratios` returns.
-    """
-    for is_fitted, kind in ((True, "fitted"), (False, "judged")):
-        found = [run for run, _ in rows if run.is_fitted == is_fitted]
-        refused = [run for run in found if does_not_fit(run)]
-        print(f"{kind}: {len(refused)} of {len(found)} runs do not fit (predicted GB)")
-        for name in dict.fromkeys(run.name for run in refused):
-            one, *more = (run for run in refused if run.name == name)
-            parts = peak_bytes(one.model, one.plan)
-            sizes = [f"{part} {size / 1e9:.0f}" for part, size in parts.items()]
-            total = sum(parts.values()) / 1e9
-            line = f"  {name:14}{len(more) + 1} runs: {', '.join(sizes)}"
-            print(f"{line}; in all {total:.0f} of {room(one) / 1e9:.0f}")
+def table_of_hours() -> None:
+    """Print GPU hours of whole trainings, planned and published."""
+    print("                     tokens  planned GPU hours  published  times the plan")
+    for name, card, gpus, tokens, total, published in HOURS:
+        model = _MODELS[name]
+        if name == "Llama 3 405B":
+            per_second, _ = rate(model, _llama3()[1].plan)
+        else:
+            (per_second, _), _ = choices(
+                model, gpus, 1024, card=card, tokens=tokens, network=ASSUMED[card]
+            )[0]
+        hours = total / per_second / 3600
+        shown = f"{name}, {card}"
+        print(
+            f"{shown:19}{total:8.1e} {hours:18,.0f} {published:10,}"
+            f" {published / hours:15.2f}"
+        )
 
 
 def main() -> None:

@@ -1,19 +1,24 @@
 """Train a model whose layers are sliced: a rank keeps a part of every matrix.
 
     torchrun --standalone --nproc-per-node=4 slice_layers.py
+    torchrun --standalone --nproc-per-node=1 slice_layers.py --plain
 
-Tensor and sequence parallelism with `parallelize_module`. Your model and its plan go
-in where it says so; the number of ranks must divide the heads and the tokens.
-Lesson 19 of the course explains each line.
+Tensor and sequence parallelism with `parallelize_module`. Your model, its plan, data
+and loss go between the two lines of dashes; the ranks must divide heads and tokens.
+`--plain` is the same model on one GPU, without a plan: compare with its losses. Lesson
+19 of the course explains each line.
 """
 
 import os
+import re
+import sys
+import warnings
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -23,10 +28,9 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
+# -- your model and its plan, your data and loss ---------------------------------------
+
 VOCABULARY, LENGTH, WIDTH, HEADS, BLOCKS = 64, 64, 128, 4, 2
-
-
-# -- your model ------------------------------------------------------------------------
 
 
 class Attention(nn.Module):
@@ -36,11 +40,9 @@ class Attention(nn.Module):
         self.value, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
+        heads = (-1, WIDTH // HEADS)  # -1: as many heads as this rank has
         layers = self.query, self.key, self.value
-        q, k, v = (  # -1: as many heads as this rank has
-            layer(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
-            for layer in layers
-        )
+        q, k, v = (layer(x).unflatten(-1, heads).transpose(1, 2) for layer in layers)
         y = scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(y.transpose(1, 2).flatten(2))
 
@@ -58,7 +60,7 @@ class Block(nn.Module):
         return x + self.feed(self.norm2(x))
 
 
-class GPT(nn.Module):
+class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.token = nn.Embedding(VOCABULARY, WIDTH)
@@ -74,9 +76,12 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-# -- its plan: Shard(1) is a part of the tokens, Replicate() is everything -------------
-# The names are those of your layers. `place` has no batch: its tokens are dimension 0.
+# The plan: Shard(1) is a part of the tokens, Replicate() is everything. The names
+# are those of your layers. `place` has no batch: its tokens are dimension 0.
 
+# If attention also gets a mask, or cos and sin, `gather` needs a layout for each
+# argument: (Shard(1), None, None) and (Replicate(), None, None). An x that is passed
+# by name needs input_kwarg_layouts={"x": Shard(1)}, and desired_input_kwarg_layouts.
 gather = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
 PLAN = {
     "token": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
@@ -97,33 +102,88 @@ PLAN = {
 
 
 def batch(step):
-    """Sequences that count in steps of 1 to 8: the same ones on every rank."""
+    """The same samples on every rank; from a DataLoader, give all ranks its seed."""
     generator = torch.Generator().manual_seed(step)
     start = torch.randint(VOCABULARY, (8, 1), generator=generator)
     stride = torch.randint(1, 9, (8, 1), generator=generator)
-    tokens = (start + stride * torch.arange(LENGTH + 1)) % VOCABULARY
-    return tokens[:, :-1].cuda(), tokens[:, 1:].cuda()
+    tokens = ((start + stride * torch.arange(LENGTH + 1)) % VOCABULARY).cuda()
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+def loss_of(model, samples):
+    scores = model(samples["tokens"])
+    return cross_entropy(scores.flatten(0, 1), samples["targets"].flatten())
+
+
+# --------------------------------------------------------------------------------------
+
+
+def sliced(model, mesh, plan):
+    """The model in slices; what is tied stays tied, and what is frozen frozen."""
+    names = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(p, []).append(name)
+    warnings.filterwarnings("error", "Parallelize plan key")  # a name without a layer
+    parallelize_module(model, mesh, plan)
+    whole = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
+    if whole:
+        raise SystemExit(f"the plan has no style for {', '.join(whole)}")
+    for p, (first, *others) in names.items():
+        kept = model.get_parameter(first).requires_grad_(p.requires_grad)
+        for name in others:
+            if model.get_parameter(name).placements != kept.placements:
+                raise SystemExit(f"{first} and {name} are tied: cut both in one way")
+            module, _, last = name.rpartition(".")
+            setattr(model.get_submodule(module), last, kept)
+    return model
+
+
+def check_batch(samples, step, rank, ranks):
+    """Refuse what would be wrong silently, or hang: other samples, uneven parts."""
+    samples = {n: t for n, t in samples.items() if isinstance(t, torch.Tensor)}
+    for name, tensor in samples.items():
+        if tensor.ndim in (2, 3) and tensor.shape[1] % ranks:  # not of images
+            length = f"{name} has {tensor.shape[1]} tokens"
+            raise SystemExit(f"{length}: pad to a multiple of {ranks}")
+    if step == 0:
+        first = [{name: tensor.cpu() for name, tensor in samples.items()}]
+        dist.broadcast_object_list(first)  # those of rank 0
+        for name, tensor in samples.items():
+            if not torch.equal(first[0][name], tensor.cpu()):
+                raise SystemExit(f"rank {rank} has other {name} than rank 0")
 
 
 def main():
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh("cuda", (ranks,))
-
     torch.manual_seed(0)  # all ranks draw the same weights, and keep their slices
-    model = parallelize_module(GPT().cuda(), mesh, PLAN)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    model = Model().cuda()
+    if "--plain" not in sys.argv:
+        model = sliced(model, init_device_mesh("cuda", (ranks,)), PLAN)
+    elif ranks > 1:
+        raise SystemExit("--plain is for one rank: --nproc-per-node=1")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # your optimizer
+    torch.manual_seed(rank)  # for dropout: each rank has other tokens, or other heads
     for step in range(9):
-        tokens, targets = batch(step)
-        loss = cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+        samples = batch(step)
+        check_batch(samples, step, rank, ranks)
+        try:
+            loss = loss_of(model, samples)
+        except RuntimeError as error:
+            if not re.search("for input of size|Provided sizes", str(error)):
+                raise
+            cure = f"a rank has 1/{ranks} of the heads, so write -1 for their number"
+            raise SystemExit(f"{error}: {cure}; no more ranks than heads") from None
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         if rank == 0 and step % 4 == 0:
             print(f"step {step}: loss {loss.item():.4f}")
 
-    kept = sum(p.to_local().nbytes for p in model.parameters())  # all are DTensors
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    kept = sum(p.nbytes for p in local)
     rows = [None] * ranks
     dist.all_gather_object(rows, (kept, torch.cuda.max_memory_allocated()))
     for number, (kept, peak) in enumerate(rows if rank == 0 else []):

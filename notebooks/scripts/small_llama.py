@@ -6,7 +6,10 @@ no gate. `shard` wraps it with `fully_shard` in bfloat16. Under `torch.device("m
 the largest model needs no memory.
 """
 
+import os
+
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -148,8 +151,38 @@ def peak_of_a_step(sizes, plan) -> tuple[int, int]:
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         with Messages() as messages:
-            loss_of(model, tokens, tokens).backward()
+            for _ in range(plan.microbatches):
+                loss_of(model, tokens, tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
     workspaces = before - 12 * sum(p.numel() for p in parameters) // plan.gpus
     return torch.cuda.max_memory_allocated() - workspaces, messages.sent()
+
+
+def train(
+    sizes, sequences: int, tokens: int, parts: int = 1, sync: bool = True,
+    again: bool = True,
+) -> None:  # fmt: skip
+    """Some steps of FSDP, as a rank of a job that is dry-run.
+
+    Args:
+        sizes: a `Model` of `plan_run.py`.
+        sequences: of a micro-batch.
+        tokens: of a sequence.
+        parts: micro-batches of a step.
+        sync: whether each of them reduces its gradients, and not only the last.
+        again: whether blocks compute twice.
+    """
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    with torch.device("meta"):
+        model = Llama(sizes, again)
+    shard(model).to_empty(device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    x = torch.zeros(sequences, tokens, dtype=torch.int64, device="cuda")
+    for _ in range(3):
+        for part in range(parts):
+            model.set_requires_gradient_sync(sync or part + 1 == parts)
+            loss_of(model, x, x).backward()
+        optimizer.step()
+        optimizer.zero_grad()

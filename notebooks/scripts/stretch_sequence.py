@@ -70,38 +70,69 @@ def sequences(number, length=64, seed=0):
     start = torch.randint(VOCABULARY, (number, 1), generator=generator)
     step = torch.randint(1, 9, (number, 1), generator=generator)
     tokens = (start + step * torch.arange(length + 1)) % VOCABULARY
-    return tokens[:, :-1], tokens[:, 1:]
+    return tokens[:, :-1], tokens[:, 1:]  # -100, where there is no target
+
+
+def loss_of(scores, targets):
+    """The sum over some tokens of each sequence; main divides by all targets."""
+    scores, targets = scores.flatten(0, 1), targets.flatten()
+    return functional.cross_entropy(scores, targets, reduction="sum")
 
 
 # --------------------------------------------------------------------------------------
 
 
+def compare_with_one(model, tokens, targets, places):
+    """How far gradients are from those of all tokens, as a share of their norm."""
+    used = [p for p in model.parameters() if p.grad is not None]
+    found = torch.cat([p.grad.flatten() for p in used])
+    model.zero_grad()
+    with model.no_sync():
+        loss = loss_of(model(tokens, places), targets) / (targets != -100).sum()
+        loss.backward()
+    expected = torch.cat([p.grad.flatten() for p in used])
+    return ((found - expected).norm() / expected.norm()).item()
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--length", type=int, default=256, help="tokens of a sequence")
-    length = parser.parse_args().length
+    compare = "compare gradients with one process, do not train: for a short length"
+    parser.add_argument("--compare", action="store_true", help=compare)
+    options = parser.parse_args()
 
-    local_rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(local_rank)
-    dist.init_process_group("nccl")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    if ranks > 1 and length % (64 * ranks):
-        parser.error(f"{64 * ranks} does not divide {length} tokens; pad sequences")
     mesh = init_device_mesh("cuda", (ranks,))
 
     torch.manual_seed(0)
-    model = DDP(GPT(length=length).cuda(), device_ids=[local_rank])  # averages
+    model = DDP(GPT(length=options.length).cuda(), device_ids=[device])  # averages
+    model.broadcast_buffers = False  # a cut one has other rows on each rank
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    # other elements are dropped from other tokens; attention's own dropout_p must be 0
+    torch.cuda.manual_seed(rank)
+    model.train(not options.compare)  # and none to compare
     for step in range(9):
         # all ranks load the same sequences; context_parallel leaves each rank its part
-        tokens, targets = (t.cuda() for t in sequences(8, length, seed=step))
+        tokens, targets = (t.cuda() for t in sequences(8, options.length, seed=step))
+        length = tokens.shape[1]
+        if ranks > 1 and length % (64 * ranks):
+            parser.error(f"{64 * ranks} does not divide {length} tokens; pad sequences")
         places = torch.arange(length, device="cuda")
+        count = (targets != -100).sum()  # on all ranks
         with context_parallel(
             mesh, buffers=[tokens, targets, places], buffer_seq_dims=[1, 1, 0]
         ):
             scores = model(tokens, places)
-            loss = functional.cross_entropy(scores.flatten(0, 1), targets.flatten())
+            loss = loss_of(scores, targets) * ranks / count  # DDP averages
             loss.backward()  # inside of `with`: attention sends in backward, too
+        if options.compare:
+            off = 100 * compare_with_one(model, tokens, targets, places)
+            if rank == 0:
+                print(f"gradients differ from one process by {off:.2f} %")
+            return dist.destroy_process_group()
         optimizer.step()
         optimizer.zero_grad()
         loss = loss.detach()

@@ -155,9 +155,9 @@ def floor_of(name: str) -> float:
     "card, dtype, peak, waves, inner, shares",
     [  # 64 tiles of 64 x 64: less than a wave, but on 40 multiprocessors 1.6 of them;
         # on tensor cores as if the inner dimension were longer by 100. Without them, 32
-        # tiles of 64 x 128 whose inner dimension several share are faster
+        # tiles of 64 x 128 whose inner dimension 4 blocks share are faster
         ("T4", torch.float32, 0.49 * 8.1e12, 1.6, 512, 1),
-        ("A100", torch.float32, 0.89 * 19.5e12, 1, 512, 3),
+        ("A100", torch.float32, 0.89 * 19.5e12, 128 / 108, 512, 4),
         (
             "H100",
             torch.bfloat16,
@@ -170,7 +170,7 @@ def floor_of(name: str) -> float:
         ("T4", torch.float16, 0.49 * 65e12, 1.6, 612, 1),
         ("A100", torch.bfloat16, 0.765 * 312e12, 1, 612, 1),
         ("B200", torch.bfloat16, 0.85 * 2250e12, 1, 612, 1),
-        ("A100", torch.float64, 0.89 * 19.5e12, 1, 512, 3),
+        ("A100", torch.float64, 0.89 * 19.5e12, 128 / 108, 512, 4),
     ],
 )
 def test_a_matrix_product_takes_its_flops_and_its_traffic(
@@ -259,7 +259,7 @@ def test_few_blocks_share_the_inner_dimension(log):
 def test_one_row_reads_its_matrix_and_that_takes_the_time(log):
     matrix = 4096 * 4096 * 4 / (0.87 * 2039e9)
     assert seconds_of_product(1, 4096, 4096) == pytest.approx(matrix, rel=0.1)
-    assert seconds_of_product(8, 4096, 4096) == pytest.approx(matrix, rel=0.3)
+    assert seconds_of_product(8, 4096, 4096) == pytest.approx(matrix, rel=0.1)
     assert seconds_of_product(64, 4096, 4096) > 2 * matrix
 
 
@@ -335,7 +335,7 @@ def test_some_passes_move_more_than_their_tensors(log, run, times):
     assert spent(event) == pytest.approx(1.5 * US + moved, rel=0.01)
 
 
-@pytest.mark.parametrize("card, faster", [("T4", 1), ("A100", 6.26), ("H100", 7.37)])
+@pytest.mark.parametrize("card, faster", [("T4", 1), ("A100", 6.164), ("H100", 7.365)])
 def test_tf32_is_faster_where_the_card_has_it(card, faster):
     log, seconds = start(1, card), {}
     x = torch.zeros(1024, 1024, device="cuda")
@@ -358,7 +358,7 @@ def test_tf32_is_faster_where_the_card_has_it(card, faster):
     traffic = 12 * MIB / (0.87 * CARDS[card].memory_bandwidth)
     busy = [((s - floor_of(card)) ** 2 - traffic**2) ** 0.5 for s in (slow, fast)]
     # 1024 of the inner dimension seem 1124 on tensor cores, and loads take time
-    assert busy[0] / busy[1] == pytest.approx(faster, rel=0.05)
+    assert busy[0] / busy[1] == pytest.approx(faster, rel=1e-3)
 
 
 def test_the_host_runs_ahead_and_a_stream_is_in_order(log):

@@ -511,6 +511,30 @@ def test_threads_have_groups_of_their_own(simulated_ranks):
     assert simulated_ranks(work_in_threads, 2, seconds=SECONDS) == [[1.0, 2.0]] * 2
 
 
+def pin_in_a_thread() -> list[str]:
+    join()
+    x, stop, errors = ones(), threading.Event(), []
+
+    def pin():
+        try:
+            while not stop.is_set():
+                torch.ones(8).pin_memory()
+        except Exception as error:
+            errors.append(repr(error))
+
+    thread = threading.Thread(target=pin)
+    thread.start()
+    for _ in range(200):
+        dist.all_reduce(x, dist.ReduceOp.AVG)
+    stop.set()
+    thread.join()
+    return errors
+
+
+def test_another_thread_waits_for_a_collective_that_is_being_launched(simulated_ranks):
+    assert simulated_ranks(pin_in_a_thread, 2, seconds=SECONDS) == [[]] * 2
+
+
 def use_a_group_of_some() -> float:
     rank = join()
     some = dist.new_group([0, 2])

@@ -237,6 +237,21 @@ def test_a_missing_package_is_named_with_what_to_do(package, tmp_path):
     assert done.returncode == 1
 
 
+@pytest.mark.parametrize("command", ["dry-run --world 8", "prove"])
+def test_a_subcommand_names_a_missing_package(command, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("print('not reached')", encoding="utf-8")
+    done = run(
+        f"import sys; sys.modules['torch'] = None; sys.argv = ['simgpu', "
+        f"*{command.split()!r}, {str(script)!r}]\n"
+        "from simgpu.__main__ import main; main()"
+    )
+    assert done.stderr == (
+        "simgpu needs torch, which is not installed here: pip install torch\n"
+    )
+    assert (done.stdout, done.returncode) == ("", 1)
+
+
 # -- news of 2.15 ----------------------------------------------------------------------
 
 

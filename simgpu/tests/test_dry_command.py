@@ -144,6 +144,12 @@ def test_a_command_line_that_cannot_be(dry_run, words, status, said):
     assert done.status == status and said in done.stderr, done.stderr
 
 
+def test_options_that_stand_behind_the_script(dry_run):
+    done = dry_run("train.py", "--world", 8)
+    assert done.status == 2
+    assert "write it before: simgpu dry-run --world N train.py" in done.stderr
+
+
 def test_a_script_that_does_not_step(dry_run):
     done = dry_run("--world", 4, "train.py", "--steps", 1)
     assert done.status == 1

@@ -336,6 +336,7 @@ def ours(name: str) -> dict:
     }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_kernels_and_bytes_are_nearly_those_of_inductor():
     """Its scheduler fuses the same models as for CUDA, on this machine."""

@@ -1,6 +1,7 @@
 """A dry run of functions, in this process: what a program is told, what is reported."""
 
 import sys
+import threading
 
 import pytest
 import torch
@@ -103,6 +104,31 @@ def test_ranks_of_which_some_run_meet_in_the_group_of_all():
     found = run(Job(8, node=2, kinds="pp=2"), program)
     assert found.ranks == [0, 4]
     assert found.steps == 3
+
+
+def test_a_loaders_thread_may_pin_while_a_collective_is_launched():
+    def program():
+        dist.init_process_group("nccl")
+        torch.cuda.set_device(0)
+        x, stop, errors = torch.ones(4, device="cuda"), threading.Event(), []
+
+        def pin():
+            try:
+                while not stop.is_set():
+                    torch.ones(8).pin_memory()
+            except Exception as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=pin)
+        thread.start()
+        for _ in range(500):
+            dist.all_reduce(x)
+        stop.set()
+        thread.join()
+        assert errors == []
+        steps(nn.Linear(8, 8).cuda(), lambda: torch.ones(4, 8, device="cuda"))
+
+    assert run(Job(8), program).steps == 3
 
 
 # -- what is reported ------------------------------------------------------------------

@@ -35,6 +35,11 @@ RUNS = [  # a program, its ranks, which of them run in the dry run, its argument
 ]
 
 
+LONG = [  # for most of a minute
+    ("fsdp2_mixed", 4, None), ("two_d", 4, None), ("pipeline", 4, "pp=4"),
+    ("memory", 2, None), ("ddp_all", 4, None), ("fsdp1", 4, None),
+]  # fmt: skip
+
 # in which ranks differ, though of one kind: rank 0 waits for another now and then
 UNEVEN = [
     ("ddp_all", 4, None),
@@ -65,8 +70,20 @@ def both(folder: Path, program: tuple) -> tuple[dict, dict]:
     return found, expected
 
 
+def each(runs: list[tuple]) -> pytest.MarkDecorator:
+    """A test for each of these programs, with its words as its name."""
+    long = [run[1] == 8 or run in LONG for run in runs]
+    params = [
+        pytest.param(run, marks=pytest.mark.long if is_long else ())
+        for run, is_long in zip(runs, long, strict=True)
+    ]
+    return pytest.mark.parametrize(
+        "program", params, ids=lambda run: " ".join(map(str, run))
+    )
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("program", RUNS, ids=lambda run: " ".join(map(str, run)))
+@each(RUNS)
 def test_a_dry_run_has_the_bytes_and_times_of_the_run_with_values(tmp_path, program):
     found, expected = both(tmp_path, program)
     assert found["seconds"] == pytest.approx(expected["seconds"], rel=1e-9)
@@ -81,7 +98,7 @@ def test_a_dry_run_has_the_bytes_and_times_of_the_run_with_values(tmp_path, prog
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", UNEVEN, ids=lambda run: " ".join(map(str, run)))
+@each(UNEVEN)
 def test_where_ranks_differ_a_little_bytes_are_the_same(tmp_path, program):
     found, expected = both(tmp_path, program)
     assert found["seconds"] == pytest.approx(expected["seconds"], rel=1e-2)

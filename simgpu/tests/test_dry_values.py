@@ -280,3 +280,21 @@ def test_many_ranks_cost_as_little_as_few():
     few, many = megabytes(program, 8), megabytes(program, MANY)
     assert many[0] < few[0] + 50
     assert many[1] < 2 * few[1] + 2
+
+
+def test_memory_of_any_size_is_had_and_what_the_machine_has_is_resized():
+    def sizes():
+        small, large = (
+            torch.empty(n, dtype=torch.bfloat16, device="cuda")
+            for n in (2**29 + 1, 2**31)  # FSDP frees what it gathered like this
+        )
+        for tensor in (small, large):
+            storage = tensor.untyped_storage()
+            nbytes = storage.nbytes()
+            storage.resize_(0)
+            assert torch.cuda.memory_allocated() < 6 * 2**30
+            storage.resize_(nbytes)
+        more = torch.empty(40 * 2**30, dtype=torch.uint8, device="cuda")
+        return (more + 1).shape[0], torch.cuda.memory_allocated() // 2**30
+
+    assert dry(sizes, card="B200")[0] == (40 * 2**30, 45)  # 1, 4 and 40 GiB

@@ -12,6 +12,7 @@ from torch import nn  # noqa: F401
 import simgpu
 from simgpu import _runtime as runtime
 from simgpu._api import memory
+from simgpu._compat import is_torch
 
 pytestmark = pytest.mark.simulated_gpus(4)
 
@@ -338,8 +339,17 @@ ABSENT = [
 
 @pytest.mark.parametrize("call", ABSENT)
 def test_ordinals_that_do_not_exist(call):
-    words = message(call, torch.AcceleratorError)
-    assert words.startswith("CUDA error: invalid device ordinal\n")
+    words = message(call, torch.AcceleratorError).split("\n")
+    assert words[:2] == [
+        "CUDA error: invalid device ordinal",
+        "GPU device may be out of range, do you have enough GPUs?",
+    ]
+    assert words[-2:] == [
+        "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.", "",
+    ]  # fmt: skip
+    late = "CUDA kernel errors might be asynchronously reported"
+    assert words[2].startswith(late) == (not is_torch((2, 13)))
+    assert ("CUDA_LOG_FILE=stderr" in words[2]) == is_torch((2, 13))
 
 
 @pytest.mark.parametrize(
@@ -369,8 +379,8 @@ REFUSED = {
     "torch.cuda.memory.MemPool()": "torch.cuda.memory.MemPool",
     "torch.compile(nn.Linear(1, 1))": "--no-compile",
     "nn.Linear(1, 1).compile()": "torch.compile",
-    "torch.cuda.nccl.all_reduce([])": "torch.cuda.nccl.all_reduce",
-    "torch.cuda.nccl.reduce([torch.ones(1)])": "torch.cuda.nccl.reduce",
+    "torch.cuda.nccl.init_rank(2, b'', 0)": "torch.cuda.nccl.init_rank",
+    "torch.cuda.nccl.all_reduce([torch.ones(1)], comms=[None])": "communicators of",
     "torch.from_dlpack(torch.ones(1, device=0))": "DLPack",
 }
 

@@ -168,6 +168,9 @@ def fail(how: str, prefix: str) -> None:
     elif how == "late":
         time.sleep(4 * rank)
         dist.all_reduce(x)
+    elif how == "one by one":
+        time.sleep((0.0, 0.6, 1.2, 9.0)[rank])
+        dist.all_reduce(x)
     torch.cuda.synchronize()
 
 
@@ -198,6 +201,22 @@ def test_pytorchs_analyser_reads_the_dumps(
     assert (re.search(late, said) is not None) == (how == "late")
     status = "PG status: last enqueued work: 2"
     assert (status in said) == (how == "late")
+    told = (  # a rank that has not come hears of it, and says how far it is
+        r"\[rank1\]:\[E.* Rank 1\] Received a dump signal due to a collective timeout "
+        r"from  rank 0 .* Last enqueued NCCL work: 1, last completed NCCL work: 1\."
+    )
+    assert (re.search(told, said) is not None) == (how == "late")
+
+
+def test_a_rank_that_waits_says_that_its_own_time_is_over(
+    simulated_ranks, tmp_path, capfd
+):
+    with contextlib.suppress(Exception):
+        simulated_ranks(fail, 4, "one by one", str(tmp_path / "trace_"), seconds=30)
+    said = capfd.readouterr().err
+    late = re.findall(r"\[Rank (\d)\] Watchdog caught", said)
+    told = re.findall(r" Rank (\d)\] Received a dump signal", said)
+    assert (sorted(late), told) == (["0", "1", "2"], ["3"])
 
 
 def ask_through_the_pipe(folder: str) -> str:

@@ -16,6 +16,7 @@ LAYERS = [
     {
         "_errors",
         "_compat",
+        "_cuda_errors",
         "_locking",
         "_private_names",
         "_frames",

@@ -231,6 +231,7 @@ def _name() -> str:
     return torch.cuda.get_device_name()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_commands_take_the_file(mine, tmp_path):
     (tmp_path / "one.py").write_text(SCRIPT, encoding="utf-8")

@@ -12,6 +12,7 @@ import torch
 import torch.cuda.comm as comm
 import torch.nn.functional as F
 from torch import nn
+from torch.cuda import nccl
 from torch.nn.parallel import data_parallel, gather, parallel_apply, replicate, scatter
 from torch.utils.checkpoint import checkpoint
 
@@ -402,6 +403,46 @@ def test_reduce_add():
         comm.reduce_add(parts, 3)
 
 
+def test_nccl_in_one_process_has_the_values_of_nccl():
+    parts = [torch.arange(4.0, device=i) + i for i in ALL]
+    total = 4 * torch.arange(4.0) + 6
+    whole = torch.cat([part.cpu() for part in parts])
+    assert nccl.is_available(parts) and not nccl.is_available([parts[0], parts[0]])
+    gathered = [torch.empty(16, device=i) for i in ALL]
+    nccl.all_gather(parts, gathered)
+    same_values(gathered, [whole] * 4)
+    scattered = [torch.empty(1, device=i) for i in ALL]
+    nccl.reduce_scatter(parts, scattered)
+    same_values(torch.cat([part.cpu() for part in scattered]), total)
+    out = torch.empty(4, device=2)
+    nccl.reduce(parts, out, root=2)
+    same_values(out, total)
+    largest = [torch.empty(4, device=i) for i in ALL]
+    nccl.all_reduce(parts, largest, op=2)  # ncclMax
+    same_values(largest, [torch.arange(4.0) + 3] * 4)
+    nccl.all_reduce(parts)
+    same_values(parts, [total] * 4)
+    parts[3].zero_()
+    nccl.broadcast(parts, root=3)
+    same_values(parts, [torch.zeros(4)] * 4)
+
+
+def test_nccl_in_one_process_refuses_what_pytorch_refuses():
+    x, y = torch.ones(3, device=0), torch.ones(3, device=1)
+    for call, words in [
+        (lambda: nccl.broadcast([x, y], root=2), "invalid root"),
+        (lambda: nccl.all_reduce([]), "can't be empty"),
+        (lambda: nccl.all_reduce([x, x]), "on unique devices"),
+        (lambda: nccl.all_reduce([x, y[:2]]), "same number of elements"),
+        (lambda: nccl.all_reduce([x, y.double()]), "same Tensor dtype"),
+        (lambda: nccl.all_reduce([x, y.cpu()]), "cuda dense Tensors"),
+        (lambda: nccl.reduce([x, y], y), "must be on the same device"),
+        (lambda: nccl.all_reduce([x, y], [x]), "of the same length"),
+    ]:
+        with pytest.raises(RuntimeError, match=words):
+            call()
+
+
 @pytest.mark.parametrize("device", ["cpu", 0, 1])
 @pytest.mark.parametrize("dim, sizes", [(0, None), (1, [2, 4]), (-1, [5, 1])])
 def test_scatter(device, dim, sizes):
@@ -483,7 +524,14 @@ def sent(log) -> dict[tuple[str, str], int]:
     return dict(found)
 
 
-def test_every_copy_between_devices_is_counted(log):
+def collectives(log) -> list[tuple[str, str, int]]:
+    """(name, GPU, bytes) of NCCL's collectives."""
+    found = [event for event in log.events if event.kind == "collective"]
+    return [(event.name, event.device, event.nbytes) for event in found]
+
+
+def test_every_byte_between_devices_is_counted(log):
+    """Inputs and outputs in copies; weights by a broadcast, gradients by a reduce."""
     model = mlp()
     weights = sum(p.nbytes for p in model.parameters())
     x = torch.randn(8, 6, device=0)
@@ -491,14 +539,35 @@ def test_every_copy_between_devices_is_counted(log):
     inputs, outputs = 2 * 6 * 4, 2 * 5 * 4  # bytes of each part
     log.clear()
     out = parallel(x)
-    wanted = {("cuda:0", f"cuda:{i}"): weights + inputs for i in (1, 2, 3)}
+    wanted = {("cuda:0", f"cuda:{i}"): inputs for i in (1, 2, 3)}
     wanted |= {(f"cuda:{i}", "cuda:0"): outputs for i in (1, 2, 3)}
     assert sent(log) == wanted
+    assert collectives(log) == [("broadcast", f"cuda:{i}", weights) for i in ALL]
     log.clear()
     out.backward(torch.ones_like(out))
-    wanted = {("cuda:0", f"cuda:{i}"): outputs for i in (1, 2, 3)}
-    wanted |= {(f"cuda:{i}", "cuda:0"): weights for i in (1, 2, 3)}
-    assert sent(log) == wanted
+    assert sent(log) == {("cuda:0", f"cuda:{i}"): outputs for i in (1, 2, 3)}
+    assert collectives(log) == [("reduce", f"cuda:{i}", weights) for i in ALL]
+
+
+def test_a_collective_of_one_process_starts_when_its_last_gpu_is_ready(log):
+    parts = [torch.ones(2**20, device=i) for i in ALL]
+    log.clear()
+    busy = torch.randn(4096, 4096, device=2)
+    busy @ busy
+    comm.reduce_add(parts, 0)
+    work = max(e.end for e in log.events if e.device == "cuda:2" and e.name == "mm")
+    found = [event for event in log.events if event.kind == "collective"]
+    cost = simgpu.estimate_collective("reduce", 2**22, 4, simgpu.request().card)
+    for event in found:
+        assert event.end == pytest.approx(work + cost.seconds)
+        assert event.waited_for == (-1 if event.device == "cuda:2" else 2)
+
+
+def test_a_reduce_takes_no_memory_for_what_comes_from_others():
+    parts = [torch.ones(2**20, device=i) for i in ALL]
+    torch.cuda.reset_peak_memory_stats(0)
+    comm.reduce_add(parts, 0)
+    assert torch.cuda.max_memory_allocated(0) == 2 * 2**22  # its own part and the sum
 
 
 def test_replicas_take_memory_until_backward_is_done():

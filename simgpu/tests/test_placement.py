@@ -249,6 +249,8 @@ def test_the_current_gpu():
             assert torch.cuda.current_device() == 2
         with torch.accelerator.device_index(3):
             assert torch.accelerator.current_device_index() == 3
+            with torch.accelerator.device_index(None):
+                assert torch.cuda.current_device() == 3
         assert torch.cuda.current_device() == 1
     torch.cuda.set_device("cuda:2")
     assert where(torch.ones(1, device="cuda")) == ["cuda:2"]

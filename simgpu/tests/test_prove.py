@@ -1,6 +1,7 @@
 """`simgpu.prove`: what it is asked, what it says, and the parts of which it is made."""
 
 import os
+import sys
 
 import numpy as np
 import pytest
@@ -89,6 +90,39 @@ def test_settings_of_the_second_optimizer_are_compared_too():
     assert (finding.stage, finding.place) == ("settings", "group 2, lr")
 
 
+class OfDictionaries(nn.Module):
+    """Reads a batch as a tokenizer makes it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, batch):
+        return self.linear(batch["images"]["pixels"])
+
+
+def unshared() -> None:
+    """Counts FLOPs on "meta" first; then each rank is given the first half."""
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    with torch.device("meta"):
+        OfDictionaries()({"images": {"pixels": torch.ones(8, 4)}})
+    torch.manual_seed(0)
+    model = OfDictionaries().cuda()
+    parallel = DDP(model, device_ids=[torch.cuda.current_device()])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mine = torch.randn(8, 4)[: 8 // dist.get_world_size()].cuda()
+    parallel({"images": {"pixels": mine}}).square().mean().backward()
+    optimizer.step()
+    dist.destroy_process_group()
+
+
+def test_samples_are_found_in_dictionaries_and_no_model_is_one_on_meta():
+    (finding,) = prove(unshared, (1, 2)).findings
+    assert (finding.step, finding.stage) == (0, "samples")
+    assert "all ranks were given the same 4 samples" in finding.text
+
+
 def test_the_script_must_be_there(tmp_path):
     with pytest.raises(FileNotFoundError, match="no script"):
         prove(tmp_path / "train.py", (1, 2))
@@ -125,8 +159,9 @@ def test_a_program_without_a_step_is_refused(tmp_path):
 # a step of a linear layer on the whole batch; right if the seeds of all ranks are equal
 SCRIPT = """
 import os, sys, torch
-folder, word = sys.argv[1:]
+folder, word, ranks = sys.argv[1:]
 assert word == 'hello' and os.listdir(folder) == [], sys.argv
+assert ranks == os.environ['WORLD_SIZE'], sys.argv
 torch.cuda.set_device(int(os.environ['LOCAL_RANK']))
 torch.manual_seed({seed})
 model = torch.nn.Linear(2, 1).cuda()
@@ -134,7 +169,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 model(torch.ones(1, 2, device='cuda')).sum().backward()
 optimizer.step()
 """
-WORDS = ["--worlds", "1,2", "--", "{folder}", "hello"]
+WORDS = ["--worlds", "1,2", "--", "{folder}", "hello", "{ranks}"]
 
 
 def test_the_command_passes_arguments_and_a_new_folder(tmp_path, capsys):
@@ -144,6 +179,30 @@ def test_the_command_passes_arguments_and_a_new_folder(tmp_path, capsys):
     printed = capsys.readouterr()
     assert status == 0, printed
     assert printed.out.startswith("1 steps on 1, 2 ranks")
+
+
+def test_on_a_terminal_a_line_says_which_run_it_is(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with run._Line(2) as line:
+        line.next(1)
+        line.next(4)
+    shown = capsys.readouterr().err
+    words = [part for part in shown.split("\r") if part.strip()]
+    assert words[0].rstrip() == "prove: run 1 of 2, on 1 rank"
+    assert words[-1] == "prove: run 2 of 2, on 4 ranks"
+    assert shown.endswith("\r") and "\n" not in shown
+
+
+def test_a_module_is_found_from_the_current_folder(tmp_path, monkeypatch, capsys):
+    package = tmp_path / "mine"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "seeds.py").write_text("SEED = 0\n")
+    script = "from .seeds import SEED\n" + SCRIPT.format(seed="SEED")
+    (package / "train.py").write_text(script)
+    monkeypatch.chdir(tmp_path)
+    status = command.main(["-m", "mine.train", *WORDS])
+    assert status == 0, capsys.readouterr()
 
 
 def test_the_command_says_what_it_found_and_exits_with_one(tmp_path, capsys):
@@ -160,12 +219,25 @@ def test_the_command_says_what_it_found_and_exits_with_one(tmp_path, capsys):
     [
         (["nowhere.py"], "there is no script nowhere.py"),
         (["nowhere.py", "--worlds", "1"], "name at least one number of ranks above 1"),
-        (["nowhere.py", "--worlds", "two"], "invalid literal"),
     ],
 )
 def test_what_cannot_be_run_exits_with_two(words, why, capsys):
     assert command.main(words) == 2
     assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words, why",
+    [
+        (["train.py", "--worlds", "two"], "write numbers of ranks, such as 1,2"),
+        (["train.py", "--lr", "1"], "stands behind --: simgpu prove train.py -- --lr"),
+        (["-m", "a.train", "--lr", "1"], "simgpu prove -m a.train -- --lr"),
+    ],
+)
+def test_words_that_the_command_does_not_know(words, why, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command.main(words)
+    assert ended.value.code == 2 and why in capsys.readouterr().err
 
 
 def test_a_program_that_differs_fails_a_test_with_the_report(monkeypatch):

@@ -14,6 +14,7 @@ def printed(done: programs.Done) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_classifier_trains_alike_by_one_gpu_data_parallel_and_ddp(tmp_path):
     script = SCRIPTS / "images.py"

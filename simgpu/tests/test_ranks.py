@@ -149,17 +149,24 @@ def test_prints_are_shown_in_rank_order_before_the_call_returns(four, capsys):
         assert lines == [f"[{r}] {words}" for r in range(4) for words in said]
 
 
-def test_prints_of_c_and_between_calls_are_shown(four, capsys):
+def test_prints_of_c_and_between_calls_are_shown(four, capsys, tmp_path):
     def speak_later():
         import ctypes
 
-        ctypes.CDLL(None).puts(b"from C")
-        threading.Timer(0.2, print, ("later",)).start()
+        def later():
+            while not os.path.exists(told):
+                time.sleep(0.01)
+            print("later")
 
+        ctypes.CDLL(None).puts(b"from C")
+        threading.Thread(target=later, daemon=True).start()
+
+    told = str(tmp_path / "now")
     four.run(speak_later)
     said = [f"[{r}] from C" for r in range(4)]
     assert capsys.readouterr().out.splitlines() == said
     files = [each.path for each in four._workers.outputs]
+    Path(told).touch()
     wait(lambda: all(b"later" in file.read_bytes() for file in files), "later", 20)
     four.run(rank)
     said = [f"[{r}] later" for r in range(4)]

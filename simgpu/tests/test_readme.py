@@ -1,5 +1,6 @@
 """The pages of the project: its programs print what they say, its links lead on."""
 
+import inspect
 import os
 import re
 import runpy
@@ -9,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+import simgpu
 
 PROJECT = Path(__file__).resolve().parents[1]
 PAGES = [
@@ -46,6 +49,19 @@ def test_each_file_is_used():
     last = [shlex.split(command)[-1] for command, _ in CONSOLE]
     used = {word for words in last for word in words.split() if word.endswith(".py")}
     assert {name for name, _ in FILES} == used
+
+
+def test_each_list_of_the_cards_has_them_all():
+    (listed,) = re.findall(r"^\* `--card` chooses .*$", PAGE, re.M)
+    lists = {"README.md, --card": listed}
+    for public in (simgpu.start, simgpu.run_ranks, simgpu.Ranks):
+        lists[f"docstring of simgpu.{public.__name__}"] = inspect.getdoc(public)
+    missing = {
+        where: lacks
+        for where, text in lists.items()
+        if (lacks := [n for n in simgpu.CARDS if not re.search(rf"\b{n}\b", text)])
+    }
+    assert missing == {}
 
 
 @pytest.mark.slow

@@ -77,8 +77,15 @@ def test_cudas_own_look_keeps_what_it_has_seen(tmp_path):
 
 
 def test_no_visible_device_means_no_cuda(tmp_path):
-    script = "import torch; print(torch.cuda.is_available(), torch.cuda.device_count())"
-    assert words(run(tmp_path, script, CUDA_VISIBLE_DEVICES="")) == ["False", "0"]
+    script = """
+        import torch
+
+        print(torch.cuda.is_available(), torch.cuda.device_count())
+        with torch.accelerator.device_index(None):
+            print(torch.ones(1).device)
+    """
+    found = words(run(tmp_path, script, CUDA_VISIBLE_DEVICES=""))
+    assert found == ["False", "0", "cpu"]
 
 
 def test_the_traceback_is_the_scripts_own(tmp_path):
@@ -124,6 +131,8 @@ def test_real_gpus_are_not_simulated(tmp_path):
         (["--card", "RTX", "script.py"], "1", "unknown card 'RTX'"),
         (["--memory", "much", "script.py"], "1", "cannot read 'much'"),
         (["missing.py"], "1", "there is no script missing.py"),
+        (["dryrun"], "1", "there is no script dryrun; the command is: simgpu dry-run"),
+        (["deepspeed"], "1", "deepspeed is not installed beside this Python: pip ins"),
         ([], "1", "required: program"),
         (["python3", "script.py"], "1", "python3 is a command: say --children"),
         (["--races", "hide", "script.py"], "1", "invalid choice: 'hide'"),
@@ -140,6 +149,45 @@ def test_bad_requests_say_why(options, gpus, reason, tmp_path, monkeypatch, caps
     assert ended.value.code not in (None, 0)
     # Python prints what is raised, if that is text
     assert reason in f"{ended.value} {capsys.readouterr().err}"
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["script.py"], "--gpus N is missing: how many GPUs"),
+        (["script.py", "--gpus", "2"], "write it before: simgpu --gpus N script.py"),
+        (["sweeps", "script.py"], "the command is: simgpu sweep"),
+    ],
+)
+def test_no_number_of_gpus(words, reason, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").write_text("print('ran')", encoding="utf-8")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    with pytest.raises(SystemExit):
+        options_module.options(words)
+    assert reason in capsys.readouterr().err
+
+
+def test_a_script_whose_launcher_was_forgotten_is_told_of_it(tmp_path):
+    script = "import torch.distributed as dist; dist.init_process_group('nccl')"
+    done = run(tmp_path, script, gpus=2)
+    assert done.status == 1
+    *_, error, hint = done.stderr.splitlines()
+    assert error.endswith("variable RANK expected, but not set")
+    command = f"simgpu --gpus 2 torchrun --nproc-per-node=2 {tmp_path / 'script.py'}"
+    assert hint.endswith(command)
+
+
+@pytest.mark.parametrize("word", ["--help", "--version"])
+def test_the_command_says_what_else_there_is_and_its_version(word, capsys):
+    with pytest.raises(SystemExit) as ended:
+        options_module.options([word])
+    printed = capsys.readouterr().out
+    assert ended.value.code == 0
+    if word == "--version":
+        assert printed == f"simgpu {simgpu.__version__}\n"
+    else:
+        assert all(f"simgpu {name} " in printed for name in options_module.SUBCOMMANDS)
 
 
 @pytest.mark.parametrize(

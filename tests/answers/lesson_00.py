@@ -1,8 +1,11 @@
 """Answers to the exercises of lesson 00: right ones, and planted wrong ones."""
 
+import copy
+from collections import deque
+
 import torch
 
-from exercises.lesson_00 import IMAGES, MODEL, SCORES
+from exercises.lesson_00 import IMAGES, LABELS, MODEL, SCORES
 
 
 def in_turn(x, n):
@@ -34,54 +37,115 @@ def raises(x, n):
     return [x.to(n)]
 
 
-def tries_all(model, compute, gpus):
-    times = [count * model + compute / count for count in range(1, gpus + 1)]
-    return times.index(min(times)) + 1
+@torch.no_grad()
+def oldest_first(model, batches, gpus):
+    replicas = [copy.deepcopy(model).to(gpu) for gpu in gpus]
+    on_gpus, scores = deque(), []
+    for i, batch in enumerate(batches):
+        if len(on_gpus) == len(gpus):
+            scores.append(on_gpus.popleft().cpu())
+        gpu = i % len(gpus)
+        on_gpus.append(replicas[gpu](batch.to(gpus[gpu])))
+    return torch.cat([*scores, *(part.cpu() for part in on_gpus)])
 
 
-def always_all(model, compute, gpus):
-    return gpus
+@torch.no_grad()
+def in_rounds(model, batches, gpus):
+    replicas = [copy.deepcopy(model).to(gpu) for gpu in gpus]
+    scores = []
+    for first in range(0, len(batches), len(gpus)):
+        now = enumerate(batches[first : first + len(gpus)])
+        found = [replicas[i](batch.to(gpus[i])) for i, batch in now]
+        scores += [part.cpu() for part in found]
+    return torch.cat(scores)
 
 
-def off_by_one(model, compute, gpus):
-    return tries_all(model, compute, gpus) - 1
+@torch.no_grad()
+def only_those_that_get_a_batch(model, batches, gpus):
+    return in_rounds(model, batches, gpus[: len(batches)])
 
 
-def only_the_root(model, compute, gpus):
-    return (compute / model) ** 0.5 if model else gpus
+def with_gradients(model, batches, gpus):
+    with torch.enable_grad():
+        return in_rounds.__wrapped__(model, batches, gpus)
 
 
-def root_rounded_down(model, compute, gpus):
-    return min(gpus, max(1, int((compute / model) ** 0.5))) if model else gpus
+@torch.no_grad()
+def one_after_the_other(model, batches, gpus):
+    replicas = [copy.deepcopy(model).to(gpu) for gpu in gpus]
+    n = len(gpus)
+    return torch.cat(
+        [replicas[i % n](b.to(gpus[i % n])).cpu() for i, b in enumerate(batches)]
+    )
 
 
-def root_rounded(model, compute, gpus):
-    return min(gpus, max(1, round((compute / model) ** 0.5))) if model else gpus
+@torch.no_grad()
+def all_at_the_end(model, batches, gpus):
+    replicas = [copy.deepcopy(model).to(gpu) for gpu in gpus]
+    n = len(gpus)
+    scores = [replicas[i % n](b.to(gpus[i % n])) for i, b in enumerate(batches)]
+    return torch.cat([part.cpu() for part in scores])
 
 
-def the_time(model, compute, gpus):
-    return min(count * model + compute / count for count in range(1, gpus + 1))
+@torch.no_grad()
+def a_model_for_each_batch(model, batches, gpus):
+    scores = []
+    for i, batch in enumerate(batches):
+        gpu = gpus[i % len(gpus)]
+        scores.append(copy.deepcopy(model).to(gpu)(batch.to(gpu)))
+        if len(scores) >= len(gpus):
+            scores[1 - len(gpus) - 1] = scores[-len(gpus)].cpu()
+    return torch.cat([part.cpu() for part in scores])
 
 
-def divides_both(model, compute, gpus):
-    times = [(model + compute) / count for count in range(1, gpus + 1)]
-    return times.index(min(times)) + 1
+@torch.no_grad()
+def by_gpu(model, batches, gpus):
+    n = len(gpus)
+    mine = [torch.cat(batches[i::n]) for i in range(n) if batches[i::n]]
+    return oldest_first(model, mine, gpus)
+
+
+@torch.no_grad()
+def first_gpu_only(model, batches, gpus):
+    return oldest_first(model, batches, gpus[:1])
+
+
+@torch.no_grad()
+def moves_the_model(model, batches, gpus):
+    return torch.cat([model.to(gpus[0])(batch.to(gpus[0])).cpu() for batch in batches])
+
+
+@torch.no_grad()
+def left_on_the_gpu(model, batches, gpus):
+    return oldest_first(model, batches, gpus).to(gpus[0])
+
+
+def forgets_the_last(model, batches, gpus):
+    return oldest_first(model, batches[:-1], gpus)
+
+
+def as_a_list(model, batches, gpus):
+    return [oldest_first(model, batches, gpus)]
 
 
 RIGHT = {
-    "copied_bytes": [IMAGES + 2 * MODEL + SCORES],
+    "copied_bytes": [IMAGES + 2 * MODEL + LABELS],
     "spread": [in_turn],
-    "best_number": [tries_all],
+    "score_batches": [oldest_first, in_rounds, only_those_that_get_a_batch],
 }
 
 WRONG = {
     "copied_bytes": [
-        (IMAGES + SCORES, "goes to each GPU"),
+        (IMAGES + 2 * MODEL + SCORES, "not ten scores"),
+        (IMAGES + 2 * MODEL + LABELS // 2, "of 8 bytes"),
+        (IMAGES + 2 * MODEL + 10 * LABELS, "not ten"),
+        (IMAGES + LABELS, "goes to each GPU"),
         (IMAGES + 2 * MODEL, "come back"),
-        (IMAGES + MODEL + SCORES, "its own copy"),
-        (IMAGES + 4 * MODEL + SCORES, "there are two"),
-        (2 * (IMAGES + MODEL + SCORES), "only its part"),
-        ((IMAGES + 2 * MODEL + SCORES) // 4, "a float32 has 4 bytes"),
+        (IMAGES + MODEL + LABELS, "its own copy"),
+        (IMAGES + 4 * MODEL + LABELS, "there are two"),
+        (2 * (IMAGES + MODEL + LABELS), "only its part"),
+        ((IMAGES + 2 * MODEL) // 4 + LABELS, "a float32 has 4 bytes"),
+        ((IMAGES + 2 * MODEL) // 4 + LABELS // 8, "count bytes"),
         (17, "count the images once"),
         ("many", "give a number"),
     ],
@@ -94,15 +158,17 @@ WRONG = {
         (raises, "AcceleratorError"),
         (lambda x, n: list(torch.zeros(n)), "is on cpu"),
     ],
-    "best_number": [
-        (always_all, "8 take 4.58 s, but 5 take 4.20 s"),
-        (off_by_one, "4 take 4.35 s, but 5 take 4.20 s"),
-        (only_the_root, "not a number from 1 to 8"),
-        (root_rounded_down, "2 take 16.00 s, but 3 take 15.67 s"),
-        (root_rounded, "2 take 5.05 s, but 3 take 5.03 s"),
-        (the_time, "that is the time"),
-        (divides_both, "but 5 take"),
-        (lambda model, compute, gpus: "5", "give a number"),
-        (lambda model, compute, gpus: gpus + 1, "from 1 to 8"),
+    "score_batches": [
+        (one_after_the_other, "cuda:0 must give its scores back while cuda:1 has no"),
+        (first_gpu_only, "while cuda:1 has no batch yet"),
+        (all_at_the_end, "cuda:0 gets its batch number 2 while scores"),
+        (a_model_for_each_batch, "the weight travels 7 times to 3 GPUs"),
+        (by_gpu, "in their order"),
+        (with_gradients, "use torch.no_grad()"),
+        (moves_the_model, "a deepcopy"),
+        (left_on_the_gpu, "fetch them with .cpu()"),
+        (forgets_the_last, "(30, 3), not (32, 3)"),
+        (as_a_list, "it returns a list, not a tensor"),
+        (lambda model, batches, gpus: model(batches), "TypeError"),
     ],
 }

@@ -3,6 +3,7 @@
 import copy
 
 import torch
+from torch import nn
 
 
 def fastest():
@@ -11,55 +12,67 @@ def fastest():
     return found or torch.device("cpu")
 
 
+def sent(batch, device):
+    """The dictionary with its tensors on the device."""
+    is_tensor = torch.is_tensor
+    return {k: v.to(device) if is_tensor(v) else v for k, v in batch.items()}
+
+
 def to_fastest(model, batch):
-    return model.to(fastest()), batch.to(fastest())
+    return model.to(fastest()), sent(batch, fastest())
 
 
 def in_the_older_way(model, batch):
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     model.to(device)
-    return model, batch.to(device)
+    return model, sent(batch, device)
 
 
 def by_counting(model, batch):
     if torch.cuda.device_count():
-        return model.cuda(), batch.cuda()
+        return model.cuda(), sent(batch, "cuda")
     return model, batch
 
 
 def throws_the_batch_away(model, batch):
     model.to(fastest())
-    batch.to(fastest())
+    for value in batch.values():
+        if torch.is_tensor(value):
+            value.to(fastest())
     return model, batch
 
 
+def forgets_the_mask(model, batch):
+    return model.to(fastest()), {**batch, "x": batch["x"].to(fastest())}
+
+
 def forgets_the_model(model, batch):
-    return model, batch.to(fastest())
+    return model, sent(batch, fastest())
 
 
 def hard_codes_cuda(model, batch):
-    return model.to("cuda"), batch.to("cuda")
+    return model.to("cuda"), sent(batch, "cuda")
 
 
 def does_not_check(model, batch):
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     if device.type == "cpu":  # this PyTorch is built without CUDA
         device = torch.device("cuda")
-    return model.to(device), batch.to(device)
+    return model.to(device), sent(batch, device)
 
 
 def always_on_the_cpu(model, batch):
-    return model.cpu(), batch.cpu()
+    return model.cpu(), sent(batch, "cpu")
 
 
 def uses_two_gpus(model, batch):
     if not torch.cuda.is_available():
         return model, batch
-    return model.to("cuda:0"), batch.to("cuda:1")
+    return model.to("cuda:0"), sent(batch, "cuda:1")
 
 
 def copies_the_model(model, batch):
-    return copy.deepcopy(model).to(fastest()), batch.to(fastest())
+    return copy.deepcopy(model).to(fastest()), sent(batch, fastest())
 
 
 def returns_the_model_only(model, batch):
@@ -67,45 +80,141 @@ def returns_the_model_only(model, batch):
 
 
 def swaps_them(model, batch):
-    return batch.to(fastest()), model.to(fastest())
+    return sent(batch, fastest()), model.to(fastest())
 
 
 def makes_another_batch(model, batch):
-    return model.to(fastest()), torch.zeros_like(batch, device=fastest())
+    zeros = torch.zeros_like(batch["x"], device=fastest())
+    return model.to(fastest()), {**sent(batch, fastest()), "x": zeros}
 
 
-def mixes_up(model, batch):
-    return model.to(fastest()), batch.too(fastest())
+def drops_the_text(model, batch):
+    here = {k: v.to(fastest()) for k, v in batch.items() if torch.is_tensor(v)}
+    return model.to(fastest()), here
 
 
-DEVICES = ("cuda:1", "cpu", "cpu", "cuda:2", "cuda:0")
+def a_dictionary_as_a_tensor(model, batch):
+    return model.to(fastest()), batch.to(fastest())
 
 
-def but(number: int, device) -> tuple:
-    """The right devices, but for the one of that number."""
-    return (*DEVICES[: number - 1], device, *DEVICES[number:])
+class Stem(nn.Module):
+    """The module of the exercise: what its answers have in common."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.hold(torch.linspace(1, 2, 8))
+
+    def hold(self, scale):
+        self.register_buffer("scale", scale, persistent=False)
+
+    def mean(self):
+        return self.norm.running_mean
+
+    def places(self, x):
+        return torch.arange(len(x), device=x.device)
+
+    def forward(self, x):
+        return self.norm(x) * self.scale + self.mean() + self.places(x)[:, None]
+
+
+class LikeTheInput(Stem):
+    def places(self, x):
+        return torch.ones_like(x[:, 0]).cumsum(0) - 1
+
+
+class Attribute(Stem):
+    def hold(self, scale):
+        self.scale = scale
+
+
+class Saved(Stem):
+    def hold(self, scale):
+        self.register_buffer("scale", scale)
+
+
+class ScaleAsParameter(Stem):
+    def hold(self, scale):
+        self.scale = nn.Parameter(scale)
+
+
+class SentEachTime(Stem):
+    def hold(self, scale):
+        self.kept = scale
+
+    @property
+    def scale(self):
+        return self.kept.to(self.norm.weight.device)
+
+
+class PlacesOnTheCpu(Stem):
+    def places(self, x):
+        return torch.arange(len(x))
+
+
+class PlacesSent(Stem):
+    def places(self, x):
+        return torch.arange(len(x)).to(x.device)
+
+
+class KeptReference(Stem):
+    def hold(self, scale):
+        super().hold(scale)
+        self.kept = self.norm.running_mean
+
+    def mean(self):
+        return self.kept
+
+
+class TwoBuffers(KeptReference):
+    def hold(self, scale):
+        Stem.hold(self, scale)
+        self.register_buffer("kept", self.norm.running_mean, persistent=False)
+
+
+class OnOneGpu(Stem):
+    def places(self, x):
+        return torch.arange(len(x), device="cuda:1" if x.is_cuda else "cpu")
+
+
+class WithoutNorm(Stem):
+    def __init__(self):
+        nn.Module.__init__(self)
+        self.hold(torch.ones(8))
+
+
+class Back(Stem):
+    def forward(self, x):
+        return super().forward(x).cpu()
 
 
 RIGHT = {
-    "five_devices": [DEVICES, tuple(map(torch.device, DEVICES))],
+    "movable": [Stem, LikeTheInput],
     "place": [to_fastest, in_the_older_way, by_counting],
     "visible_devices": ["3,1", "3, 1"],
 }
 
 WRONG = {
-    "five_devices": [
-        (but(1, "cpu"), "stays where its input lives"),
-        (but(2, "cuda:1"), "only numbers"),
-        (but(3, "cuda:3"), "`mean` is the old one"),
-        (but(4, "cuda:1"), "a is copied"),
-        (but(5, "cuda:2"), "not the current GPU"),
-        (but(5, "cpu"), "not the current GPU"),
-        (but(5, "cuda"), "say which GPU"),
-        (but(1, 1), "name of a device"),
-        (DEVICES[:4], "5 devices are asked for, not 4"),
+    "movable": [
+        (Attribute, "on cuda:1 your code raised RuntimeError"),
+        (Saved, "the state_dict has scale too"),
+        (ScaleAsParameter, "the state_dict has scale too"),
+        (SentEachTime, "each forward copies 32 bytes from cpu"),
+        (PlacesOnTheCpu, "on cuda:1 your code raised RuntimeError"),
+        (PlacesSent, "each forward copies 48 bytes from cpu"),
+        (KeptReference, "on cuda:1 your code raised RuntimeError"),
+        (TwoBuffers, "does `mean` still follow"),
+        (OnOneGpu, "on cuda:2 your code raised RuntimeError"),
+        (WithoutNorm, "lacks norm.bias"),
+        (Back, "on cuda:1 the result is on cpu"),
+        (lambda: 3, "this makes an int"),
+        (Stem(), "TypeError"),
     ],
     "place": [
         (lambda model, batch: (model.cuda(), 3), "came back as an int"),
+        (forgets_the_mask, "the batch stays on cpu"),
+        (drops_the_text, "keep all its entries"),
+        (a_dictionary_as_a_tensor, "has no attribute 'to'"),
         (throws_the_batch_away, "keep what .to() returns"),
         (forgets_the_model, "the model stays on cpu"),
         (hard_codes_cuda, "without a GPU the model goes to cuda"),
@@ -116,7 +225,6 @@ WRONG = {
         (returns_the_model_only, "return two things"),
         (swaps_them, "the model comes first"),
         (makes_another_batch, "keep its values"),
-        (mixes_up, "AttributeError"),
     ],
     "visible_devices": [
         ("4,2", "from 0"),

@@ -4,54 +4,138 @@ import torch
 from torch import nn
 
 
-def with_device(x):
-    return torch.randn(x.shape, dtype=x.dtype, device=x.device)
+def counted(x):
+    return torch.arange(x.shape[1], device=x.device)
 
 
-def filled(x):
-    return x.new_empty(x.shape).normal_()
+def added_up(x):
+    return torch.ones_like(x[0], dtype=torch.int64).cumsum(0) - 1
 
 
 def on_the_cpu(x):
-    return torch.randn(x.shape)
+    return torch.arange(x.shape[1])
 
 
 def moved(x):
-    return torch.randn(x.shape).to(x)
+    return torch.arange(x.shape[1]).to(x.device)
+
+
+def from_a_list(x):
+    return x.new_tensor(range(x.shape[1]), dtype=torch.int64)
 
 
 def on_the_current_gpu(x):
-    return torch.randn(x.shape, device="cuda")
+    return torch.arange(x.shape[1], device="cuda")
 
 
-def always_float32(x):
-    return torch.randn_like(x, dtype=torch.float32)
+def dtype_of_x(x):
+    return torch.arange(x.shape[1], device=x.device, dtype=x.dtype)
 
 
-def too_wide(x):
-    return torch.randn_like(x) * 10
+def rows_instead(x):
+    return torch.arange(x.shape[0], device=x.device)
 
 
-def wants_gradient(x):
-    return torch.randn_like(x).requires_grad_()
+def as_a_row(x):
+    return torch.arange(x.shape[1], device=x.device)[None]
+
+
+def from_one(x):
+    return torch.arange(1, x.shape[1] + 1, device=x.device)
 
 
 def in_place(x):
-    return x.detach().normal_()
+    return x[0].copy_(counted(x)).long() * 0 + counted(x)
 
 
-def seeded(x):
-    torch.cuda.manual_seed_all(0)
-    torch.manual_seed(0)
-    return torch.randn_like(x)
+class Validation:
+    """Keeps a list of each result; subclasses do one thing in another way."""
+
+    graph = False
+
+    def __call__(self, model, images, labels):
+        with torch.set_grad_enabled(self.graph):
+            right, largest = [], []
+            for first in range(0, len(images), 256):
+                rows = slice(first, first + 256)
+                self.add(right, largest, *self.batch(model, images, labels, rows))
+            return self.end(right, largest, len(images))
+
+    def batch(self, model, images, labels, rows):
+        return model(images[rows]), labels[rows]
+
+    def add(self, right, largest, scores, y):
+        losses = nn.functional.cross_entropy(scores, y, reduction="none")
+        right.append((scores.argmax(1) == y).sum())
+        largest.append(losses.max())
+
+    def end(self, right, largest, count):
+        both = torch.stack([torch.stack(right).sum(), torch.stack(largest).max()])
+        hits, worst = both.tolist()
+        return hits / count, worst
 
 
-def as_one_row(x):
-    return torch.randn_like(x.reshape(-1))
+class AllAtOnce(Validation):
+    def __call__(self, model, images, labels):
+        with torch.no_grad():
+            right, largest = [], []
+            self.add(right, largest, model(images), labels)
+            return self.end(right, largest, len(images))
 
 
-def stretched_uniform(x):
-    return (torch.rand_like(x) - 0.5) * 12**0.5
+class LeavesTheRestOut(Validation):
+    def __call__(self, model, images, labels):
+        return super().__call__(model, images[:512], labels[:512])
+
+
+class IndexOnTheCpu(Validation):
+    def batch(self, model, images, labels, rows):
+        chosen = torch.arange(rows.start, min(rows.stop, len(images)))
+        return model(images[chosen]), labels[chosen]
+
+
+class TwoCopies(Validation):
+    def end(self, right, largest, count):
+        return sum(right).item() / count, max(torch.stack(largest).tolist())
+
+
+class ReadsEach(Validation):
+    def end(self, right, largest, count):
+        return sum(each.item() for each in right) / count, max(largest).item()
+
+
+class KeepsTheGraph(Validation):
+    graph = True
+
+
+class MeanOfMeans(Validation):
+    def add(self, right, largest, scores, y):
+        super().add(right, largest, scores, y)
+        right[-1] = right[-1] / len(y)
+
+    def end(self, right, largest, count):
+        return super().end(right, largest, len(right))
+
+
+class LastLoss(Validation):
+    def end(self, right, largest, count):
+        return super().end(right, largest[-1:], count)
+
+
+class CountOnly(Validation):
+    def end(self, right, largest, count):
+        hits, worst = super().end(right, largest, count)
+        return hits * count, worst
+
+
+class ReturnsTensors(Validation):
+    def end(self, right, largest, count):
+        return torch.stack(right).sum() / count, torch.stack(largest).max()
+
+
+class OneNumber(Validation):
+    def end(self, right, largest, count):
+        return super().end(right, largest, count)[0]
 
 
 class Compared(nn.Module):
@@ -139,38 +223,36 @@ class ToTheHost(Compared):
 
 
 RIGHT = {
-    "noise_like": [torch.randn_like, with_device, filled],
-    "bytes_of_the_loop": [16_100],
+    "positions_like": [counted, added_up],
+    "validate_in_one_copy": [Validation()],
     "hide_padding": [Compared, Filled, Where],
 }
 
 WRONG = {
-    "bytes_of_the_loop": [
-        (0, "a step copies 10 indices"),
-        (161, "one step"),
-        (81, "one step"),
-        (8_100, "to be read and to be written"),
-        (8_000, "two indexings a step"),
-        (16_000, "asks the GPU for its answer"),
-        (16_001, "in every step"),
-        (16_400, "a boolean comes back"),
-        (16_500, "not the minimum"),
-        ("many", "give a number"),
+    "validate_in_one_copy": [
+        (AllAtOnce(), "256 are the most"),
+        (LeavesTheRestOut(), "512 of 600"),
+        (IndexOnTheCpu(), "a slice needs no index"),
+        (TwoCopies(), "stack both"),
+        (ReadsEach(), "keep results on the GPU"),
+        (KeepsTheGraph(), "leaves activations"),
+        (MeanOfMeans(), "mean of means"),
+        (LastLoss(), "not the largest loss"),
+        (CountOnly(), "not the share"),
+        (ReturnsTensors(), "numbers of Python"),
+        (OneNumber(), "return two numbers"),
     ],
-    "noise_like": [
-        (stretched_uniform, "beyond 2"),
-        (on_the_cpu, "the noise is on cpu"),
-        (moved, "make it there"),
-        (on_the_current_gpu, "the noise is on cuda:0"),
-        (always_float32, "is torch.float32, not torch.float64"),
-        (torch.rand_like, "not those of normal numbers"),
-        (too_wide, "not those of normal numbers"),
-        (torch.zeros_like, "the same numbers"),
-        (wants_gradient, "wants a gradient"),
+    "positions_like": [
+        (on_the_cpu, "the positions are on cpu"),
+        (moved, "make them there"),
+        (from_a_list, "make them there"),
+        (on_the_current_gpu, "the positions are on cuda:0"),
+        (dtype_of_x, "not torch.int64"),
+        (rows_instead, "the positions are (2,)"),
+        (as_a_row, "the positions are (1, 300)"),
+        (from_one, "not 0, 1"),
         (in_place, "into x"),
-        (seeded, "the same numbers"),
-        (as_one_row, "the noise is (2000,)"),
-        (lambda x: 0.5, "not a tensor"),
+        (lambda x: 300, "not a tensor"),
     ],
     "hide_padding": [
         (AsGiven, "bytes; compare positions"),

@@ -2,6 +2,8 @@
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 
@@ -25,41 +27,127 @@ def too_many(batch):
     return batch // dist.get_world_size() + 1
 
 
-def cut(state):
-    return {
-        name[len("module.") :] if name.startswith("module.") else name: value
-        for name, value in state.items()
-    }
+class Training:
+    """Trains in ranks; subclasses do one thing in another way."""
+
+    def __call__(self, model, data):
+        self.trained = self.wrap(model)
+        self.sampler = self.sample(data)
+        loader = self.load(data)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for epoch in range(3):
+            self.begin(epoch)
+            losses = []
+            for x, y in loader:
+                losses.append(nn.functional.cross_entropy(self.trained(x), y))
+                losses[-1].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return self.mean(torch.stack(losses).mean().detach()), self.state(model)
+
+    def wrap(self, model):
+        return DistributedDataParallel(model)
+
+    def sample(self, data):
+        return DistributedSampler(data, drop_last=True)
+
+    def load(self, data):
+        return DataLoader(data, self.batch(), sampler=self.sampler)
+
+    def batch(self):
+        return 24 // dist.get_world_size()
+
+    def begin(self, epoch):
+        self.sampler.set_epoch(epoch)
+
+    def mean(self, loss):
+        dist.all_reduce(loss)
+        return loss.item() / dist.get_world_size()
+
+    def state(self, model):
+        return self.trained.module.state_dict()
 
 
-def replaced(state):
-    return {name.replace("module.", ""): value for name, value in state.items()}
+class Alone(Training):
+    def wrap(self, model):
+        return model
+
+    def state(self, model):
+        return model.state_dict()
 
 
-def stripped(state):
-    return {name.lstrip("module."): value for name, value in state.items()}
+class BareInTheLoop(Training):
+    def wrap(self, model):
+        self.unused = DistributedDataParallel(model)
+        return model
+
+    def state(self, model):
+        return model.state_dict()
 
 
-def cut_always(state):
-    return {name[7:]: value for name, value in state.items()}
+class WithPrefix(Training):
+    def state(self, model):
+        return self.trained.state_dict()
 
 
-def unchanged(state):
-    return dict(state)
+class WeightsOnly(Training):
+    def state(self, model):
+        return {"weight": model.weight}
 
 
-def in_place(state):
-    for name in list(state):
-        state[name.removeprefix("module.")] = state.pop(name)
-    return state
+class NoDictionary(Training):
+    def state(self, model):
+        return list(model.parameters())
 
 
-def zeros(state):
-    return {name: value * 0 for name, value in cut(state).items()}
+class AllSamples(Training):
+    def load(self, data):
+        return DataLoader(data, self.batch(), shuffle=True)
 
 
-def names_only(state):
-    return [name.removeprefix("module.") for name in state]
+class TooFew(Training):
+    def load(self, data):
+        return DataLoader(data, 4, sampler=list(self.sampler)[:8])
+
+
+class SameOrder(Training):
+    def begin(self, epoch):
+        pass
+
+
+class LargeStep(Training):
+    def batch(self):
+        return 16
+
+
+class OtherSeed(Training):
+    def sample(self, data):
+        return DistributedSampler(data, seed=1)
+
+
+class OwnLoss(Training):
+    def mean(self, loss):
+        return loss.item()
+
+
+class SumOfLosses(Training):
+    def mean(self, loss):
+        return super().mean(loss) * dist.get_world_size()
+
+
+class SumOfSteps(Training):
+    def mean(self, loss):
+        return super().mean(loss) * 2
+
+
+class OnRank0(Training):
+    def mean(self, loss):
+        return super().mean(loss) if dist.get_rank() == 0 else loss.item()
+
+
+class LossOnly(Training):
+    def __call__(self, model, data):
+        return super().__call__(model, data)[0]
 
 
 def _count(model, data, indices):
@@ -104,22 +192,35 @@ def a_count(model, data):
     return right.item()
 
 
-def all_of_it(model, data):
+def in_training_mode(model, data):
     images, labels = next(iter(DataLoader(data, batch_size=len(data))))
     return (model.module(images).argmax(1) == labels).double().mean().item()
+
+
+def left_in_eval_mode(model, data):
+    model.eval()
+    return in_training_mode(model, data)
+
+
+def all_of_it(model, data):
+    share = left_in_eval_mode(model, data)
+    model.train()
+    return share
 
 
 def in_batches(model, data):
     images, labels = data.tensors
     mine = slice(dist.get_rank(), None, dist.get_world_size())
+    model.module.eval()
     right = (model.module(images[mine]).argmax(1) == labels[mine]).sum()
+    model.module.train()
     dist.all_reduce(right)
     return right.item() / len(labels)
 
 
 RIGHT = {
     "batch_of_a_rank": [share],
-    "bare_names": [cut],
+    "train_in_ranks": [Training()],
     "accuracy_of_all": [all_of_it, in_batches],
 }
 
@@ -131,14 +232,22 @@ WRONG = {
         (too_many, "it should be 64"),
         (128, "give a function"),
     ],
-    "bare_names": [
-        (unchanged, "the names differ"),
-        (replaced, "only the first"),
-        (cut_always, "the names differ"),
-        (stripped, "the names differ"),
-        (in_place, "make a new one"),
-        (zeros, "other values"),
-        (names_only, "return a dictionary"),
+    "train_in_ranks": [
+        (Alone(), "who averages the gradients"),
+        (BareInTheLoop(), "who averages the gradients"),
+        (WithPrefix(), "begin with `module.`"),
+        (WeightsOnly(), "['weight', 'bias']"),
+        (NoDictionary(), "a list, not a dictionary"),
+        (AllSamples(), "who divides them"),
+        (TooFew(), "takes 24 samples in 3 epochs"),
+        (SameOrder(), "the same order"),
+        (LargeStep(), "has 48 samples, not 24"),
+        (OtherSeed(), "not those of one process"),
+        (OwnLoss(), "different losses"),
+        (SumOfLosses(), "the sum of all ranks"),
+        (SumOfSteps(), "not the mean loss"),
+        (OnRank0(), "every rank"),
+        (LossOnly(), "return the loss and the weights"),
     ],
     "accuracy_of_all": [
         (counted_twice, "count twice"),
@@ -146,5 +255,7 @@ WRONG = {
         (own_only, "different accuracies"),
         (on_rank_0, "every rank"),
         (a_count, "between 0 and 1"),
+        (in_training_mode, "in training mode"),
+        (left_in_eval_mode, "without dropout"),
     ],
 }

@@ -4,8 +4,15 @@ import torch
 from torch.nn.functional import cross_entropy
 
 
-def five_times(model):
-    return sum(5 * p.numel() * p.element_size() for p in model.parameters())
+def one_or_five(model):
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return parameters_only(model) + 4 * sum(
+        p.numel() * p.element_size() for p in trained
+    )
+
+
+def five_of_trained(model):
+    return 5 * sum(p.nbytes for p in model.parameters() if p.requires_grad)
 
 
 def parameters_only(model):
@@ -96,34 +103,72 @@ def kept_elsewhere(model, batches):
     return with_clones(model, batches)
 
 
-def after_the_block(train, samples):
-    while samples:
-        fits = True
+def half_way(fits, most):
+    return (fits + most) // 2
+
+
+def search(error=torch.OutOfMemoryError, middle=half_way, empty=True):
+    """Halves what is still possible; `middle` is the next number of samples."""
+
+    def largest_that_fits(train, samples):
+        fits, too_many = 0, samples + 1
+        while too_many - fits > 1:
+            samples = middle(fits, too_many)
+            if empty:
+                torch.cuda.empty_cache()
+            fitted = True
+            try:
+                train(samples)
+            except error:
+                fitted = False
+            if fitted:
+                fits = samples
+            else:
+                too_many = samples
+        return fits
+
+    return largest_that_fits
+
+
+after_the_block = search()
+
+
+def from_the_top(train, samples):
+    """Tries all samples first, then half of them, then what is between."""
+    fits, too_many = 0, samples + 1
+    trial = samples
+    while too_many - fits > 1:
         try:
-            train(samples)
+            train(trial)
+            fits = trial
         except torch.cuda.OutOfMemoryError:
-            fits = False
-        if fits:
-            return samples
-        samples //= 2
-    return 0
+            too_many = trial
+        torch.cuda.empty_cache()
+        trial = (fits + too_many) // 2
+    return fits
 
 
-def inside_the_block(train, samples):
+def inside_the_block(train, samples, fits=0):
+    """Searches between `fits` and `samples`; the next call is in the `except` block."""
+    if samples <= fits:
+        return fits
+    middle = (fits + samples + 1) // 2
     try:
-        train(samples)
+        train(middle)
     except torch.OutOfMemoryError:
-        return inside_the_block(train, samples // 2) if samples > 1 else 0
-    return samples
+        return inside_the_block(train, middle - 1, fits)
+    return inside_the_block(train, samples, middle)
 
 
-def tries(error=torch.OutOfMemoryError, smaller=lambda samples: samples // 2):
+def tries(smaller=lambda samples: samples // 2):
+    """The first of samples, then fewer and fewer, that fits."""
+
     def first_that_fits(train, samples):
         while samples:
             try:
                 train(samples)
                 return samples
-            except error:
+            except torch.OutOfMemoryError:
                 pass
             samples = smaller(samples)
         return 0
@@ -140,9 +185,9 @@ def never_zero(train, samples):
 
 
 RIGHT = {
-    "peak_of_step": [five_times],
+    "peak_of_step": [one_or_five],
     "lean_evaluation": [with_clones, stacked],
-    "first_that_fits": [after_the_block],
+    "largest_that_fits": [after_the_block, from_the_top],
 }
 
 WRONG = {
@@ -154,6 +199,8 @@ WRONG = {
         (numbers_of, "4 bytes"),
         (so_many_times(20), "in bytes already"),
         (with_buffers, "buffers"),
+        (so_many_times(5), "frozen"),
+        (five_of_trained, "frozen"),
         (lambda model: 12345, "12,345 bytes for a model"),
         (17, "give a function"),
     ],
@@ -177,13 +224,16 @@ WRONG = {
         (lambda model, batches: [], "two lists"),
         (lambda model, batches: 1.0, "two lists"),
     ],
-    "first_that_fits": [
+    "largest_that_fits": [
         (inside_the_block, "the error holds"),
-        (tries(RuntimeError), "swallows"),
-        (one_less, "try all of them first"),
-        (tries(smaller=lambda samples: 0), "16 fit"),
+        (search(empty=False), "segments of another size"),
+        (search(RuntimeError), "swallows"),
+        (one_less, "of 8 samples, 8 fit"),
+        (tries(), "18 fit; it returns 16 and tries 128, 64, 32, 16"),
+        (tries(lambda samples: samples - 1), "more than 12 times"),
+        (tries(lambda samples: 0), "18 fit"),
         (never_zero, "not even one"),
-        (tries(smaller=lambda samples: samples / 2), "whole number"),
+        (search(middle=lambda fits, most: (fits + most) / 2), "whole number"),
         (17, "give a function"),
     ],
 }

@@ -157,24 +157,27 @@ def doubles(batches):
         yield 2 * x
 
 
+def one_minus_two(n, copy, compute):
+    return n * (copy + compute) - (copy + (n - 1) * max(copy, compute) + compute)
+
+
 RIGHT = {
-    "overlapped_time": [
-        lambda n, copy, compute: n * max(copy, compute) + min(copy, compute)
-    ],
+    "time_saved": [one_minus_two, lambda n, *both: min(both) * (n - 1)],
     "best_parts": [(10, 1510.72), (10, 1511)],
     "prefetch": [ahead, with_next, two_buffers],
 }
 
 WRONG = {
-    "overlapped_time": [
-        (lambda n, copy, compute: n * (copy + compute), "one after the other"),
-        (lambda n, copy, compute: n * max(copy, compute), "nothing beside them"),
-        (lambda n, copy, compute: copy + n * max(copy, compute), "no copy beside it"),
-        (lambda n, copy, compute: copy + n * compute, "wait for them"),
+    "time_saved": [
+        (lambda n, copy, compute: n * (copy + compute), "time of one stream"),
+        (lambda n, copy, compute: n * max(copy, compute) + copy, "two streams"),
         (
-            lambda n, copy, compute: copy + n * max(copy, compute) + compute,
-            "n - 1 times",
+            lambda n, copy, compute: -one_minus_two(n, copy, compute),
+            "two streams minus",
         ),
+        (lambda n, copy, compute: n * min(copy, compute), "nothing beside them"),
+        (lambda n, copy, compute: (n - 1) * max(copy, compute), "never hidden"),
+        (lambda n, copy, compute: (n - 1) * copy, "a part of one only"),
         (lambda n, copy, compute: "4.1 ms", "give a number"),
         (lambda n, copy, compute: copy, "gives 190"),
     ],

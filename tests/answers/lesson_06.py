@@ -16,6 +16,19 @@ def _doubled(x, copier, before=None, after=None, on_copier=True, record=True):
     return 2 * batch
 
 
+def doubled_and_waited_for(x, copier, back_first=False):
+    here = torch.cuda.current_stream()
+    with torch.cuda.stream(copier):
+        batch = x.cuda(non_blocking=True)
+    here.wait_stream(copier)
+    if back_first:
+        copier.wait_stream(here)
+    result = 2 * batch
+    if not back_first:
+        copier.wait_stream(here)
+    return result
+
+
 def _flagged(parts, buffers, work, waits=("full", "free"), side=True, one=False):
     here = torch.cuda.current_stream()
     copier = torch.cuda.Stream() if side else here
@@ -96,6 +109,7 @@ RIGHT = {
     "doubled_on_side": [
         lambda x, copier: _doubled(x, copier, after=_here_waits),
         lambda x, copier: _doubled(x, copier, after=_by_event),
+        doubled_and_waited_for,
     ],
     "variance": [both_waits, by_event],
     "two_buffers": [flagged],
@@ -106,6 +120,10 @@ WRONG = {
         (_doubled, "nothing makes it wait"),
         (
             lambda x, copier: _doubled(x, copier, after=_here_waits, record=False),
+            "given back or filled again too early",
+        ),
+        (
+            lambda x, copier: doubled_and_waited_for(x, copier, back_first=True),
             "given back or filled again too early",
         ),
         (

@@ -127,9 +127,47 @@ def below_tiny(gradients, scale):
     return (there < torch.finfo(torch.float16).tiny).float().mean()
 
 
+def held(masters=4, adam=8, gradients=0, cast=2, halved=1 / 2, normed_to=10 / 8):
+    """Counts these bytes for each weight, and these shares of what is kept."""
+
+    def answer(weights, activations, normed, mixed):
+        always = (masters + adam + gradients) * weights
+        if not mixed:
+            return always + activations
+        share = normed_to if normed else halved
+        return always + cast * weights + share * activations
+
+    return answer
+
+
+def in_units_of(size):
+    return lambda *plan: held()(*plan) / size
+
+
+def float32_held(weights, activations, normed, mixed):
+    return 12 * weights + activations
+
+
+def half_of_all(weights, activations, normed, mixed):
+    return float32_held(weights, activations, normed, mixed) / (2 if mixed else 1)
+
+
+def norm_always_copies(weights, activations, normed, mixed):
+    kept = activations * 10 / 8 if normed and not mixed else activations
+    return 12 * weights + kept if not mixed else held()(weights, kept, normed, mixed)
+
+
+def casts_always(weights, activations, normed, mixed):
+    return 2 * weights * (not mixed) + held()(weights, activations, normed, mixed)
+
+
+def no_masters_in_mixed(weights, activations, normed, mixed):
+    return held()(weights, activations, normed, mixed) - 4 * weights * mixed
+
+
 RIGHT = {
     "share_lost": [lost, lost_counted],
-    "held_after_forward": [(7.2, 4.4), (7.2, 4.401)],
+    "held_after_forward": [held()],
     "clipped_step": [right_step, with_upcast],
 }
 
@@ -144,19 +182,24 @@ WRONG = {
         (lambda gradients, scale: 2.0, "no share"),
     ],
     "held_after_forward": [
-        ((7.2, 3.6), "half of everything"),
-        ((7.2, 4.2), "casts of the weights are missing"),
-        ((7.2, 4.0), "masters stay in float32, and so does Adam's"),
-        ((7.2e9 / 2**30, 4.4e9 / 2**30), "float32: these are GiB"),
-        ((7.2, 7.4), "float16: half"),
-        ((7.2, 4.8), "no gradients"),
-        ((7.2, 4.6), "2 bytes a weight"),
-        ((6.4, 4.4), "Adam's state is missing"),
-        ((6.8, 4.4), "two numbers for each"),
-        ((7.6, 4.4), "no gradients"),
-        ((7.2e9, 4.4e9), "these are bytes; give GB"),
-        ((1, 2), "add up"),
-        (("7.2", 4.4), "give a number, not '7.2'"),
+        (half_of_all, "half of everything"),
+        (held(cast=0), "casts of the weights are missing"),
+        (no_masters_in_mixed, "the weights stay in float32"),
+        (in_units_of(2**30), "these are GiB"),
+        (in_units_of(10**9), "these are GB"),
+        (held(halved=1), "look at both tables"),
+        (float32_held, "this is what float32 holds"),
+        (held(gradients=4), "no gradients"),
+        (held(cast=4), "2 bytes a weight"),
+        (held(adam=0), "Adam's state is missing"),
+        (held(adam=4), "Adam has two numbers for each"),
+        (held(normed_to=1 / 2), "with LayerNorm nothing is halved"),
+        (held(normed_to=1), "look at both tables"),
+        (held(halved=10 / 8), "without LayerNorm, what lies"),
+        (norm_always_copies, "without autocast, LayerNorm makes no copy"),
+        (casts_always, "in float32 nothing is cast"),
+        (lambda *plan: 1, "add up"),
+        (lambda *plan: "7.2", "give a number, not '7.2'"),
     ],
     "clipped_step": [
         (in_order("scale", "clip", "step", "update"), "unscale_ first"),

@@ -7,6 +7,18 @@ from torch.nn.functional import cross_entropy
 
 from exercises.lesson_10 import again, segments_of, trainer
 
+# -- what to try first -----------------------------------------------------------------
+
+CHECK = "checkpoint"
+
+
+def first(job, other):
+    """Right answers but for one job."""
+    answers = [CHECK, "loss in parts", "accumulate", "more GPUs", CHECK]
+    answers[job - 1] = other
+    return tuple(answers)
+
+
 # -- a step in unequal parts -----------------------------------------------------------
 
 
@@ -123,7 +135,7 @@ def with_sgd(model):
 
 
 RIGHT = {
-    "best_segments": [20, 20.0, torch.tensor(20)],
+    "try_first": [(" Checkpoint", "LOSS IN PARTS", "accumulate", "more gpus", CHECK)],
     "one_step": [
         by_samples,
         in_parts("step", "schedule", begin=["zero"]),
@@ -133,17 +145,17 @@ RIGHT = {
 }
 
 WRONG = {
-    "best_segments": [
-        (6, "where a block keeps one tensor"),
-        (40, "Fewer segments need less"),
-        (2, "the other side"),
-        (10, "that makes 50 tensors"),
-        (19, "that makes 49 tensors"),
-        (21, "that makes 41 tensors"),
-        (17.5, "a number of segments is whole"),
-        (True, "segments: give a number, not a bool"),
-        (400, "between 1 and 40"),
-        ("few", "segments: give a number, not 'few'"),
+    "try_first": [
+        (first(1, "accumulate"), "1 is not accumulate: BatchNorm would see parts"),
+        (first(1, "offload"), "1 is not offload: copies cost more"),
+        (first(2, "checkpoint"), "it stands at the logits"),
+        (first(2, "accumulate"), "a batch of one sample has no parts"),
+        (first(3, "checkpoint"), "cost next to nothing"),
+        (first(4, "checkpoint"), "take 4 x 52 GB"),
+        (first(5, "loss in parts"), "with 10 classes the logits"),
+        (first(5, "more GPUs"), "the layers' activations fill the card"),
+        (first(2, "smaller batch"), 'number 2: answer with one of "accumulate"'),
+        ((CHECK, CHECK), "5 answers are asked for, not 2"),
     ],
     "one_step": [
         (

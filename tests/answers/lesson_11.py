@@ -3,10 +3,29 @@
 import queue
 import threading
 import time
+import warnings
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
+
+# -- a loader for a job ----------------------------------------------------------------
+
+DATA = TensorDataset(torch.zeros(2048, 64))
+MIXED = {"shuffle": False, "sampler": RandomSampler(DATA)}
+NO_WORKERS = {"prefetch_factor": None, "persistent_workers": False}
+
+
+def loader(**changes):
+    """The right one but for some arguments. Its workers never start."""
+    given = {
+        "batch_size": 64, "shuffle": True, "num_workers": 20, "prefetch_factor": 1,
+        "persistent_workers": True, "pin_memory": True,
+    }  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # more workers than cores
+        return DataLoader(DATA, **given | changes)
+
 
 # -- a thread that loads ahead ---------------------------------------------------------
 
@@ -195,7 +214,11 @@ class NoiseAlone(Jittered):
 
 RIGHT = {
     "prefetch_safely": [with_errors],
-    "feeding": [(20, 40, 385.4), (np.int64(20), torch.tensor(40), np.float64(385))],
+    "well_fed": [
+        loader(),
+        loader(num_workers=26),
+        loader(**MIXED),
+    ],
     "jitter": [ByGenerator],
 }
 
@@ -209,15 +232,18 @@ WRONG = {
         (in_turns, "nothing overlaps"),
         (error_overtakes, "wait for its turn"),
     ],
-    "feeding": [
-        ((19, 40, 385.4), "1583 items a second"),
-        ((4, 40, 385.4), "cores do not limit"),
-        ((20, 2, 19.3), "of each worker"),
-        ((20, 40, 1541.4), "one byte, not four"),
-        ((20, 40, 9.6), "how many are in flight"),
-        ((20, 40, 367.5), "these are MiB"),
-        (("20", 40, 385), "workers: give a number, not '20'"),
-        ((None, 40, 385), "workers: give a number, not a NoneType"),
+    "well_fed": [
+        (loader(num_workers=19), "19 workers load 1583 items a second"),
+        (loader(num_workers=4), "cores do not limit"),
+        (loader(num_workers=12), "12 workers load 1000 items a second, not 1600"),
+        (loader(num_workers=0, **NO_WORKERS), "each step waits 64 times 12 ms"),
+        (loader(prefetch_factor=2), "are 40 batches in flight, 385 MB"),
+        (loader(num_workers=27), "27 batches in flight, 260 MB: there is room for 256"),
+        (loader(persistent_workers=False), "each of the 90 epochs starts new workers"),
+        (loader(pin_memory=False), "a copy from ordinary memory stops the loop"),
+        (loader(shuffle=False), "the same order in each epoch"),
+        (loader(batch_size=32), "a batch has 64 images, and yours 32"),
+        (20, "give the loader itself"),
     ],
     "jitter": [
         (OwnGenerator, "two items of an epoch have the same noise"),

@@ -1,5 +1,6 @@
 """Answers to the exercises of lesson 12: right ones, and planted wrong ones."""
 
+import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -41,9 +42,115 @@ def as_it_is(loss, scores, total):
     return loss
 
 
+class InABuffer(nn.Module):
+    """Sturdy; subclasses do one thing in another way."""
+
+    def __init__(self, linear, factor):
+        super().__init__()
+        self.linear = linear
+        self.register_buffer("factor", factor)
+
+    def scores(self, x):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return self.linear(x * self.factor)
+
+    def seen(self, x):
+        return torch.full((1,), len(x), device=x.device)
+
+    def forward(self, x):
+        return self.scores(x), self.seen(x)
+
+
+class MadeInForward(InABuffer):
+    def __init__(self, linear, factor):
+        nn.Module.__init__(self)
+        self.linear, self.numbers = linear, factor.tolist()
+
+    def scores(self, x):
+        self.factor = x.new_tensor(self.numbers)
+        return super().scores(x)
+
+
+class OnesForRows(InABuffer):
+    def seen(self, x):
+        return x.new_ones(len(x))
+
+
+class AParameter(InABuffer):
+    def __init__(self, linear, factor):
+        nn.Module.__init__(self)
+        self.linear, self.factor = linear, nn.Parameter(factor)
+
+
+class AnAttribute(InABuffer):
+    def __init__(self, linear, factor):
+        nn.Module.__init__(self)
+        self.linear, self.factor = linear, factor
+
+
+class NoAutocast(InABuffer):
+    def scores(self, x):
+        return self.linear(x * self.factor)
+
+
+class NoDtype(InABuffer):
+    def scores(self, x):
+        with torch.autocast("cuda"):
+            return self.linear(x * self.factor)
+
+
+class AskingItsWeights(InABuffer):
+    def scores(self, x):
+        return super().scores(x.to(next(self.parameters()).device))
+
+
+class ANumber(InABuffer):
+    def seen(self, x):
+        return len(x)
+
+
+class AScalar(InABuffer):
+    def seen(self, x):
+        return super().seen(x)[0]
+
+
+class OnTheCPU(InABuffer):
+    def seen(self, x):
+        return torch.tensor([len(x)])
+
+
+class Remembers(InABuffer):
+    count = 0
+
+    def seen(self, x):
+        self.count += len(x)
+        return torch.full((1,), self.count, device=x.device)
+
+
+class Halves(InABuffer):
+    def scores(self, x):
+        return super().scores(x)[: len(x) // 2 + 1]
+
+
+class OnlyScores(InABuffer):
+    def forward(self, x):
+        return self.scores(x)
+
+
+class WithoutFactor(InABuffer):
+    def scores(self, x):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return self.linear(x)
+
+
+class CutOff(InABuffer):
+    def scores(self, x):
+        return super().scores(x).detach()
+
+
 RIGHT = {
-    "sent_by_one_gpu": [(700, 100, 175), (700.0, 100.0, 175.0)],
     "fair_loss": [scored_by(summed), scored_by(weighted), scored_by(each, as_it_is)],
+    "sturdy": [InABuffer, MadeInForward, OnesForRows],
     "sizes_of_parts": [
         [362, 562, 562, 562],
         ((369, 560, 560, 559),),
@@ -53,31 +160,6 @@ RIGHT = {
 }
 
 WRONG = {
-    "sent_by_one_gpu": [
-        ((1400, 100, 175), "gradients it receives"),
-        ((800, 100, 175), "to itself"),
-        ((175, 100, 175), "4 bytes"),
-        ((100, 100, 175), "to each other GPU"),
-        ((5, 100, 175), "receives all gradients"),
-        ((700, 200, 175), "gradients it receives"),
-        ((700, 700, 175), "to its neighbour only"),
-        ((700, 175, 175), "all-reduce in a ring"),
-        ((700, 25, 175), "4 bytes"),
-        ((700, 5, 175), "its neighbour, once"),
-        ((700, 100, 700), "to one neighbour"),
-        ((700, 100, 87.5), "the first of two rounds"),
-        ((700, 100, 100), "hands over"),
-        ((700, 100, 1400), "all ranks send together"),
-        ((700, 100, 200), "keeps one chunk in each round"),
-        ((700, 100, 1), "in a ring of N ranks"),
-        ((700e6, 100, 175), "these are bytes; give MB"),
-        ((700, 100, 175_000_000), "these are bytes; give MB"),
-        ((667.6, 95.4, 166.9), "these are MiB, of 2**20 bytes; give MB"),
-        ((None, None, None), "give a number"),
-        (("700", "100", "175"), "give a number"),
-        (([700], [100], [175]), "give a number"),
-        (({}, 100, 175), "give a number"),
-    ],
     "fair_loss": [
         (scored_by(mean), "divided by the rows of the whole batch"),
         (scored_by(a_quarter), "must weigh less"),
@@ -90,6 +172,22 @@ WRONG = {
         (scored_by(summed, lambda loss, *_: loss[None].detach()), "no gradient"),
         (scored_by(summed, as_it_is), "a scalar"),
         (nn.Identity, "your code raised"),
+    ],
+    "sturdy": [
+        (AParameter, "an optimizer would train others"),
+        (AnAttribute, "Expected all tensors to be on the same device"),
+        (NoAutocast, "the scores are float32"),
+        (NoDtype, "the scores are float16"),
+        (AskingItsWeights, "StopIteration"),
+        (ANumber, "`seen` is an int, not a tensor"),
+        (AScalar, "is a scalar"),
+        (OnTheCPU, "on the CPU"),
+        (Remembers, "images went in"),
+        (Halves, "images come back"),
+        (OnlyScores, "two things"),
+        (WithoutFactor, "not those of one GPU"),
+        (CutOff, "your code raised"),
+        (nn.Linear(2, 2), "pass the class itself, Sturdy"),
     ],
     "sizes_of_parts": [
         ([512] * 4, "equal parts"),

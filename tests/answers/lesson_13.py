@@ -1,70 +1,102 @@
 """Answers to the exercises of lesson 13: right ones, and planted wrong ones."""
 
 import copy
+import math
 from itertools import accumulate, combinations, pairwise
 
 from torch import nn
 
 
-def by_formula(stages, parts):
-    return (stages - 1) / (parts + stages - 1)
+def shortest_step(stages, ms):
+    return min(ms, key=lambda m: (m + stages - 1) * ms[m])
 
 
-def from_the_speed(stages, parts):
-    return 1 - parts / (parts + stages - 1)
+def computing_over_the_rest_of_the_bubble(stages, ms):
+    steps = []
+    for m, each in ms.items():
+        bubble = (stages - 1) / (m + stages - 1)
+        steps.append((m * each / (1 - bubble), m))
+    return min(steps)[1]
 
 
-def try_all(ms, stages):
-    def slowest(cuts):
-        return max(sum(ms[a:b]) for a, b in pairwise((0, *cuts, len(ms))))
-
-    cuts = min(combinations(range(1, len(ms)), stages - 1), key=slowest)
-    return [b - a for a, b in pairwise((0, *cuts, len(ms)))]
+def computing_and_the_share_of_a_step(stages, ms):
+    steps = {m: m * ms[m] * (1 + (stages - 1) / (m + stages - 1)) for m in ms}
+    return min(steps, key=steps.get)
 
 
-def fill_up_to(ms, stages):
-    """The smallest limit under which greedy filling needs no more stages."""
-    sums = {sum(ms[a:b]) for b in range(len(ms) + 1) for a in range(b)}
-    for limit in sorted(sums):
-        counts, room = [], 0
-        for i, time in enumerate(ms):
-            left = len(ms) - i
-            if not counts or time > room + 1e-9 or left <= stages - len(counts):
-                counts.append(0)
-                room = limit
-            counts[-1] += 1
-            room -= time
-        if len(counts) == stages and room > -1e-9 and max(ms) <= limit:
-            return counts
+def first_cut(score):
+    """The cut for which `score` of its stages, as (ms, MiB, room) each, is smallest."""
+
+    def cut(ms, mib, room):
+        def of(ends):
+            pairs = pairwise((0, *ends, len(ms)))
+            zipped = zip(pairs, room, strict=True)
+            return score([(sum(ms[a:b]), sum(mib[a:b]), r) for (a, b), r in zipped])
+
+        ends = min(combinations(range(1, len(ms)), len(room) - 1), key=of)
+        return [b - a for a, b in pairwise((0, *ends, len(ms)))]
+
+    return cut
 
 
-def ends(ms, stages):
-    return list(accumulate(try_all(ms, stages)))
+def slowest_that_fits(stages):
+    fits = all(need <= room for _, need, room in stages)
+    return max(ms for ms, _, _ in stages) if fits else math.inf
 
 
-def starts(ms, stages):
-    return [0, *ends(ms, stages)[:-1]]
+try_all = first_cut(slowest_that_fits)
+without_room = first_cut(lambda stages: max(ms for ms, _, _ in stages))
+by_memory = first_cut(lambda stages: max(need / room for _, need, room in stages))
 
 
-def cuts_between(ms, stages):
-    return ends(ms, stages)[:-1]
+def fill_up_to(ms, mib, room):
+    """The smallest limit under which a search with steps back places all layers."""
+
+    def place(first, gpu, limit):
+        if gpu == len(room):
+            return [] if first == len(ms) else None
+        for end in range(len(ms), first, -1):
+            if sum(ms[first:end]) <= limit and sum(mib[first:end]) <= room[gpu]:
+                rest = place(end, gpu + 1, limit)
+                if rest is not None:
+                    return [end - first, *rest]
+        return None
+
+    spans = {sum(ms[a:b]) for b in range(len(ms) + 1) for a in range(b)}
+    found = (place(0, 0, limit) for limit in sorted(spans))
+    return next(counts for counts in found if counts)
 
 
-def equal_counts(ms, stages):
+def ends(ms, mib, room):
+    return list(accumulate(try_all(ms, mib, room)))
+
+
+def starts(ms, mib, room):
+    return [0, *ends(ms, mib, room)[:-1]]
+
+
+def cuts_between(ms, mib, room):
+    return ends(ms, mib, room)[:-1]
+
+
+def equal_counts(ms, mib, room):
+    stages = len(room)
     return [len(ms) // stages + (i < len(ms) % stages) for i in range(stages)]
 
 
-def greedy(ms, stages):
-    """Fill each stage until it reaches its share."""
-    counts, total = [0], 0
+def greedy(ms, mib, room):
+    """Fill each stage until it reaches its share of the time, or its room."""
+    counts, total, used, stages = [0], 0, 0, len(room)
     for i, time in enumerate(ms):
         left = len(ms) - i
         if counts[-1] and stages > len(counts):
-            if total >= sum(ms) / stages or left <= stages - len(counts):
+            full = used + mib[i] > room[len(counts) - 1]
+            if full or total >= sum(ms) / stages or left <= stages - len(counts):
                 counts.append(0)
-                total = 0
+                total = used = 0
         counts[-1] += 1
         total += time
+        used += mib[i]
     return counts
 
 
@@ -156,29 +188,38 @@ class InATuple(Once):
 
 
 RIGHT = {
-    "bubble": [by_formula, from_the_speed],
+    "fastest_parts": [shortest_step, computing_over_the_rest_of_the_bubble],
     "balanced_cut": [try_all, fill_up_to],
     "skip_on_two": [OnceFromAnywhere, OtherOrder],
 }
 
 WRONG = {
-    "bubble": [
-        (lambda stages, parts: (stages - 1) / parts, "idle over busy"),
-        (lambda stages, parts: stages / (parts + stages), "turns are idle"),
-        (lambda stages, parts: (parts - 1) / (parts + stages - 1), "swapped"),
-        (lambda stages, parts: parts / (parts + stages - 1), "the busy share"),
-        (lambda stages, parts: 0.5, "2 stages and 4 micro-batches"),
-        (lambda stages, parts: "1/2", "give a number"),
+    "fastest_parts": [
+        (lambda stages, ms: max(ms), "takes 17.1 ms, and one in 4 13 ms"),
+        (lambda stages, ms: min(ms), "a step in 1 micro-batches takes 16 ms"),
+        (lambda stages, ms: min(ms, key=lambda m: m * ms[m]), "and one in 4 13 ms"),
+        (lambda stages, ms: min(ms, key=ms.get), "takes 17.1 ms"),
+        (lambda stages, ms: 4, "8 stages, ms = {1: 8.0"),
+        (lambda stages, ms: 3 * stages, "was not measured"),
+        (
+            lambda stages, ms: min(ms, key=lambda m: (m + stages) * ms[m]),
+            "1 stages, ms = {1: 8.0",
+        ),
+        (computing_and_the_share_of_a_step, "a step in 2 micro-batches takes 13.2 ms"),
+        (lambda stages, ms: min(ms.values()), "was not measured"),
+        (lambda stages, ms: "4", "give a number"),
     ],
     "balanced_cut": [
-        (equal_counts, "a large first layer on 2 stages: score 0.75"),
-        (greedy, "score"),
-        (lambda ms, stages: [len(ms)], "to 1 stages"),
-        (lambda ms, stages: [1] * stages, "2 of 4 layers"),
-        (lambda ms, stages: [len(ms)] + [0] * (stages - 1), "no layer"),
-        (lambda ms, stages: len(ms) // stages, "not a list"),
-        (lambda ms, stages: [len(ms) / stages] * stages, "whole numbers"),
-        (lambda ms, stages: "ab", "return how many layers"),
+        (equal_counts, "a large first layer on 2 GPUs: score 0.75"),
+        (greedy, "GPU 1 has room for 2 MiB"),
+        (without_room, "GPU 1 has room for 2 MiB, and its layers in [1, 3] need 3"),
+        (by_memory, "score"),
+        (lambda ms, mib, room: [len(ms)], "to 1 GPUs"),
+        (lambda ms, mib, room: [1] * len(room), "2 of 4 layers"),
+        (lambda ms, mib, room: [len(ms)] + [0] * (len(room) - 1), "no layer"),
+        (lambda ms, mib, room: len(ms) // len(room), "not a list"),
+        (lambda ms, mib, room: [len(ms) / len(room)] * len(room), "whole numbers"),
+        (lambda ms, mib, room: "ab", "return how many layers"),
         (ends, "not where they end"),
         (starts, "not where they end"),
         (cuts_between, "not where they end"),

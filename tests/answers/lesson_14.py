@@ -5,6 +5,7 @@ import os
 import pickle
 import signal
 import time
+from concurrent.futures import ProcessPoolExecutor
 
 import torch
 import torch.multiprocessing as mp
@@ -101,8 +102,8 @@ def right_rows(model, x, y):
 
 
 def in_a_pool(function, parts, method="fork"):
-    with mp.get_context(method).Pool(4) as pool:
-        return pool.starmap(function, parts, chunksize=1)
+    with ProcessPoolExecutor(2, mp_context=mp.get_context(method)) as pool:
+        return list(pool.map(function, *zip(*parts, strict=True)))
 
 
 def in_four(*same, x, y):
@@ -123,14 +124,33 @@ def not_divided(model, x, y):
     return shared(model, x, y) * len(x)
 
 
+def waits_for_ever(model, x, y):
+    with fork.Pool(4) as pool:
+        parts = in_four(model, x=x, y=y)
+        return sum(pool.starmap(right_rows, parts, chunksize=1)) / len(x)
+
+
 def inherited(model, x, y):
     def work(i, connection):
         connection.send(right_rows(model, x[i::4], y[i::4]))
 
-    pipes = [fork.Pipe() for _ in range(4)]
-    for i, (_, there) in enumerate(pipes):
+    ends = []
+    for i in range(4):
+        here, there = fork.Pipe()
         fork.Process(target=work, args=(i, there)).start()
-    return sum(here.recv() for here, _ in pipes) / len(x)
+        there.close()  # the worker has the only end: after a kill, an EOFError
+        ends.append(here)
+    return sum(here.recv() for here in ends) / len(x)
+
+
+def looks_at_no_exit_code(model, x, y):
+    hits = torch.zeros(4).share_memory_()
+
+    def work(i):
+        hits[i] = right_rows(model, x[i::4], y[i::4])
+
+    run_to_the_end(work)
+    return hits.sum() / len(x)
 
 
 def from_bytes(state, model, x, y):
@@ -144,6 +164,7 @@ def sent_by_value(model, x, y):
 
 
 def copied(model, x, y):
+    torch.set_num_threads(1)  # the copy, too, would wait for threads of the parent
     return right_rows(copy.deepcopy(model), x, y)
 
 
@@ -253,6 +274,8 @@ WRONG = {
         (each_does_all, "44 rows of 11"),
         (mean_of_means, "add up right rows"),
         (not_divided, "divide by all rows"),
+        (waits_for_ever, "killed, and after 4 s there is no error; a `Pool`"),
+        (looks_at_no_exit_code, "one worker was killed, and you return"),
         (into_private, "memory of their own; share what they write"),
         (from_ended_workers, "send a number"),
         (lambda *_: "0.3", "give a number, not '0.3', a str"),

@@ -8,6 +8,56 @@ def who():
     return dist.get_rank(), dist.get_world_size()
 
 
+# -- any rank --------------------------------------------------------------------------
+
+
+def by_maximum(found):
+    largest = torch.tensor([int(found)])
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest > 0
+
+
+def by_objects(found):
+    all_found = [None] * who()[1]
+    dist.all_gather_object(all_found, found)
+    return any(all_found)
+
+
+def only_who_found(found):
+    if found:
+        dist.all_reduce(torch.ones(1))
+    return found
+
+
+def what_rank_0_found(found):
+    flag = torch.tensor([int(found)])
+    dist.broadcast(flag, src=0)
+    return flag.item() == 1
+
+
+def by_product(found):
+    flag = torch.tensor([int(found)])
+    dist.all_reduce(flag, op=dist.ReduceOp.PRODUCT)
+    return flag.item() == 1
+
+
+def exactly_one(found):
+    count = torch.tensor([int(found)])
+    dist.all_reduce(count)
+    return count.item() == 1
+
+
+def a_count(found):
+    count = torch.tensor([int(found)])
+    dist.all_reduce(count)
+    return count.item()
+
+
+def told_by_who_found(found):
+    """Rank 0 never hears of it: all ranks only have what they found."""
+    return found
+
+
 # -- one hop: a message to the right, and one from the left ----------------------------
 
 
@@ -200,7 +250,7 @@ def misspelt(x):
 
 
 RIGHT = {
-    "sent_round_the_ring": [6_400_000, 6.4e6],
+    "any_rank": [by_maximum, by_objects],
     "all_gather_in_a_ring": [gathered_in_turn, gather_by(batched)],
     "rotate_without_a_deadlock": [
         rotate_by(in_order(lambda rank: rank > 0)),
@@ -209,23 +259,16 @@ RIGHT = {
 }
 
 WRONG = {
-    "sent_round_the_ring": [
-        (1_600_000, "4 bytes"),
-        (3_200_000, "the first of two rounds"),
-        (12_800_000, "only what it sends"),
-        (32_000_000, "all ranks send together"),
-        (8_000_000, "keeps one chunk in each round"),
-        (6_000_000, "this one has five"),
-        (800_000, "one step"),
-        (0, "one chunk"),
-        (6.4, "these are MB, of 10**6 bytes; give bytes"),
-        (4_000_000, "the tensor itself"),
-        (16_000_000, "whole tensors; the ring sends chunks"),
-        ("much", "give a number, not "),
-        (None, "give a number, not a NoneType"),
-        ("6400000", "give a number, not "),
-        (-6_400_000, "not negative"),
-        ([6_400_000], "give a number, not a list"),
+    "any_rank": [
+        (only_who_found, "does every rank make every call?"),
+        (told_by_who_found, "rank 0 returns False, and `found` is True on [2]"),
+        (what_rank_0_found, "rank 0 returns False, and `found` is True on [2]"),
+        (by_product, "rank 0 returns False, and `found` is True on [2]"),
+        (exactly_one, "rank 0 returns False, and `found` is True on [0, 1, 2, 3]"),
+        (lambda found: True, "rank 0 returns True, and `found` is True on no rank"),
+        (a_count, "rank 0 returns a value of type int; return a bool"),
+        (misspelt, "no attribute 'sent'"),
+        (None, "give a function"),
     ],
     "all_gather_in_a_ring": [
         (by_arrival, "item 1 of rank 0 is the x of rank 3"),

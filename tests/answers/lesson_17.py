@@ -11,16 +11,22 @@ from exercises.lesson_17 import THREE
 
 
 def seeds(with_what):
-    """Seeds the rank with `with_what(seed, rank, ranks)`."""
+    """Seeds the rank with `with_what(seed, epoch, rank, ranks)`."""
 
-    def seed_this_rank(seed):
-        torch.manual_seed(with_what(seed, dist.get_rank(), dist.get_world_size()))
+    def seed_this_rank(seed, epoch):
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        torch.manual_seed(with_what(seed, epoch, rank, ranks))
 
     return seed_this_rank
 
 
-def by_chance(seed):
+def by_chance(seed, epoch):
     torch.manual_seed(random.SystemRandom().randrange(2**40))
+
+
+def drawn(seed, epoch):
+    choose = random.Random(f"{seed} {epoch} {dist.get_rank()}")
+    torch.manual_seed(choose.randrange(2**60))
 
 
 def loop(model, samples, epochs, sampler, told=True, scale=1.0, lr=0.5, workers=0):
@@ -102,8 +108,9 @@ def detached(losses):
 
 RIGHT = {
     "seed_this_rank": [
-        seeds(lambda seed, rank, ranks: seed + rank),
-        seeds(lambda seed, rank, ranks: seed * ranks + rank),
+        seeds(lambda seed, epoch, rank, ranks: seed + 1000 * epoch + rank),
+        seeds(lambda seed, epoch, rank, ranks: seed + epoch * ranks + rank),
+        drawn,
     ],
     "train_in_step": [trained(), trained(seed=7)],
     "loss_to_average": [weighted, from_the_mean],
@@ -111,9 +118,14 @@ RIGHT = {
 
 WRONG = {
     "seed_this_rank": [
-        (seeds(lambda seed, rank, ranks: seed), "the same seed"),
-        (seeds(lambda seed, rank, ranks: rank), "use the argument"),
-        (seeds(lambda seed, rank, ranks: seed * (1 + rank)), "the same seed"),
+        (seeds(lambda seed, epoch, rank, ranks: seed + epoch), "rank 1 in epoch 0"),
+        (seeds(lambda seed, epoch, rank, ranks: seed * ranks + rank), "in epoch 1 has"),
+        (seeds(lambda seed, epoch, rank, ranks: 10 * rank + epoch), "the argument"),
+        (seeds(lambda seed, epoch, rank, ranks: seed + epoch + rank), "the same seed"),
+        (
+            seeds(lambda seed, epoch, rank, ranks: seed * (9 * epoch + rank)),
+            "same seed",
+        ),
         (by_chance, "the second time"),
         (5, "give a function"),
     ],

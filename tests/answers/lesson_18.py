@@ -6,24 +6,49 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 
-def in_one_line(parameters, ranks):
-    return 4 * parameters + 12 * parameters / ranks
+def largest(shards, activations, blocks):
+    terms = {"GPUs": shards, "tokens": activations, "groups": blocks}
+    return max(terms, key=terms.get)
 
 
-def all_of_ddp(parameters, ranks):
-    return 16 * parameters
+def by_peaks(parameters, block, gpus, activations):
+    def peak(gpus, activations, block):
+        return 16 * parameters / gpus + activations + 16 * block
+
+    peaks = {
+        "gpus": peak(2 * gpus, activations, block),
+        "tokens": peak(gpus, activations / 2, block),
+        "groups": peak(gpus, activations, block / 2),
+    }
+    return min(peaks, key=peaks.get)
 
 
-def all_of_stage_1(parameters, ranks):
-    return 8 * parameters + 8 * parameters / ranks
+def always_more_gpus(parameters, block, gpus, activations):
+    return "GPUs"
 
 
-def all_of_stage_3(parameters, ranks):
-    return 16 * parameters / ranks
+def gpus_divide_activations(parameters, block, gpus, activations):
+    return largest(16 * parameters / gpus, activations / gpus, 16 * block)
 
 
-def without_adamw(parameters, ranks):
-    return 4 * parameters + 4 * parameters / ranks
+def gpus_divide_blocks(parameters, block, gpus, activations):
+    return largest(16 * parameters / gpus, activations, 16 * block / gpus)
+
+
+def without_adamw(parameters, block, gpus, activations):
+    return largest(8 * parameters / gpus, activations, 16 * block)
+
+
+def with_one_block(parameters, block, gpus, activations):
+    return largest(16 * parameters / gpus, activations, 4 * block)
+
+
+def without_gpus(parameters, block, gpus, activations):
+    return largest(16 * parameters, activations, 16 * block)
+
+
+def ddp(parameters, block, gpus, activations):
+    return "DDP"
 
 
 def clipped(parts, most):
@@ -182,18 +207,20 @@ def raises(model, mesh):
 
 
 RIGHT = {
-    "stage_2_bytes": [in_one_line],
+    "make_room": [by_peaks],
     "clip": [clipped_one_by_one],
     "shard_it": [each_of(blocks, reshard_after_forward=False)],
 }
 
 WRONG = {
-    "stage_2_bytes": [
-        (all_of_ddp, "that is DDP"),
-        (all_of_stage_1, "that is stage 1"),
-        (all_of_stage_3, "that is stage 3"),
-        (without_adamw, "without AdamW"),
-        (lambda parameters, ranks: parameters, "not 1,000"),
+    "make_room": [
+        (always_more_gpus, 'activations 30.0, the four blocks 3.5; "GPUs" makes only'),
+        (gpus_divide_activations, '"groups" makes only the four blocks half'),
+        (gpus_divide_blocks, '"tokens" makes only activations half'),
+        (without_adamw, "the shards 32.0, activations 26.0"),
+        (with_one_block, '12.0, the four blocks 16.0; "tokens" makes only'),
+        (without_gpus, '"GPUs" makes only the shards'),
+        (ddp, "'DDP'"),
     ],
     "clip": [
         (decides_alone, "decide by the whole norm"),

@@ -5,7 +5,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-SLICES = 4 * 24 * 2048 * 1024 * 4
+TERMS = ["query.A", "out.B"]
+
+
+def cuts(query_a="whole", query_b="columns", out_a="rows", out_b="whole"):
+    return {"query.A": query_a, "query.B": query_b, "out.A": out_a, "out.B": out_b}
 
 
 def add(x, op=dist.ReduceOp.SUM):
@@ -80,19 +84,24 @@ def packed(scores, targets, first):
 
 
 RIGHT = {
-    "sliced_bytes": [(SLICES, 3072), (SLICES, 3073)],
+    "adapters": [(cuts(), {"out.B", "query.A"})],
     "loss_in_slices": [three_numbers, packed],
 }
 
 WRONG = {
-    "sliced_bytes": [
-        ((SLICES // 2, 3072), "backward has two"),
-        ((SLICES // 8, 3072), "all tokens"),
-        ((SLICES * 7 // 4, 3072), "leave out the ring"),
-        ((SLICES, 6144), "backward pass"),
-        ((SLICES, 12288), "four all-reduces"),
-        ((SLICES, 384), "every rank"),
-        ((1, 1), "tokens x width"),
+    "adapters": [
+        ((cuts(query_b="whole"), TERMS), r"query: a rank gets (6, 8) from its parts"),
+        ((cuts("columns", "rows"), TERMS), "query: a rank gets (6, 8)"),
+        ((cuts("columns", "columns"), TERMS), "(6, 8) by (8, 2) by (4, 4), which do"),
+        ((cuts(out_a="whole"), TERMS), "out: with 8 numbers a token, a rank of two"),
+        ((cuts(out_b="columns"), TERMS), "out: a rank gets (6, 4)"),
+        ((cuts(out_a="columns", out_b="rows"), TERMS), "(6, 4) by (8, 2) by (2, 8)"),
+        ((cuts(), []), "gradient of query.A on a rank comes from"),
+        ((cuts(), "query.A"), "gradient of out.B on a rank comes from"),
+        ((cuts(), list(cuts())), "query.B is cut"),
+        ((cuts("half"), TERMS), "'half'"),
+        ((cuts(), ["A"]), "not 'A'"),
+        (({"A": "rows"}, TERMS), "the keys query.A"),
     ],
     "plan_of_gated": [
         ({"up": ColwiseParallel(), "down": RowwiseParallel()}, "gate"),

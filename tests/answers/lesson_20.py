@@ -1,9 +1,46 @@
 """Answers to the exercises of lesson 20: right ones, and planted wrong ones."""
 
+import math
+
 import torch
 import torch.distributed as dist
 
-BUBBLE, INTERLEAVED, BYTES = 7 / 39, 7 / 71, 2**30
+
+def by_algebra(ranks, limit, most):
+    fewest = (ranks - 1) * (1 - limit) / limit
+    if math.ceil(fewest) <= most:
+        return ["1F1B", math.ceil(fewest)]
+    rounds = math.ceil(fewest / 2 / ranks)
+    return ["interleaved", rounds * ranks] if rounds * ranks <= most else "fewer ranks"
+
+
+def searched(bubble, rounds=True, order=("1F1B", "interleaved"), fewest=True):
+    """An answer with another formula, `bubble(ranks, v, m)`, or another order."""
+
+    def schedule_for(ranks, limit, most):
+        for name in order:
+            v = 1 + (name == "interleaved")
+            step = ranks if rounds and v == 2 else 1
+            right = [
+                m for m in range(step, most + 1, step) if bubble(ranks, v, m) <= limit
+            ]
+            if right:
+                return name, right[0 if fewest else -1]
+        return "fewer ranks"
+
+    return schedule_for
+
+
+def share(ranks, v, m):
+    return (ranks - 1) / (v * m + ranks - 1)
+
+
+def not_rounded(ranks, limit, most):
+    return "1F1B", (ranks - 1) * (1 - limit) / limit
+
+
+def without_most(ranks, limit, most):
+    return by_algebra(ranks, limit, 10**6)
 
 
 def reversed_parts(rank, ranks, parts):
@@ -104,23 +141,26 @@ def of_rank_0(weight, group):
 
 
 RIGHT = {
-    "pipeline_costs": [(BUBBLE, INTERLEAVED, BYTES), (0.1795, 0.0986, BYTES)],
+    "schedule_for": [by_algebra, searched(share)],
     "loops": [reversed_parts],
     "tie": [by_messages],
 }
 
 WRONG = {
-    "pipeline_costs": [
-        ((7 / 32, INTERLEAVED, BYTES), "divide by the total time"),
-        ((8 / 40, INTERLEAVED, BYTES), "not for p"),
-        ((17.95, INTERLEAVED, BYTES), "not percent"),
-        ((BUBBLE, BUBBLE, BYTES), "half as long"),
-        ((BUBBLE, BUBBLE / 2, BYTES), "becomes shorter"),
-        ((BUBBLE, 15 / 47, BYTES), "not of stages"),
-        ((BUBBLE, INTERLEAVED, BYTES // 2), "both directions"),
-        ((BUBBLE, INTERLEAVED, 2 * BYTES), "has 2 bytes"),
-        ((BUBBLE, INTERLEAVED, BYTES // 32), "one micro-batch"),
-        ((BUBBLE, INTERLEAVED, 7), "two directions"),
+    "schedule_for": [
+        (searched(lambda p, v, m: (p - 1) / (v * m)), "12 micro-batches are enough"),
+        (searched(lambda p, v, m: p / (v * m + p)), "12 micro-batches are enough"),
+        (searched(lambda p, v, m: share(p, 1, m)), "interleaved can do this"),
+        (searched(lambda p, v, m: (p - 2) / (v * m + p - 2)), "has a bubble of"),
+        (searched(share, rounds=False), "multiple of 8 ranks"),
+        (searched(share, order=("1F1B",)), "interleaved can do this"),
+        (searched(share, order=("interleaved", "1F1B")), "1F1B is enough"),
+        (searched(share, fewest=False), "12 micro-batches are enough"),
+        (not_rounded, "round up"),
+        (without_most, "more than 48"),
+        (lambda ranks, limit, most: most, "return a pair"),
+        (lambda ranks, limit, most: ("gpipe", most), "return a pair"),
+        (lambda ranks, limit, most: "fewer ranks", "1F1B can do this"),
     ],
     "loops": [
         (by_micro_batch, "some rank waits"),

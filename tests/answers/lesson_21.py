@@ -3,32 +3,33 @@
 import torch
 
 
-def in_one_line(tokens, width, heads, kv_heads, ranks):
-    return 4 * (ranks - 1) * (tokens // ranks) * (width // heads) * kv_heads
+def by_ranks(heads, kv_heads, ranks):
+    possible = heads % ranks == kv_heads % ranks == 0
+    return "heads" if possible and ranks > 1 + heads / kv_heads else "ring"
 
 
-def without_groups(tokens, width, heads, kv_heads, ranks):
-    return in_one_line(tokens, width, heads, heads, ranks)
+def without_limit(heads, kv_heads, ranks):
+    return "heads" if ranks > 1 + heads / kv_heads else "ring"
 
 
-def keys_only(*job):
-    return in_one_line(*job) // 2
+def queries_alone_divide(heads, kv_heads, ranks):
+    return "ring" if heads % ranks else without_limit(heads, kv_heads, ranks)
 
 
-def in_float32(*job):
-    return 2 * in_one_line(*job)
+def enough_heads(heads, kv_heads, ranks):
+    return "ring" if kv_heads < ranks else without_limit(heads, kv_heads, ranks)
 
 
-def one_hop_more(tokens, width, heads, kv_heads, ranks):
-    return 4 * tokens * (width // heads) * kv_heads
+def no_fewer_heads_for_keys(heads, kv_heads, ranks):
+    return "ring" if kv_heads % ranks or heads % ranks else "heads"
 
 
-def one_hop(tokens, width, heads, kv_heads, ranks):
-    return one_hop_more(tokens, width, heads, kv_heads, ranks) // ranks
+def keys_and_values_alone(heads, kv_heads, ranks):
+    return "heads" if kv_heads % ranks == 0 and ranks > 1 else "ring"
 
 
-def all_tokens(tokens, width, heads, kv_heads, ranks):
-    return one_hop_more(tokens, width, heads, kv_heads, ranks) * (ranks - 1)
+def no_fewer_tokens(heads, kv_heads, ranks):
+    return "ring"  # 2 g is never more than 2 + 2 g
 
 
 def by_sigmoid(out1, lse1, out2, lse2):
@@ -148,20 +149,20 @@ def joins_tails_in_order(parts):
 
 
 RIGHT = {
-    "kv_bytes": [in_one_line],
+    "ring_or_heads": [by_ranks],
     "merge": [by_sigmoid],
     "even_work": [(by_index, back_by_index)],
 }
 
 WRONG = {
-    "kv_bytes": [
-        (without_groups, "kv_heads heads"),
-        (keys_only, "keys and values"),
-        (in_float32, "bfloat16"),
-        (one_hop_more, "one hop less"),
-        (one_hop, "count all hops"),
-        (all_tokens, "1 / ranks of the tokens"),
-        (lambda *job: 7, "not 7"),
+    "ring_or_heads": [
+        (without_limit, "do not divide"),
+        (queries_alone_divide, "do not divide"),
+        (enough_heads, "do not divide"),
+        (no_fewer_heads_for_keys, "0.375 a with the ring, and 0.469 a with heads"),
+        (keys_and_values_alone, "0.375 a with the ring"),
+        (no_fewer_tokens, "1.500 a with the ring"),
+        (lambda heads, kv_heads, ranks: heads, "return"),
     ],
     "merge": [
         (averaged, "have weights"),

@@ -1,47 +1,83 @@
 """Answers to the exercises of lesson 23: right ones, and planted wrong ones."""
 
-from exercises.lesson_23 import fitting, seconds
+from itertools import permutations
+from math import prod
+
+from exercises.lesson_23 import fitting, leaving, place_of, seconds
 
 
-def by_remainder(rank, copies, shards):
-    return [r for r in range(copies * shards) if r % shards == rank % shards]
+def reader(*axes):
+    """Readers along these axes, numbered from the first to the last."""
+
+    def reads(sizes, rank):
+        readers, which, place = 1, 0, place_of(sizes, rank)
+        for name in sizes:
+            if name in axes:
+                readers, which = (
+                    readers * sizes[name],
+                    which * sizes[name] + place[name],
+                )
+        return readers, which
+
+    return reads
 
 
-def its_row(rank, copies, shards):
-    first = rank // shards * shards
-    return list(range(first, first + shards))
+def every_rank(sizes, rank):
+    return prod(sizes.values()), rank
 
 
-def the_others(rank, copies, shards):
-    return [r for r in by_remainder(rank, copies, shards) if r != rank]
+def one_reader(sizes, rank):
+    return 1, 0
 
 
-def column_first(rank, copies, shards):
-    return [r for r in range(copies * shards) if r % copies == rank % copies]
+def too_many(sizes, rank):
+    return prod(sizes.values()), reader("dp", "replicate", "shard")(sizes, rank)[1]
 
 
-def in_short(nbytes, nodes, gpus):
-    n = nodes * gpus
-    return 3 * nbytes * (n - 1) / n, 2 * nbytes * (nodes - 1) / nodes
+def rows_first(sizes, rank):
+    """As if neighbours were on the first axis."""
+    return reader("dp", "replicate", "shard")(dict(reversed(sizes.items())), rank)
 
 
-def with_ddp(nbytes, nodes, gpus):
-    n = nodes * gpus
-    return 2 * nbytes * (n - 1) / n, in_short(nbytes, nodes, gpus)[1]
+def last_rank(sizes, rank):
+    readers, which = reader("dp", "replicate", "shard")(sizes, rank)
+    return readers, which + 1
 
 
-def of_one_rank(nbytes, nodes, gpus):
-    fsdp, hsdp = in_short(nbytes, nodes, gpus)
-    return fsdp, hsdp / gpus
+def by_all_orders(sizes, sent, gpus):
+    def total(order):
+        return sum(sent[name] for name in leaving(order, sizes, gpus))
+
+    return list(min(permutations(sizes), key=total))
 
 
-def all_join(nbytes, nodes, gpus):
-    n = nodes * gpus
-    return in_short(nbytes, nodes, gpus)[0], 2 * nbytes * (n - 1) / n
+def first_inside(sizes, sent, gpus):
+    return by_all_orders(sizes, sent, gpus)[::-1]
 
 
-def one_number(nbytes, nodes, gpus):
-    return in_short(nbytes, nodes, gpus)[0]
+def most_bytes_inside(sizes, sent, gpus):
+    return tuple(sorted(sizes, key=sent.get))
+
+
+def fewest_axes_outside(sizes, sent, gpus):
+    return min(permutations(sizes), key=lambda order: len(leaving(order, sizes, gpus)))
+
+
+def tp_inside(sizes, sent, gpus):
+    rest = {name: sizes[name] for name in sizes if name != "tp"}
+    return *by_all_orders(rest, sent, gpus // sizes["tp"] or 1), "tp"
+
+
+def as_given(sizes, sent, gpus):
+    return list(sizes)
+
+
+def two_names(sizes, sent, gpus):
+    return list(sizes)[1:]
+
+
+def only_the_last(sizes, sent, gpus):
+    return by_all_orders(sizes, sent, gpus)[-1]
 
 
 def fastest(parameters, blocks, width, tokens, memory):
@@ -69,6 +105,18 @@ def two_all_reduces(parameters, blocks, width, tokens, memory):
     return fastest(parameters, blocks / 2, width, tokens, memory)
 
 
+def all_weights(parameters, blocks, width, tokens, memory):
+    def time(tp):
+        rest = seconds(0, blocks, width, tokens, tp)
+        return rest + seconds(parameters * tp, 0, width, tokens, tp)
+
+    return min(fitting(parameters, memory), key=time)
+
+
+def network_for_all(parameters, blocks, width, tokens, memory):
+    return fastest(parameters, blocks * 200 / 3, width, tokens, memory)
+
+
 def no_room_to_spare(parameters, blocks, width, tokens, memory):
     return fastest(parameters, blocks, width, tokens, memory - 1)
 
@@ -81,23 +129,34 @@ def all_tokens(parameters, blocks, width, tokens, memory):
 
 
 RIGHT = {
-    "same_shard": [by_remainder],
-    "network_bytes": [in_short],
+    "reads": [reader("dp", "replicate", "shard")],
+    "place_axes": [by_all_orders],
     "choose_tp": [fastest],
 }
 
 WRONG = {
-    "same_shard": [
-        (its_row, "is its row"),
-        (the_others, "the rank itself"),
-        (column_first, "not"),
+    "reads": [
+        (every_rank, "differ along tp only"),
+        (reader("dp"), "get the same samples"),
+        (reader("dp", "replicate"), "get the same samples"),
+        (reader("dp", "replicate", "shard", "pp"), "differ along pp only"),
+        (reader("dp", "replicate", "shard", "cp"), "differ along cp only"),
+        (reader("tp"), "differ along tp only"),
+        (rows_first, "differ along tp only"),
+        (one_reader, "get the same samples"),
+        (too_many, "a step takes 2 of 8 parts of the batch"),
+        (last_rank, "there is no rank 2"),
+        (lambda sizes, rank: rank, "return two numbers"),
         (3, "give a function"),
     ],
-    "network_bytes": [
-        (with_ddp, "DDP's all-reduce"),
-        (of_one_rank, "that is one rank"),
-        (all_join, "one rank of each node"),
-        (one_number, "return two numbers"),
+    "place_axes": [
+        (first_inside, "neighbours are on the last axis"),
+        (most_bytes_inside, "11 of"),
+        (fewest_axes_outside, "is possible"),
+        (tp_inside, "is possible"),
+        (as_given, "is possible"),
+        (two_names, "each name once"),
+        (only_the_last, "return a tuple of names"),
     ],
     "choose_tp": [
         (without_memory, "a rank stores"),
@@ -106,6 +165,8 @@ WRONG = {
         (largest, "tp = 8 takes"),
         (all_tokens, "s of messages"),
         (two_all_reduces, "s of messages"),
+        (all_weights, "s of messages"),
+        (network_for_all, "s of messages"),
         (no_room_to_spare, "s of messages"),
     ],
 }

@@ -1,10 +1,6 @@
 """Answers to the exercises of lesson 24: right ones, and planted wrong ones."""
 
-import os
-import shutil
-import tempfile
-from os import fsync, replace
-from pathlib import Path
+from ast import literal_eval
 
 import numpy as np
 import torch
@@ -31,132 +27,98 @@ def goes_on_with(step, every, damaged):
     return step - by_remainder(step, every, damaged)
 
 
-# -- a file that is whole --------------------------------------------------------------
+# -- a checkpoint without a rename -----------------------------------------------------
 
 
-def whole(path, content, flush=True, mode="wb"):
-    with open(f"{path}.half", mode) as file:
-        file.write(content)
-        if flush:
-            file.flush()
-        os.fsync(file.fileno())
-    os.replace(f"{path}.half", path)
+def put_parts(store, step, parts):
+    for name, content in parts.items():
+        store.put(f"{step:06}/{name}", content)
 
 
-def with_os(path, content):
-    file = os.open(f"{path}.half", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    while content:
-        content = content[os.write(file, content) :]
-    os.fsync(file)
-    os.close(file)
-    Path(f"{path}.half").rename(path)
+def clear(store, step):
+    for name in store.names():
+        if not name.startswith(f"{step:06}/"):
+            store.delete(name)
 
 
-def with_its_own_names(path, content):
-    with open(f"{path}.half", "wb") as file:
-        file.write(content)
-        file.flush()
-        fsync(file.fileno())
-    replace(f"{path}.half", path)
+def by_marker(store, step, parts):
+    """A marker for each step; the parts of a killed attempt go first."""
+    for name in store.names():
+        if name.startswith(f"{step:06}/"):
+            store.delete(name)
+    put_parts(store, step, parts)
+    store.put(f"{step:06}/complete", b"")
+    clear(store, step)
 
 
-def with_the_folder(path, content):
-    whole(path, content)
-    folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)
-    os.close(folder)
+def of_marker(store):
+    whole = [name for name in store.names() if name.endswith("/complete")]
+    if not whole:
+        return 0, {}
+    folder = max(whole).split("/")[0]
+    names = [name.split("/") for name in store.names()]
+    return int(folder), {
+        part: store.get(f"{place}/{part}")
+        for place, part in names
+        if place == folder and part != "complete"
+    }
 
 
-def syncs_all(path, content):
-    path.with_suffix(".half").write_bytes(content)
-    os.sync()
-    path.with_suffix(".half").rename(path)
+def in_one_object(store, step, parts):
+    store.put("all", repr((step, parts)).encode())
 
 
-def plain(path, content):
-    Path(path).write_bytes(content)
+def of_one_object(store):
+    return literal_eval(store.get("all").decode()) if store.names() else (0, {})
 
 
-def in_pieces(path, content):
-    with open(path, "wb") as file:
-        for start in range(0, len(content), 1000):
-            file.write(content[start : start + 1000])
+def marker_first(store, step, parts):
+    store.put(f"{step:06}/complete", b"")
+    put_parts(store, step, parts)
+    clear(store, step)
 
 
-def removes_first(path, content):
-    half = Path(f"{path}.half")
-    half.write_bytes(content)
-    os.unlink(path)
-    os.rename(half, path)
+def no_marker(store, step, parts):
+    put_parts(store, step, parts)
+    clear(store, step)
 
 
-def not_synced(path, content):
-    half = Path(f"{path}.half")
-    half.write_bytes(content)
-    half.replace(path)
+def of_names(store):
+    if not store.names():
+        return 0, {}
+    step = int(max(store.names())[:6])
+    mine = [name for name in store.names() if name.startswith(f"{step:06}/")]
+    return step, {name[7:]: store.get(name) for name in mine}
 
 
-def synced_too_early(path, content):
-    whole(path, content, flush=False)
+def old_goes_first(store, step, parts):
+    for name in store.names():
+        store.delete(name)
+    put_parts(store, step, parts)
+    store.put(f"{step:06}/complete", b"")
 
 
-def synced_too_late(path, content):
-    Path(f"{path}.half").write_bytes(content)
-    os.replace(f"{path}.half", path)
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
+def keeps_leftovers(store, step, parts):
+    put_parts(store, step, parts)
+    store.put(f"{step:06}/complete", b"")
+    clear(store, step)
 
 
-def moves(path, content):
-    number, name = tempfile.mkstemp()
-    with open(number, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    shutil.move(name, path)
+def keeps_all(store, step, parts):
+    put_parts(store, step, parts)
+    store.put(f"{step:06}/complete", b"")
 
 
-def only_long(path, content):
-    if len(content) > 1000:
-        whole(path, content)
+def deletes_what_was_there(store, step, parts):
+    before = store.names()
+    put_parts(store, step, parts)
+    store.put(f"{step:06}/complete", b"")
+    for name in before:
+        store.delete(name)
 
 
-def stumbles(path, content):
-    whole(path, content, mode="xb")
-
-
-def renames_in_with(path, content):
-    with open(f"{path}.half", "wb") as file:
-        file.write(content[:-1])
-        file.write(content[-1:])
-        os.fsync(file.fileno())
-        os.replace(f"{path}.half", path)
-
-
-def leaves(path, content):
-    folder = Path(path).parent
-    with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.link(file.name, f"{path}.new")
-    os.replace(f"{path}.new", path)
-
-
-def writes_less(path, content):
-    file = os.open(f"{path}.half", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.write(file, content)
-    os.fsync(file)
-    os.close(file)
-    os.replace(f"{path}.half", path)
-
-
-def raises(path, content):
+def raises(store, step, parts):
     raise OSError("no such luck")
-
-
-def another(path, content):
-    Path(path).write_bytes(content[::-1])
 
 
 RIGHT = {
@@ -164,7 +126,7 @@ RIGHT = {
         by_remainder,
         lambda step, every, damaged: np.int64(by_remainder(step, every, damaged)),
     ],
-    "keep": [with_os, with_its_own_names, with_the_folder, syncs_all],
+    "checkpoint_without_rename": [(by_marker, of_marker)],
     "save_every": [
         (1677, 1.79),
         (SQUARE / 3, 9000 / SQUARE),
@@ -181,23 +143,17 @@ WRONG = {
         (lambda step, every, damaged: -1, "go on with the newest"),
         (lambda step, every, damaged: "2", "give a number, not '2'"),
     ],
-    "keep": [
-        (plain, "killed at byte"),
-        (in_pieces, "killed at line"),
-        (removes_first, "no file of that name"),
-        (not_synced, "power cut"),
-        (synced_too_late, "power cut"),
-        (synced_too_early, "flush() first"),
-        (stumbles, "the next call fails (FileExistsError"),
-        (renames_in_with, "the file has"),
-        (leaves, "is left over"),
-        (writes_less, "when the disk took only up to byte"),
-        (raises, "OSError: no such luck"),
-        (another, "without any kill"),
-        (moves, "in another folder"),
-        (only_long, "with a content of 5 bytes"),
-        (None, "give a function"),
-        (print, "give a function"),
+    "checkpoint_without_rename": [
+        ((marker_first, of_marker), "killed before call 2 of a save of step 15"),
+        ((no_marker, of_names), "find gives step 15 with {'rank 0'"),
+        ((old_goes_first, of_marker), "find gives step 0, not 10 or 15"),
+        ((keeps_leftovers, of_marker), "started again with 2 ranks"),
+        ((deletes_what_was_there, of_marker), "started again with 2 ranks"),
+        ((in_one_object, of_one_object), "an object of its own"),
+        ((keeps_all, of_marker), "the old part '000005/rank 0' is still there"),
+        ((raises, of_marker), "OSError: no such luck"),
+        ((by_marker, lambda store: 7), "not a step and its parts"),
+        ((print, None), "give a function"),
     ],
     "save_every": [
         ((5031, 1.79), "that many seconds"),

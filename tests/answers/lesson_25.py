@@ -1,66 +1,118 @@
 """Answers to the exercises of lesson 25: right ones, and planted wrong ones."""
 
-from exercises.lesson_25 import by_node
+import re
+
+import numpy as np
+
+from exercises.lesson_25 import ranks_of, slow
 
 
-def ring_of_machines(parameters, machines, each):
-    return 2 * (machines - 1) / machines * 4 * parameters
+def by_words(log):
+    found = set()
+    for line in log.splitlines():
+        if "via NET/" in line and "GDRDMA" not in line:
+            sender, receiver = line.split(" : ")[1].split(" -> ")
+            mine = sender if "[send]" in line else receiver
+            found.add(int(mine.split("[")[0]))
+    return sorted(found)
 
 
-def all_rings(parameters, machines, each):
-    part = 4 * parameters / each
-    return round(each * 2 * part * (machines - 1) / machines)
+def by_pattern(log):
+    line = re.compile(r"(\d+)\[\d+\] -> (\d+)\[\d+\] \[(\w+)\] via (\S+)")
+    found = {
+        int(sender if kind == "send" else receiver)
+        for sender, receiver, kind, way in line.findall(log)
+        if not way.endswith("GDRDMA")
+    }
+    return sorted(found)
 
 
-def by_sorted(addresses, gpus):
-    every = sorted(addresses)
-    return {a: [every.index(a) * gpus + g for g in range(gpus)] for a in addresses}
+def first_words(log):
+    return [c.split("[")[0] for c in log.split(" : ") if "Socket" in c]
 
 
-def by_given(addresses, gpus):
-    return by_node(addresses, gpus)
+def by_table(agents, nnodes, key=("endpoint", "id"), gpus=None, by=str):
+    found = {}
+    for agent in agents:
+        mine = [a for a in agents if all(a[word] == agent[word] for word in key)]
+        before = [a for a in mine if by(a["address"]) < by(agent["address"])]
+        if len(mine) >= nnodes:
+            found[agent["address"]] = sum(gpus or a["gpus"] for a in before)
+    return found
+
+
+def last_number(address):
+    return int(address.split(".")[3])
+
+
+def in_the_order_of_arrival(agents, nnodes):
+    found, rank = {}, 0
+    for agent in agents:
+        found[agent["address"]] = rank
+        rank += agent["gpus"]
+    return found
+
+
+def in_slow_pairs(pairs, least):
+    """Not whether it is fast elsewhere."""
+    slow_pairs = [set(pair) for pair, speed in pairs.items() if speed < least]
+    left = set.intersection(*slow_pairs) if slow_pairs else set()
+    return min(left) if left else -1
+
+
+def by_clearing(pairs, least):
+    good = {n for pair, speed in pairs.items() if speed >= least for n in pair}
+    bad = [set(pair) - good for pair, speed in pairs.items() if speed < least]
+    left = set.intersection(*bad) if bad else set()
+    return left.pop() if len(left) == 1 else -1
+
+
+def slowest(pairs, least):
+    return max(min(pairs, key=pairs.get))
 
 
 RIGHT = {
-    "my_gpu": [
-        lambda environ: int(environ["LOCAL_RANK"]),
-        lambda environ: int(environ["RANK"]) % int(environ["LOCAL_WORLD_SIZE"]),
+    "first_ranks": [by_table],
+    "slow_node": [
+        by_clearing,
+        lambda pairs, least: np.int64(by_clearing(pairs, least)),
     ],
-    "ranks_of_nodes": [by_sorted, lambda a, g: by_node(sorted(a), g)],
-    "hybrid_bytes": [ring_of_machines, all_rings],
+    "slow_ranks": [by_words, by_pattern],
 }
 
 WRONG = {
-    "my_gpu": [
-        (lambda environ: int(environ["RANK"]), "no such GPU"),
-        (lambda environ: int(environ["GROUP_RANK"]), "number of the node"),
-        (lambda environ: environ["LOCAL_RANK"], "is a word"),
-        (lambda environ: 7, "not 7"),
-        (lambda environ: environ["GPU"], "KeyError"),
+    "first_ranks": [
+        (lambda agents, nnodes: by_table(agents, 1), "a job waits"),
+        (lambda agents, nnodes: by_table(agents, nnodes, ["id"]), "two stores"),
+        (lambda agents, nnodes: by_table(agents, nnodes, ["endpoint"]), "the same id"),
+        (lambda agents, nnodes: by_table(agents, nnodes, gpus=8), "has 8 GPUs"),
+        (lambda agents, nnodes: by_table(agents, nnodes, gpus=1), "counts processes"),
+        (lambda agents, nnodes: by_table(agents, nnodes, by=last_number), "as words"),
+        (in_the_order_of_arrival, "as words"),
+        (lambda agents, nnodes: {"host0": 0}, "not {'host0': 0}"),
+        (lambda agents, nnodes: [0, 8], "a dict is wanted, not list"),
+        (lambda agents, nnodes: agents["my-job"], "TypeError"),
     ],
-    "ranks_of_nodes": [
-        (by_given, "sorted as words"),
-        (lambda a, g: sorted(a), "a dict is wanted"),
-        (lambda a, g: {}, "the keys are"),
-        (lambda a, g: dict.fromkeys(a, 0), "a list of ranks"),
-        (lambda a, g: {x: [0] for x in a}, "has the ranks"),
+    "slow_node": [
+        (in_slow_pairs, "3 is fast with 1"),
+        (slowest, "fast with each other"),
+        (lambda pairs, least: 3, "it is node 4, not 3"),
+        (lambda pairs, least: "node 4", "give a number, not 'node 4'"),
+        (lambda pairs, least: pairs[1], "KeyError"),
     ],
-    "hybrid_bytes": [
-        (lambda p, m, e: ring_of_machines(p, m, e) / e, "one GPU's part"),
-        (lambda p, m, e: 4 * p, "2 (n - 1) / n"),
-        (lambda p, m, e: 8 * p, "not twice the whole"),
-        (lambda p, m, e: 8 * p * (m * e - 1) / (m * e), "one GPU of each"),
-        (lambda p, m, e: ring_of_machines(p, m, e) / 2, "4 bytes"),
-        (lambda p, m, e: ring_of_machines(p, m, e) + 4 * p, "gathered"),
-        (lambda p, m, e: ring_of_machines(p, m, e) * e, "a part of the"),
-        (lambda p, m, e: 8 * p * (m - 1) / e, "carries 2 (m - 1) / m of it"),
-        (lambda p, m, e: 8 * p * (m - 1), "of one machine"),
-        (
-            lambda p, m, e: 8 * p * (m * e - 1) / (m * e) / e,
-            "part in a ring through all",
-        ),
-        (lambda p, m, e: 5.5 * p, "how many such rings"),
-        (lambda p, m, e: "many", "give a number, not 'many'"),
-        (lambda p, m, e: 1 / 0, "ZeroDivisionError"),
+    "slow_ranks": [
+        (lambda log: ranks_of(log, lambda way: "GDRDMA" not in way), "inside a node"),
+        (lambda log: ranks_of(log, lambda way: "NET/" in way), "the fast way"),
+        (lambda log: ranks_of(log, lambda way: "GDR" in way), "the fast way"),
+        (lambda log: ranks_of(log, lambda way: "Socket" in way), "host's memory"),
+        (lambda log: ranks_of(log, slow, lambda s, r, _: s), "behind the arrow"),
+        (lambda log: ranks_of(log, slow, lambda s, r, _: r), "before the arrow"),
+        (lambda log: [2, 3, 4] if "Socket" in log else [], "is the GPU"),
+        (lambda log: by_words(log)[::-1], "each rank once, in order"),
+        (lambda log: by_words(log) * 2, "each rank once, in order"),
+        (first_words, "not words"),
+        (lambda log: set(by_words(log)), "a list is wanted"),
+        (lambda log: [0], "it is [], not [0]"),
+        (lambda log: log.ranks, "AttributeError"),
     ],
 }

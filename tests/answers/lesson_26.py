@@ -4,56 +4,84 @@ import math
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
-from exercises.lesson_26 import STATES_ALONE, tokens
-
-
-def days(tokens, gpus, rate):
-    return tokens / gpus / rate / 86400
+from exercises.lesson_26 import STATES_ALONE, in_parts
 
 
-def tokens_up(gpus, gigabit, flops):
-    return math.ceil(tokens(gpus, gigabit, flops))
+def gpus(trained, frozen, room):
+    return -(-(16 * trained + 4 * frozen) // int(room))
+
+
+def by_hand(x, weight, targets, parts):
+    """Another right way: each part is an autograd function of its own."""
+
+    class Part(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, some, matrix, right):
+            ctx.save_for_backward(some, matrix, right)
+            logits = some @ matrix.T
+            return F.cross_entropy(logits, right, reduction="sum")
+
+        @staticmethod
+        def backward(ctx, gradient):
+            some, matrix, right = ctx.saved_tensors
+            scores = (some @ matrix.T).softmax(-1)
+            scores[torch.arange(len(right)), right] -= 1
+            scores *= gradient
+            return scores @ matrix, scores.T @ some, None
+
+    pieces = zip(x.chunk(parts), targets.chunk(parts), strict=True)
+    losses = [Part.apply(some, weight, right) for some, right in pieces]
+    return torch.stack(losses).sum() / len(targets)
 
 
 RIGHT = {
-    "training_days": [days],
-    "machines_needed": [(np.int64(4), torch.tensor(7)), (float(4), np.float32(7))],
-    "tokens_that_hide": [tokens, tokens_up, lambda g, n, f: round(tokens(g, n, f), -1)],
+    "gpus_for_states": [
+        gpus,
+        lambda p, q, room: float(math.ceil(p * 16 / room + q * 4 / room)),
+    ],
+    "machines_needed": [(np.int64(4), torch.tensor(6)), (float(4), np.float32(6))],
+    "loss_in_parts": [in_parts(), by_hand],
 }
 
 WRONG = {
-    "training_days": [
-        (lambda t, g, r: t / g / r, "in seconds"),
-        (lambda t, g, r: t / g / r / 3600, "in hours"),
-        (lambda t, g, r: t / r / 86400, "of one GPU"),
-        (lambda t, g, r: t / g / g / r / 86400, "once"),
-        (lambda t, g, r: t / g / r / 1440, "3600 seconds"),
-        (lambda t, g, r: 54, "those of one second"),
-        (lambda t, g, r: math.ceil(days(t, g, r)), "do not round"),
+    "gpus_for_states": [
+        (lambda p, q, room: (16 * p + 4 * q) / room, "round up"),
+        (lambda p, q, room: (16 * p + 4 * q) // room, "larger than the room"),
+        (lambda p, q, room: math.ceil(16 * p / room), "are there, too"),
+        (lambda p, q, room: gpus(p + q, 0, room), "neither a gradient"),
+        (lambda p, q, room: gpus(p, 2 * q, room), "needs no gradient"),
+        (lambda p, q, room: gpus(p, q / 2, room), "in float32, too"),
+        (lambda p, q, room: gpus(0, p + q, room), "the parameters alone"),
+        (lambda p, q, room: gpus(p * 12 / 16, q, room), "4 + 4 + 8 bytes"),
+        (lambda p, q, room: gpus(p / 2, q, room), "two numbers"),
+        (lambda p, q, room: gpus(p, 0, room) + gpus(0, q, room), "round up once"),
+        (lambda p, q, room: room / (16 * p + 4 * q), "upside down"),
+        (lambda p, q, room: 64, "room of one GPU"),
+        (lambda p, q, room: "19", "not '19'"),
     ],
     "machines_needed": [
-        ((STATES_ALONE, 7), "the states alone would fit"),
-        ((32, 56), "of eight GPUs each"),
-        ((5, 7), "fewer are as well"),
+        ((STATES_ALONE, 6), "the states alone would fit"),
+        ((32, 48), "of eight GPUs each"),
+        ((5, 6), "fewer are as well"),
         ((4, 4), "three times the activations"),
-        ((3.5, 7), "round up"),
-        (("4", 7), "give a number, not '"),
-        ((True, 7), "not a bool"),
-        ((0, 7), "at least one machine"),
+        ((3.5, 6), "round up"),
+        (("4", 6), "give a number, not '"),
+        ((True, 6), "not a bool"),
+        ((0, 6), "at least one machine"),
         ((4, math.nan), "not nan"),
-        ((torch.ones(2), 7), "not a Tensor"),
+        ((torch.ones(2), 6), "not a Tensor"),
     ],
-    "tokens_that_hide": [
-        (lambda g, n, f: tokens(g, n, f) / 8, "8 bits"),
-        (lambda g, n, f: tokens(g, n, f) * 8, "the ring once"),
-        (lambda g, n, f: tokens(g, n, f) / 64, "of the whole machine"),
-        (lambda g, n, f: f / (n * 1e9 / 8), "(n - 1) / n of a message"),
-        (lambda g, n, f: f * (g - 8) / g / (n * 1e9 / 8), "not one of each machine"),
-        (lambda g, n, f: tokens(g, n, f) * 4 / 3, "computed again"),
-        (lambda g, n, f: tokens(g, n, f) * g, "not of all"),
-        (lambda g, n, f: tokens(g, n, f) * 1e9, "10⁹ bits"),
-        (lambda g, n, f: 8192, "what cancels"),
-        (lambda g, n, f: [1], "not a list"),
+    "loss_in_parts": [
+        (in_parts(again=False), "its peak is"),
+        (lambda x, w, t, parts: F.cross_entropy(x @ w.T, t), "its peak is"),
+        (in_parts(divisor="one"), "the sum of all losses"),
+        (in_parts("mean", divisor="one"), "the sum of the parts' means"),
+        (in_parts("mean", divisor="parts"), "must not weigh the same"),
+        (lambda x, w, t, parts: in_parts()(x.detach(), w, t, parts), "x gets no"),
+        (lambda x, w, t, parts: in_parts()(x, w.detach(), t, parts), "weight gets"),
+        (lambda x, w, t, parts: 2.5 * in_parts()(x, w, t, parts), "in one part"),
+        (lambda x, w, t, parts: in_parts()(x, w, t, parts).item(), "not a tensor"),
     ],
 }

@@ -1,149 +1,91 @@
 """Answers to the exercises of lesson 27: right ones, and planted wrong ones."""
 
+import math
+
 import numpy as np
-import torch
-from torch.nn.functional import cross_entropy
 
-from exercises.lesson_27 import (
-    all_places,
-    at_once,
-    by_rows,
-    in_parts,
-    mean_of_means,
-    means,
-    row_by_row,
-    sums,
-)
+from exercises.lesson_27 import cheapest, days_of, fewest, tokens
 
 
-def right(model, x, y, most):
-    letters, total = (y != -100).sum(), 0.0
-    for xs, ys in zip(x.split(most), y.split(most), strict=True):
-        loss = cross_entropy(model(xs).flatten(0, 1), ys.flatten(), reduction="sum")
-        (loss / letters).backward()
-        total += (loss / letters).item()
-    return total
+def by_sorting(offers, tokens, days):
+    """Another right way: the first of the sorted offers that is in time."""
+    order = sorted(range(len(offers)), key=lambda i: offers[i][2] / offers[i][1])
+    return np.int64(next(i for i in order if days_of(offers[i], tokens) <= days))
 
 
-def weighted(model, x, y, most):
-    total = 0
-    for i in range(0, len(x), most):
-        part = y[i : i + most]
-        share = (part != -100).sum() / (y != -100).sum()
-        loss = cross_entropy(model(x[i : i + most]).mT, part) * share
-        loss.backward()
-        total = total + loss.detach()
-    return total
+def least(of_an_offer, third=4 / 3):
+    """The offer in time of which something is least."""
+
+    def position(offers, tokens, days):
+        limit = days * 4 / 3 / third
+        there = [i for i, it in enumerate(offers) if days_of(it, tokens) <= limit]
+        return min(there, key=lambda i: of_an_offer(*offers[i]))
+
+    return position
 
 
-tenfold = in_parts(lambda scores, y, *_: 10 * cross_entropy(scores, y))
+def of_a_token(gpus, rate, price):
+    return price / rate
 
 
-def drops_the_last(model, x, y, most):
-    whole = len(x) // most * most
-    return right(model, x[:whole], y[:whole], most)
+def tokens_up(gpus, gigabit, flops):
+    return math.ceil(tokens(gpus, gigabit, flops))
 
 
-def only_forward(model, x, y, most):
-    for xs in x.split(most):
-        model(xs)
-    return 1.0
-
-
-def returns_the_last(model, x, y, most):
-    right(model, x, y, most)
-    return 0.5
-
-
-def returns_nan(model, x, y, most):
-    return right(model, x, y, most) * float("nan")
-
-
-def steady(step, rows, width):
-    found = []
-    for row in rows.tolist():
-        generator = torch.Generator().manual_seed(step * 1_000_003 + row)
-        found.append(torch.rand(width, generator=generator) > 0.1)
-    return torch.stack(found)
-
-
-def of_a_table(step, rows, width):
-    generator = torch.Generator().manual_seed(step)
-    table = torch.rand(3000, width, generator=generator)
-    return (table >= 0.1).float()[rows]
-
-
-def of_the_moment(step, rows, width):
-    return (torch.rand(len(rows), width) > 0.1).float()
-
-
-def of_the_step(step, rows, width):
-    generator = torch.Generator().manual_seed(step)
-    return (torch.rand(len(rows), width, generator=generator) > 0.1).float()
-
-
-def one_for_all(step, rows, width):
-    generator = torch.Generator().manual_seed(step)
-    return (torch.rand(width, generator=generator) > 0.1).repeat(len(rows), 1)
-
-
-def of_step(change):
-    """The right masks, but of another step and other rows."""
-    return lambda step, rows, width: steady(*change(step, rows), width)
-
-
-def a_half(step, rows, width):
-    return of_a_table(step, rows, width) * (steady(step + 1, rows, width))
+def fewest_by_search(gpus, tp, pp, chunks, sequences, share):
+    turns = 1
+    while (pp - 1) / (turns * chunks) > share:
+        turns += 1
+    return np.int64(turns * sequences * gpus // tp // pp)
 
 
 RIGHT = {
-    "moved_to_16": [(np.int64(4), np.float64(2 * 15 / 16 * 124e6 * 4))],
-    "padded": [weighted],
-    "steady_mask": [of_a_table],
+    "cheapest_offer": [cheapest, by_sorting, lambda *a: float(cheapest(*a))],
+    "fewest_sequences": [fewest, fewest_by_search, lambda *a: float(fewest(*a))],
+    "tokens_that_hide": [tokens, tokens_up, lambda g, n, f: round(tokens(g, n, f), -1)],
 }
 
 WRONG = {
-    "moved_to_16": [
-        ((64, 930_000_000), "8192 rows"),
-        ((1, 930_000_000), "8 fit"),
-        ((32, 930_000_000), "rows of each GPU"),
-        ((8, 930_000_000), "how many parts"),
-        ((5, 930_000_000), "512 rows, 16 GPUs"),
-        ((4, 496_000_000), "which a rank hands over once"),
-        ((4, 992_000_000), "15 of 16, not all"),
-        ((4, 465_000_000), "the first of two rounds"),
-        ((4, 3_720_000_000), "once in a step"),
-        ((4, 232_500_000), "4 bytes"),
-        ((4, 7), "ring of 16"),
-        ((4, float("nan")), "nbytes: give a number, not nan"),
-        ((4, 930), "these are MB, of 10**6 bytes; give bytes"),
-        ((16, 930_000_000), "16 are the GPUs"),
-        (("4", 930_000_000), "accumulate: give a number, not '4'"),
+    "cheapest_offer": [
+        (lambda o, t, d: cheapest(o, t, 1000), "that of 64 GPUs takes"),
+        (least(of_a_token, third=1), "with a third more than planned"),
+        (least(lambda gpus, rate, price: price), "what does a token cost"),
+        (least(lambda gpus, rate, price: gpus * price), "what does a token cost"),
+        (least(lambda gpus, rate, price: gpus), "what does a token cost"),
+        (least(lambda gpus, rate, price: -rate), "what does a token cost"),
+        (least(lambda gpus, rate, price: -gpus * rate), "what does a token cost"),
+        (least(lambda gpus, rate, price: price / gpus), "what does a token cost"),
+        (lambda o, t, d: cheapest(o, t, d) + 1, "costs"),
+        (lambda o, t, d: o[cheapest(o, t, d)], "not a tuple"),
+        (lambda o, t, d: -1, "from 0 on"),
     ],
-    "padded": [
-        (mean_of_means, "mean of their means"),
-        (means, "counts fully"),
-        (all_places, "those with -100"),
-        (sums, "that is the sum"),
-        (by_rows, "not by its rows"),
-        (tenfold, "not those of the whole batch"),
-        (at_once, "7 rows at once"),
-        (drops_the_last, "given 6 rows"),
-        (only_forward, "no gradient"),
-        (returns_the_last, "you return 0.5"),
-        (returns_nan, "give a number, not nan"),
-        (row_by_row, "each row's mean"),
+    "fewest_sequences": [
+        (lambda g, t, p, c, s, x: fewest(t * p, t, p, c, s, x), "of its own"),
+        (lambda g, t, p, c, s, x: fewest(g, 1, p, c, s, x), "the same sequences"),
+        (lambda g, t, p, c, s, x: fewest(g, 1, 1, c, s, x), "(pp - 1)"),
+        (lambda g, t, p, c, s, x: fewest(g, t, p, c, 1, x), "several sequences"),
+        (lambda g, t, p, c, s, x: fewest(g, t, p, 1, s, x), "parts of a stage"),
+        (
+            lambda g, t, p, c, s, x: (p - 1) / (x * c) * (g // (t * p)) * s,
+            "round up",
+        ),
+        (
+            lambda g, t, p, c, s, x: math.ceil(p / x / c) * (g // (t * p)) * s,
+            "not pp",
+        ),
+        (lambda *a: fewest(*a) + 1, "begin with"),
+        (lambda *a: str(fewest(*a)), "not '"),
     ],
-    "steady_mask": [
-        (of_the_moment, "asked again"),
-        (of_the_step, "of 4 gets another mask"),
-        (of_step(lambda step, rows: (0, rows)), "step 6 has the mask"),
-        (one_for_all, "all rows have the same"),
-        (of_step(lambda step, rows: (0, rows + step)), "a seed of its own"),
-        (of_step(lambda step, rows: (0, step * rows)), "a seed of its own"),
-        (lambda *given: steady(*given).tolist(), "the mask is a list, not a tensor"),
-        (a_half, "are zeros"),
-        (lambda *given: steady(*given) / 0.9, "zeros and ones only"),
-        (lambda *given: steady(*given)[0], "the mask is (64,), not (32, 64)"),
+    "tokens_that_hide": [
+        (lambda g, n, f: tokens(g, n, f) / 8, "8 bits"),
+        (lambda g, n, f: tokens(g, n, f) * 8, "a machine has eight"),
+        (lambda g, n, f: tokens(g, n, f) * 64, "not once for each GPU"),
+        (lambda g, n, f: f / (n * 1e9), "(n - 1) / n of a message"),
+        (lambda g, n, f: f * (g - 8) / g / (n * 1e9), "not one of each machine"),
+        (lambda g, n, f: tokens(g, n, f) * 4 / 3, "computed again"),
+        (lambda g, n, f: tokens(g, n, f) * g, "not of all"),
+        (lambda g, n, f: tokens(g, n, f) * 1e9, "10⁹ bits"),
+        (lambda g, n, f: 8192, "what cancels"),
+        (lambda g, n, f: [1], "not a list"),
     ],
 }

@@ -3,143 +3,179 @@
 import torch
 from torch.nn.functional import cross_entropy
 
-
-def to_own_gpu(path):
-    return torch.load(path, map_location=f"cuda:{torch.cuda.current_device()}")
-
-
-def to_cpu(path):
-    return torch.load(path, map_location="cpu")
-
-
-def as_it_was(path):
-    return torch.load(path)
-
-
-def to_gpu_0(path):
-    return torch.load(path, map_location="cuda:0")
+from exercises.lesson_28 import (
+    all_places,
+    at_once,
+    becomes,
+    by_rows,
+    in_parts,
+    mean_of_means,
+    means,
+    row_by_row,
+    sums,
+)
 
 
-def zeros(path):
-    return {name: value.zero_() for name, value in to_cpu(path).items()}
+def changed(**names):
+    """The right answer to another plan."""
+    return lambda plan: becomes({**plan, **{n: of(plan) for n, of in names.items()}})
 
 
-def in_numbers(model, batches):
-    losses = [cross_entropy(model(x), y).item() for x, y in batches]
-    return sum(losses) / len(losses)
+def by_hand(plan):
+    if plan["batch"] != 512:
+        return "Refused"
+    groups = plan["gpus"] // plan["tp"]
+    if -(-512 // groups) > 8 * plan["accumulate"]:
+        return "memory"
+    return "other" if plan["lr"] > 3e-4 else "same"
 
 
-def detached(model, batches):
+def rounds_down(plan):
+    said = becomes(plan)
+    fits = 512 // (plan["gpus"] // plan["tp"]) // plan["accumulate"] <= 8
+    return "same" if said == "memory" and fits else said
+
+
+def equal_shares(plan):
+    return "refused" if 512 % plan["gpus"] else becomes(plan)
+
+
+def says_for(said, instead):
+    return lambda plan: instead if becomes(plan) == said else becomes(plan)
+
+
+def per_gpu_batch(plan):
+    return "same" if plan["batch"] == 512 * plan["gpus"] else becomes(plan)
+
+
+def right(model, x, y, most):
+    letters, total = (y != -100).sum(), 0.0
+    for xs, ys in zip(x.split(most), y.split(most), strict=True):
+        loss = cross_entropy(model(xs).flatten(0, 1), ys.flatten(), reduction="sum")
+        (loss / letters).backward()
+        total += (loss / letters).item()
+    return total
+
+
+def weighted(model, x, y, most):
     total = 0
-    for x, y in batches:
-        total += cross_entropy(model(x), y).detach()
-    return total / len(batches)
+    for i in range(0, len(x), most):
+        part = y[i : i + most]
+        share = (part != -100).sum() / (y != -100).sum()
+        loss = cross_entropy(model(x[i : i + most]).mT, part) * share
+        loss.backward()
+        total = total + loss.detach()
+    return total
 
 
-def with_graph(model, batches):
-    return torch.stack([cross_entropy(model(x), y) for x, y in batches]).mean()
+tenfold = in_parts(lambda scores, y, *_: 10 * cross_entropy(scores, y))
 
 
-def the_last(model, batches):
-    return [cross_entropy(model(x), y).item() for x, y in batches][-1]
+def drops_the_last(model, x, y, most):
+    whole = len(x) // most * most
+    return right(model, x[:whole], y[:whole], most)
 
 
-def emptied(model, batches):
-    torch.cuda.empty_cache()
-    return with_graph(model, batches)
+def only_forward(model, x, y, most):
+    for xs in x.split(most):
+        model(xs)
+    return 1.0
 
 
-def snake(lengths, rank, ranks):
-    order = torch.argsort(lengths, descending=True).tolist()
-    return [
-        i for n, i in enumerate(order)
-        if (n % ranks if n // ranks % 2 == 0 else ranks - 1 - n % ranks) == rank
-    ]  # fmt: skip
+def returns_the_last(model, x, y, most):
+    right(model, x, y, most)
+    return 0.5
 
 
-def in_chunks(lengths, rank, ranks):
-    return torch.argsort(lengths).chunk(ranks)[rank]
+def returns_nan(model, x, y, most):
+    return right(model, x, y, most) * float("nan")
 
 
-def as_they_come(lengths, rank, ranks):
-    return torch.arange(len(lengths))[rank::ranks]
+def steady(step, rows, width):
+    found = []
+    for row in rows.tolist():
+        generator = torch.Generator().manual_seed(step * 1_000_003 + row)
+        found.append(torch.rand(width, generator=generator) > 0.1)
+    return torch.stack(found)
 
 
-def everything(lengths, rank, ranks):
-    return torch.argsort(lengths)
+def of_a_table(step, rows, width):
+    generator = torch.Generator().manual_seed(step)
+    table = torch.rand(3000, width, generator=generator)
+    return (table >= 0.1).float()[rows]
 
 
-def all_to_rank_0(lengths, rank, ranks):
-    return torch.argsort(lengths) if rank == 0 else []
+def of_the_moment(step, rows, width):
+    return (torch.rand(len(rows), width) > 0.1).float()
 
 
-def saves_a_list(path, *objects):
-    torch.save([each.state_dict() for each in objects], path)
+def of_the_step(step, rows, width):
+    generator = torch.Generator().manual_seed(step)
+    return (torch.rand(len(rows), width, generator=generator) > 0.1).float()
 
 
-def loads_a_list(path, *objects):
-    for each, state in zip(objects, to_own_gpu(path), strict=True):
-        each.load_state_dict(state)
+def one_for_all(step, rows, width):
+    generator = torch.Generator().manual_seed(step)
+    return (torch.rand(width, generator=generator) > 0.1).repeat(len(rows), 1)
 
 
-def loads_onto_gpu_0(path, *objects):
-    for each, state in zip(objects, torch.load(path), strict=True):
-        each.load_state_dict(state)
+def of_step(change):
+    """The right masks, but of another step and other rows."""
+    return lambda step, rows, width: steady(*change(step, rows), width)
 
 
-def loads_the_model(path, model, optimizer, scheduler):
-    model.load_state_dict(to_cpu(path)[0])
+def a_half(step, rows, width):
+    return of_a_table(step, rows, width) * (steady(step + 1, rows, width))
 
-
-def loads_no_scheduler(path, model, optimizer, scheduler):
-    model.load_state_dict(to_cpu(path)[0])
-    optimizer.load_state_dict(to_cpu(path)[1])
-
-
-def loads_no_optimizer(path, model, optimizer, scheduler):
-    model.load_state_dict(to_cpu(path)[0])
-    scheduler.load_state_dict(to_cpu(path)[2])
-
-
-def loads_nothing(path, model, optimizer, scheduler):
-    pass
-
-
-_C, _D, _E, _F = "loaded on GPU 0", "graph kept", "uneven work", "no optimizer state"
 
 RIGHT = {
-    "memory_incidents": [(_C, to_own_gpu, _D, in_numbers), (_C, to_cpu, _D, detached)],
-    "slow_rank": [(_E, snake)],
-    "resume_incident": [(_F, saves_a_list, loads_a_list)],
+    "moved": [by_hand],
+    "padded": [weighted],
+    "steady_mask": [of_a_table],
 }
 
 WRONG = {
-    "memory_incidents": [
-        (("device not set", to_cpu, _D, detached), "cuda:1 to cuda:3 would have"),
-        ((_C, to_cpu, "cache", detached), "not only reserved"),
-        ((_C, to_cpu, "leak", detached), "not in the table"),
-        ((_C, as_it_was, _D, detached), "bytes on another GPU"),
-        ((_C, to_gpu_0, _D, detached), "bytes on another GPU"),
-        ((_C, zeros, _D, detached), "values are not those of the file"),
-        ((_C, to_cpu, _D, with_graph), "bytes stay after each call"),
-        ((_C, to_cpu, _D, emptied), "bytes stay after each call"),
-        ((_C, to_cpu, _D, the_last), "the mean loss is"),
-        ((_C, "to_cpu", _D, detached), "give a function"),
+    "moved": [
+        (changed(tp=lambda plan: 1), "some GPU has 32 rows in a part"),
+        (
+            changed(gpus=lambda plan: plan["gpus"] // plan["replicas"]),
+            "the largest part of any GPU has 8 rows",
+        ),
+        (changed(lr=lambda plan: 3e-4), "each step is longer"),
+        (changed(accumulate=lambda plan: 64), "some GPU has 32 rows"),
+        (per_gpu_batch, "other rows than"),
+        (rounds_down, "some GPU has"),
+        (equal_shares, "shared out in another way"),
+        (says_for("refused", "other"), "other rows than"),
+        (says_for("same", "fine"), "return one of same, other, memory, refused"),
+        (lambda plan: "same", "other rows than"),
+        (lambda plan: plan["cards"], "KeyError"),
+        (3, "give a function"),
     ],
-    "slow_rank": [
-        (("slow link", snake), "because they wait"),
-        ((_E, in_chunks), "so some must wait"),
-        ((_E, as_they_come), "so some must wait"),
-        ((_E, everything), "each sequence once"),
-        ((_E, all_to_rank_0), "give each equally many"),
-        ((_E, lambda lengths, rank, ranks: "all"), "returns the positions"),
+    "padded": [
+        (mean_of_means, "mean of their means"),
+        (means, "counts fully"),
+        (all_places, "those with -100"),
+        (sums, "that is the sum"),
+        (by_rows, "not by its rows"),
+        (tenfold, "not those of the whole batch"),
+        (at_once, "7 rows at once"),
+        (drops_the_last, "given 6 rows"),
+        (only_forward, "no gradient"),
+        (returns_the_last, "you return 0.5"),
+        (returns_nan, "give a number, not nan"),
+        (row_by_row, "each row's mean"),
     ],
-    "resume_incident": [
-        (("one shard", saves_a_list, loads_a_list), "right after loading"),
-        ((_F, saves_a_list, loads_the_model), "AdamW's moments"),
-        ((_F, saves_a_list, loads_no_optimizer), "AdamW's moments"),
-        ((_F, saves_a_list, loads_no_scheduler), "still thinks"),
-        ((_F, saves_a_list, loads_nothing), "the parameters are not those"),
-        ((_F, saves_a_list, loads_onto_gpu_0), "incident C again"),
+    "steady_mask": [
+        (of_the_moment, "asked again"),
+        (of_the_step, "of 4 gets another mask"),
+        (of_step(lambda step, rows: (0, rows)), "step 6 has the mask"),
+        (one_for_all, "all rows have the same"),
+        (of_step(lambda step, rows: (0, rows + step)), "a seed of its own"),
+        (of_step(lambda step, rows: (0, step * rows)), "a seed of its own"),
+        (lambda *given: steady(*given).tolist(), "the mask is a list, not a tensor"),
+        (a_half, "are zeros"),
+        (lambda *given: steady(*given) / 0.9, "zeros and ones only"),
+        (lambda *given: steady(*given)[0], "the mask is (64,), not (32, 64)"),
     ],
-}  # fmt: skip
+}

@@ -1,175 +1,148 @@
 """Answers to the exercises of lesson 29: right ones, and planted wrong ones."""
 
-import numpy as np
 import torch
-
-from exercises.lesson_29 import OPEN, as_in_the_lesson
-
-
-def careful(cases):
-    said = as_in_the_lesson(cases) if cases else "not tested"
-    if said == OPEN:
-        said += ": " + ", or ".join(case for case in cases if cases[case] is None)
-    return said
+from torch.nn.functional import cross_entropy
 
 
-def forgets_none(cases):
-    return as_in_the_lesson(cases) if cases else "not tested"
+def to_own_gpu(path):
+    return torch.load(path, map_location=f"cuda:{torch.cuda.current_device()}")
 
 
-def open_is_not_tested(cases):
-    return "not tested" if None in cases.values() else careful(cases)
+def to_cpu(path):
+    return torch.load(path, map_location="cpu")
 
 
-def drops_what_is_open(cases):
-    return careful({case: holds for case, holds in cases.items() if holds is not None})
+def as_it_was(path):
+    return torch.load(path)
 
 
-def open_comes_first(cases):
-    unknown = [case for case in cases if cases[case] is None]
-    return f"{OPEN}: {', or '.join(unknown)}" if unknown else careful(cases)
+def to_gpu_0(path):
+    return torch.load(path, map_location="cuda:0")
 
 
-def forgets_a_branch(cases):
-    if cases:
-        return careful(cases)
+def zeros(path):
+    return {name: value.zero_() for name, value in to_cpu(path).items()}
 
 
-def with_commas(cases):
-    return careful(cases).replace(", or ", ", ")
+def in_numbers(model, batches):
+    losses = [cross_entropy(model(x), y).item() for x, y in batches]
+    return sum(losses) / len(losses)
 
 
-# -- 29.3 ------------------------------------------------------------------------------
+def detached(model, batches):
+    total = 0
+    for x, y in batches:
+        total += cross_entropy(model(x), y).detach()
+    return total / len(batches)
 
 
-def mutation_test(average):
-    generator = torch.Generator().manual_seed(0)
-    for ranks in (3, 5):
-        grads = [torch.randn(4, 3, generator=generator) for _ in range(ranks)]
-        wanted = torch.stack(grads).mean(0)
-        found = average([g.clone() for g in grads])
-        if len(found) != ranks:
-            return False
-        if not all(torch.allclose(f, wanted, atol=1e-6) for f in found):
-            return False
-    return True
+def with_graph(model, batches):
+    return torch.stack([cross_entropy(model(x), y) for x, y in batches]).mean()
 
 
-def by_hand(average):
-    grads = [[0.5, -7.0], [1.5, 2.0], [-1.0, 0.25]]
-    wanted = torch.tensor([1 / 3, -19 / 12])
-    found = average([torch.tensor(g) for g in grads])
-    return len(found) == 3 and all((f - wanted).abs().max() < 1e-4 for f in found)
+def the_last(model, batches):
+    return [cross_entropy(model(x), y).item() for x, y in batches][-1]
 
 
-def compares_afterwards(average):
-    grads = [torch.randn(4, 3) for _ in range(3)]
-    found = average(grads)
-    wanted = torch.stack(grads).mean(0)
-    return len(found) == 3 and all(torch.allclose(f, wanted, atol=1e-6) for f in found)
+def emptied(model, batches):
+    torch.cuda.empty_cache()
+    return with_graph(model, batches)
 
 
-def compared(grads, near=torch.allclose):
-    """Compares what every rank gets with the mean of these gradients."""
-
-    def test(average):
-        wanted = torch.stack(grads).mean(0)
-        found = average([g.clone() for g in grads])
-        return len(found) == len(grads) and all(near(f, wanted) for f in found)
-
-    return test
+def snake(lengths, rank, ranks):
+    order = torch.argsort(lengths, descending=True).tolist()
+    return [
+        i for n, i in enumerate(order)
+        if (n % ranks if n // ranks % 2 == 0 else ranks - 1 - n % ranks) == rank
+    ]  # fmt: skip
 
 
-def same_everywhere(average):
-    return all(torch.equal(f, torch.ones(3)) for f in average([torch.ones(3)] * 3))
+def in_chunks(lengths, rank, ranks):
+    return torch.argsort(lengths).chunk(ranks)[rank]
 
 
-def only_equal(average):
-    found = average([torch.randn(3) for _ in range(3)])
-    return all(torch.equal(found[0], f) for f in found)
+def as_they_come(lengths, rank, ranks):
+    return torch.arange(len(lengths))[rank::ranks]
 
 
-def only_rank_0(average):
-    grads = [torch.randn(3) for _ in range(3)]
-    wanted = torch.stack(grads).mean(0)
-    return torch.allclose(average([g.clone() for g in grads])[0], wanted, atol=1e-6)
+def everything(lengths, rank, ranks):
+    return torch.argsort(lengths)
 
 
-many_numbers = torch.randn(3, 100, generator=torch.Generator().manual_seed(0))
-to_the_last_bit = compared([*many_numbers], near=torch.equal)
-with_two_ranks = compared([torch.tensor([0.5, -7.0]), torch.tensor([1.0, 2.0])])
-positive_and_whole = compared([*torch.tensor([[1.0, 5.0], [4.0, 1.0], [1.0, 3.0]])])
+def all_to_rank_0(lengths, rank, ranks):
+    return torch.argsort(lengths) if rank == 0 else []
 
 
-def says(answer):
-    def test(average):
-        average([torch.ones(2), torch.zeros(2)])
-        return answer
-
-    return test
+def saves_a_list(path, *objects):
+    torch.save([each.state_dict() for each in objects], path)
 
 
-def never_asks(average):
-    return True
+def loads_a_list(path, *objects):
+    for each, state in zip(objects, to_own_gpu(path), strict=True):
+        each.load_state_dict(state)
 
 
-def as_a_number(average):
-    return len(average([torch.ones(2), torch.zeros(2)]))
+def loads_onto_gpu_0(path, *objects):
+    for each, state in zip(objects, torch.load(path), strict=True):
+        each.load_state_dict(state)
 
 
-def as_a_tensor(average):
-    grads = [torch.tensor([0.5, -7.0, 2.0 * i**2]) for i in range(3)]
-    found = average([g.clone() for g in grads])
-    near = (torch.stack(list(found)) - torch.stack(grads).mean(0)).abs() < 1e-5
-    return torch.tensor(len(found) == 3) and near.all()
+def loads_the_model(path, model, optimizer, scheduler):
+    model.load_state_dict(to_cpu(path)[0])
 
 
-def as_numpy(average):
-    return np.bool_(mutation_test(average))
+def loads_no_scheduler(path, model, optimizer, scheduler):
+    model.load_state_dict(to_cpu(path)[0])
+    optimizer.load_state_dict(to_cpu(path)[1])
 
 
-def one_by_one(average):
-    one, two, three = average([torch.ones(2)] * 3)
-    return bool((one == two).all())
+def loads_no_optimizer(path, model, optimizer, scheduler):
+    model.load_state_dict(to_cpu(path)[0])
+    scheduler.load_state_dict(to_cpu(path)[2])
 
+
+def loads_nothing(path, model, optimizer, scheduler):
+    pass
+
+
+_E, _F, _G, _H = "loaded on GPU 0", "graph kept", "uneven work", "no optimizer state"
 
 RIGHT = {
-    "repaired_sum": [lambda loss, ranks: sum([loss] * ranks)],
-    "careful_judge": [careful],
-    "finds_the_liars": [by_hand, as_a_tensor, as_numpy],
+    "memory_incidents": [(_E, to_own_gpu, _F, in_numbers), (_E, to_cpu, _F, detached)],
+    "slow_rank": [(_G, snake)],
+    "resume_incident": [(_H, saves_a_list, loads_a_list)],
 }
 
 WRONG = {
-    "repaired_sum": [
-        (lambda loss, ranks: loss, "nothing undoes that"),
-        (lambda loss, ranks: loss / ranks, "divided twice"),
-        (lambda loss, ranks: 4 * loss, "not always 4"),
-        (lambda loss, ranks: loss * ranks**2, "4 times those of one process"),
-        (lambda loss, ranks: loss.item() * ranks, "not a float"),
-        (lambda loss, ranks: loss.detach() * ranks, "without a gradient"),
+    "memory_incidents": [
+        (("device not set", to_cpu, _F, detached), "cuda:1 to cuda:3 would have"),
+        ((_E, to_cpu, "cache", detached), "not only reserved"),
+        ((_E, to_cpu, "leak", detached), "not in the table"),
+        ((_E, as_it_was, _F, detached), "bytes on another GPU"),
+        ((_E, as_it_was, "later", with_graph), "bytes on another GPU"),
+        ((_E, to_gpu_0, _F, detached), "bytes on another GPU"),
+        ((_E, zeros, _F, detached), "values are not those of the file"),
+        ((_E, to_cpu, _F, with_graph), "bytes stay after each call"),
+        ((_E, to_cpu, _F, emptied), "bytes stay after each call"),
+        ((_E, to_cpu, _F, the_last), "the mean loss is"),
+        ((_E, "to_cpu", _F, detached), "give a function"),
     ],
-    "careful_judge": [
-        (as_in_the_lesson, "no case at all"),
-        (forgets_none, "nothing else was tried"),
-        (open_is_not_tested, "nothing else was tried"),
-        (drops_what_is_open, "nothing else was tried"),
-        (open_comes_first, "whatever c is"),
-        (forgets_a_branch, "for {} you return nothing"),
-        (with_commas, "join the cases"),
-        (lambda cases: "true", "no case at all"),
+    "slow_rank": [
+        (("slow link", snake), "because they wait"),
+        (("stuck rank", snake), "comes to its end"),
+        ((_G, in_chunks), "so some must wait"),
+        ((_G, as_they_come), "so some must wait"),
+        ((_G, everything), "each sequence once"),
+        ((_G, all_to_rank_0), "give each equally many"),
+        ((_G, lambda lengths, rank, ranks: "all"), "returns the positions"),
     ],
-    "finds_the_liars": [
-        (compares_afterwards, "copies that you made before"),
-        (to_the_last_bit, "adds in another order"),
-        (with_two_ranks, "leaves out all ranks but two"),
-        (same_everywhere, "passes a function that"),
-        (only_equal, "adds up and does not divide"),
-        (only_rank_0, "averages for rank 0 alone"),
-        (positive_and_whole, "loses the signs"),
-        (says(True), "passes every function"),
-        (says(False), "refuses a function"),
-        (never_asks, "never calls"),
-        (as_a_number, "not an int"),
-        (one_by_one, "your code raised ValueError"),
+    "resume_incident": [
+        (("one shard", saves_a_list, loads_a_list), "right after loading"),
+        (("bad batch", saves_a_list, loads_a_list), "has had the same batch"),
+        ((_H, saves_a_list, loads_the_model), "AdamW's moments"),
+        ((_H, saves_a_list, loads_no_optimizer), "AdamW's moments"),
+        ((_H, saves_a_list, loads_no_scheduler), "still thinks"),
+        ((_H, saves_a_list, loads_nothing), "the parameters are not those"),
+        ((_H, saves_a_list, loads_onto_gpu_0), "incident E again"),
     ],
-}
+}  # fmt: skip

@@ -3,7 +3,7 @@
 
     sudo python tests/benchmarks/two_hosts_link.py [--rounds 5] [--output FILE]
 
-The hosts, the link and the ranks are those of slow_link.py. First one rank on each
+The hosts, the link and the ranks are those of _host_ranks.py. First one rank on each
 host, then two. Each way of training takes a few steps at each rate; all do the same
 work on the same rows, and so differ in their messages only:
 
@@ -30,7 +30,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from slow_link import (
+from _host_ranks import (
     BATCH,
     NOTEBOOKS,
     Ranks,

@@ -44,6 +44,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "of-the-tests"
 SECONDS = 60  # that no move takes: starting and stopping the server, opening a page
 RUN_SECONDS = 420  # that no lesson takes
+# the line of a cell that makes one
+EXPLORER = re.compile(r"^(?:explore|plan_explorer)\.\w+\(\w*\)$", re.MULTILINE)
 LIGHT, DARK = "JupyterLab Light", "JupyterLab Dark"
 
 NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build")
@@ -73,6 +75,10 @@ def copy_course(folder: Path) -> None:
     borrowed = [path for path in site.getsitepackages() if Path(path).is_dir()]
     lines = [f"import site; site.addsitedir({path!r})" for path in borrowed]
     (packages / "course.pth").write_text("\n".join([str(folder), *lines]) + "\n")
+    torchrun = environment / "bin" / "torchrun"  # a command of what is borrowed
+    start = "from torch.distributed.run import main\n\nmain()\n"
+    torchrun.write_text(f"#!{environment / 'bin' / 'python'}\n{start}")
+    torchrun.chmod(0o755)
     for name in ("share", "etc"):  # JupyterLab's own files, and those of the widgets
         (environment / name).symlink_to(Path(sys.prefix) / name)
     subprocess.run([sys.executable, "-c", COUNT_AS_BUILT], cwd=folder, check=True)
@@ -321,8 +327,7 @@ class Notebook:
 
     def explorers(self) -> list[int]:
         """The cells that make an explorer."""
-        explorer = re.compile(r"^(?:explore|plan_explorer)\.\w+\(\w*\)$", re.MULTILINE)
-        return [c["number"] for c in self.cells() if explorer.search(c["source"])]
+        return [c["number"] for c in self.cells() if EXPLORER.search(c["source"])]
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
         """Wait for something that the page does not tell; it may take `SECONDS`."""

@@ -7,7 +7,7 @@ pixels show what 1024 x 640 of them do without it.
 
 Run from the first cell to the last are the lessons with explorers, and with
 `BROWSER_RUN=all` in the environment all lessons: half an hour more. The others show
-their stored outputs, which nbval compares with those of a run.
+their stored outputs, which nbval compares with those of a run, and are `long`.
 What is left out: whether outputs are the stored ones (nbval compares them), real GPUs,
 and how a picture looks to a human eye.
 """
@@ -26,7 +26,15 @@ pytest.importorskip("pytest_timeout", reason="pytest-timeout is not installed")
 from playwright.sync_api import BrowserContext, sync_playwright  # noqa: E402
 
 from tests.browser import looks  # noqa: E402
-from tests.browser.lab import DARK, LIGHT, ROOT, SVG, Lab, Notebook  # noqa: E402
+from tests.browser.lab import (  # noqa: E402
+    DARK,
+    EXPLORER,
+    LIGHT,
+    ROOT,
+    SVG,
+    Lab,
+    Notebook,
+)
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 SHOTS = os.environ.get("BROWSER_SHOTS")
@@ -40,6 +48,16 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium"),
     pytest.mark.timeout(720),
 ]
+
+
+def read(name: str) -> nbformat.NotebookNode:
+    return nbformat.read(ROOT / "notebooks" / name, as_version=4)
+
+
+def marks_of(name: str) -> tuple:
+    """A lesson without explorers is opened each week."""
+    explores = any(EXPLORER.search(cell.source) for cell in read(name).cells)
+    return () if explores else (pytest.mark.long,)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +78,9 @@ def browser(lab: Lab) -> Iterator[BrowserContext]:
         yield browser
 
 
-@pytest.mark.parametrize("name", LESSONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=marks_of(name)) for name in LESSONS]
+)
 def test_lesson(lab: Lab, browser: BrowserContext, name: str):
     with lab.opened(browser, name) as lesson:
         explorers = lesson.explorers()
@@ -91,8 +111,9 @@ def test_lesson(lab: Lab, browser: BrowserContext, name: str):
 
 
 def stored_pictures(name: str) -> int:
-    lesson = nbformat.read(ROOT / "notebooks" / name, as_version=4)
-    outputs = [output for cell in lesson.cells for output in cell.get("outputs", ())]
+    outputs = [
+        output for cell in read(name).cells for output in cell.get("outputs", ())
+    ]
     return sum(SVG in output.get("data", {}) for output in outputs)
 
 
@@ -106,7 +127,12 @@ def move_every_control(lesson: Notebook, number: int) -> None:
     assert len(sliders) + len(lists) == controls > 0, f"{controls} in cell {number}"
     first = picture.inner_html()
     for i, slider in enumerate(sliders):
-        for key, moved in (("ArrowRight", True), ("ArrowLeft", False)):
+        keys = ["ArrowRight", "ArrowLeft"]
+        if slider.get_attribute("aria-valuenow") == slider.get_attribute(
+            "aria-valuemax"
+        ):
+            keys.reverse()
+        for key, moved in zip(keys, (True, False), strict=True):
             slider.press(key)
             what = f"the picture of cell {number} after {key} on slider {i}"
             lesson.wait(lambda m=moved: (picture.inner_html() != first) == m, what)

@@ -7,7 +7,7 @@
 * After a cell that raised, the notebook's later cells are skipped, not failed.
 * The last test of a notebook is its budget (budgets.py). It ends the kernel.
 * No process outlives its notebook (processes.py).
-* `-n 2` keeps the cells of a notebook together.
+* `-n 2` keeps the cells of a notebook together, and shares out the tests of long files.
 * A run ends with the number of outputs compared and with what each notebook took.
 * A run of everything leaves the slow tests out, unless `-m` asks for some.
 
@@ -31,6 +31,8 @@ from tests.harness.kernels import Kernel, KernelDied
 from tests.harness.processes import fix_environment
 
 SANITIZER = Path(__file__).with_name("sanitize.cfg")
+# files that take minutes, and whose tests need not stay together
+LONG = ("tests/test_trainers.py", "simgpu/tests/test_dry_twins.py")
 # the home folder of a run's kernels: what they write there is theirs, not yours
 HOME = pytest.StashKey[Path]()
 
@@ -115,6 +117,19 @@ def pytest_configure(config):
     if getattr(option, "dist", "no") in ("load", "worksteal"):
         option.dist = "loadscope"
         option.loadscopereorder = False  # few tests may be slow: not to be the last
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    if config.getvalue("dist") != "loadscope":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return nodeid if nodeid.startswith(LONG) else super()._split_scope(nodeid)
+
+    return Scheduling(config, log)
 
 
 def pytest_unconfigure(config):

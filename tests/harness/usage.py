@@ -153,7 +153,8 @@ def _is_store(port: int, command: list[str], environment: dict[str, str]) -> boo
         "0",
         str(port),
     )
-    return first or "torch.distributed.run" in command
+    agent = {"torch.distributed.run", "torchrun"}
+    return first or any(Path(word).name in agent for word in command)
 
 
 def _is_name_server(end) -> bool:

@@ -37,6 +37,7 @@ def run(root: Path, *words: str) -> tuple[int, str]:
 
 
 @needs_root
+@pytest.mark.long
 def test_two_lessons_with_all_faults():
     """Once; twice would take a minute more."""
     code, printed = run(ROOT, "02", "12", "--only", *ONCE)

@@ -20,8 +20,8 @@ what ran on the GPUs of all ranks to a file, for ui.perfetto.dev.
 
 --races: where two streams use the same memory in no order, `warn` (the default) names
 each two lines once on stderr, and the program goes on with the right values; `raise`
-ends it with PyTorch's report; `show` lets a read find what the memory held before;
-`off` says nothing.
+ends it with PyTorch's report; `show` lets a read find what the memory held before, and
+ends it where a write comes too early; `off` says nothing.
 --no-compile: `torch.compile` gives back what it is given, which runs uncompiled.
 --no-fork: a launcher behind the command starts a new Python for each rank, which takes
 longer. Ranks that are forked share the seed of Python's hashes.
@@ -46,29 +46,28 @@ from simgpu import _failures as failures
 from simgpu import _launchers as launchers
 from simgpu import _nvidia_smi as nvidia_smi
 from simgpu._device import ledger
-from simgpu._options import options
+from simgpu._options import SUBCOMMANDS, options
 from simgpu._switch import wanted
 
 # frames between the interpreter and the program: our own and runpy's
 _MACHINERY = {__file__, runpy.run_path.__code__.co_filename}
 
 
-# `simgpu prove ...` is not a program called "prove", which is `./prove`
-_SUBCOMMANDS = {
-    "prove": "simgpu._prove.command",
-    "dry-run": "simgpu._dry.command",
-    "sweep": "simgpu._dry.sweep_command",
-    "measure": "simgpu._measure.command",
-}
+_NEEDED = ("torch", "numpy", "cloudpickle")
+# what PyTorch says where `env://` finds none of a launcher's variables
+_ALONE = "variable RANK expected, but not set"
+_LAUNCH = (
+    "simgpu: the script is one rank of a job, and no launcher has started it; "
+    "write: simgpu --gpus {gpus} torchrun --nproc-per-node={gpus} {program}"
+)
 
 
 def main() -> None:
     """Start the GPUs, then become the program, or start it."""
     if sys.argv[1:2] != ["measure"]:  # whose GPUs may be those of a command above it
         child_commands.disarm()
-    if sys.argv[1:2] and sys.argv[1] in _SUBCOMMANDS:
-        command = importlib.import_module(_SUBCOMMANDS[sys.argv[1]])
-        sys.exit(command.main(sys.argv[2:]))
+    if sys.argv[1:2] and sys.argv[1] in SUBCOMMANDS:
+        sys.exit(_subcommand(*sys.argv[1:]))
     parsed = options()
     try:
         simulated = wanted() != "real"
@@ -88,12 +87,31 @@ def main() -> None:
     sys.exit(_end(parsed, status))
 
 
+def _subcommand(name: str, *words: str) -> int:
+    """Run `simgpu prove` or another; returns its exit status."""
+    try:
+        command = importlib.import_module(SUBCOMMANDS[name])
+        return command.main(words)
+    except ModuleNotFoundError as error:  # of ours; those of a program end earlier
+        if error.name not in _NEEDED:
+            raise
+        sys.exit(
+            f"simgpu needs {error.name}, which is not installed here: "
+            f"pip install {error.name}"
+        )
+
+
 def _status(parsed) -> int:
     """Be the program; returns its exit status."""
     try:
         become(parsed)
-    except BaseException:
-        return status_of(sys.exc_info())
+    except BaseException as error:
+        status = status_of(sys.exc_info())
+        if isinstance(error, ValueError) and _ALONE in str(error):
+            program = f"-m {parsed.program}" if parsed.module else parsed.program
+            hint = _LAUNCH.format(gpus=parsed.gpus, program=program)
+            print(hint, file=sys.stderr)
+        return status
     return 0
 
 

@@ -83,11 +83,16 @@ def run(found, simulated: bool) -> int:
             environ = shown.with_room(environ)
         guard = _Guard(folder) if simulated and _CAN_FORK else contextlib.nullcontext()
         with guard:
-            process = subprocess.Popen([*command, *found.arguments], env=environ)
+            process = start([*command, *found.arguments], environ)
             status = _wait(process)
         if status and simulated:
             failures.show_first(failed)
     return 128 - status if status < 0 else status
+
+
+def start(words: list[str], environ: dict[str, str]) -> subprocess.Popen:
+    """The process of a command."""
+    return subprocess.Popen(words, env=environ)
 
 
 def _wait(process: subprocess.Popen) -> int:

@@ -1,11 +1,13 @@
 """The command line of `python -m simgpu`. Nothing here needs PyTorch."""
 
 import argparse
+import difflib
 import os
 import shlex
 import sys
 from pathlib import Path
 
+import simgpu
 from simgpu._device import measured
 from simgpu._device.cards import CARDS
 from simgpu._launchers import LAUNCHERS, find_command
@@ -13,6 +15,18 @@ from simgpu._rank_variables import lay_out
 from simgpu._request import RACES, check_request
 from simgpu._timing.topology import Topology
 
+# `simgpu prove ...` is not a program called "prove", which is `./prove`
+SUBCOMMANDS = {
+    "prove": "simgpu._prove.command",
+    "dry-run": "simgpu._dry.command",
+    "sweep": "simgpu._dry.sweep_command",
+    "measure": "simgpu._measure.command",
+}
+_OTHERS = """other commands, each with a --help of its own:
+  simgpu dry-run        one rank of a job of any size: will it fit, how fast is it
+  simgpu sweep          the same for many layouts, as a table
+  simgpu prove          does a script train the same on any number of ranks
+  simgpu measure        figures of a real machine, for --card and --network"""
 _WITH_VALUE = (
     "--gpus", "--card", "--memory", "--nodes", "--network", "--timeline", "--races",
 )  # fmt: skip
@@ -21,6 +35,13 @@ _NO_SUCH = (
     "there is no script {0}; {0} is a command: say --children to run it, and what it "
     "starts, on simulated GPUs"
 )
+
+
+_BEHIND = (
+    "--gpus stands after {0}, so that it is an argument of {0}; write it before: "
+    "simgpu --gpus N {0}"
+)
+_NO_LAUNCHER = "{0} is not installed beside this Python: pip install {1}"
 
 
 def options(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -34,6 +55,8 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     ours, theirs = split(arguments)
     parsed = parser.parse_args(ours)
     parsed.arguments = theirs
+    if parsed.gpus is None and "LOCAL_WORLD_SIZE" not in os.environ:
+        parser.error(_no_number(parsed.program, theirs))
     parsed.command = _command(parsed, parser)
     if parsed.timeline is not None:
         parsed.timeline = parsed.timeline.absolute()  # the script may go elsewhere
@@ -66,15 +89,19 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m simgpu",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_OTHERS,
         description="Run a CUDA program on simulated GPUs.",
         allow_abbrev=False,
         usage="%(prog)s --gpus N [--card CARD] [--memory SIZE] [--nodes N] "
         "[--network BANDWIDTH] [--timeline FILE] [--races raise|show|warn|off] "
         "[--no-compile] [--children] [--no-fork] "
-        "(SCRIPT | -m MODULE | LAUNCHER) [ARGUMENT ...]",
+        "(SCRIPT | -m MODULE | LAUNCHER) [ARGUMENT ...]\n"
+        f"       simgpu {{{','.join(SUBCOMMANDS)}}} --help",
     )
     add = parser.add_argument
-    add("--gpus", type=int, required="LOCAL_WORLD_SIZE" not in os.environ, metavar="N",
+    add("--version", action="version", version=f"simgpu {simgpu.__version__}")
+    add("--gpus", type=int, metavar="N",
         help="under torchrun, as many as there are ranks on this node")  # fmt: skip
     add("--card", default="A100",
         help=", ".join(CARDS) + ", or a file of simgpu measure")  # fmt: skip
@@ -105,6 +132,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _no_number(program: str, behind: list[str]) -> str:
+    """What to say where nobody has said how many GPUs there are."""
+    if any(word.partition("=")[0] == "--gpus" for word in behind):
+        return _BEHIND.format(program)
+    return _meant(program) or "--gpus N is missing: how many GPUs has the machine?"
+
+
+def _meant(program: str) -> str:
+    """A subcommand whose name is almost that of a program that is not there."""
+    near = difflib.get_close_matches(program, SUBCOMMANDS, 1)
+    if not near or os.path.exists(program):
+        return ""
+    return f"there is no script {program}; the command is: simgpu {near[0]}"
+
+
 def _command(parsed, parser: argparse.ArgumentParser) -> list[str] | None:
     """The words that start the program; None if it is to run in this process."""
     name = os.path.basename(parsed.program)
@@ -114,8 +156,12 @@ def _command(parsed, parser: argparse.ArgumentParser) -> list[str] | None:
     if not is_launcher and os.path.exists(parsed.program):
         return other_program(parsed.program)
     command = find_command(parsed.program)
+    if command is None and is_launcher:
+        package = name if name in ("accelerate", "deepspeed") else "torch"
+        parser.error(_NO_LAUNCHER.format(name, package))
     if command is None:
-        parser.error(f"there is no script {parsed.program}")
+        known = _meant(parsed.program)
+        parser.error(known or f"there is no script {parsed.program}")
     if not is_launcher and not parsed.children:
         parser.error(_NO_SUCH.format(parsed.program))
     return command

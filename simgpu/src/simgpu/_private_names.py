@@ -144,6 +144,7 @@ NAMES: dict[str, dict[str, str]] = {
         "AccessType": "torch.cuda._sanitizer.AccessType",
         "CUDASanitizerErrors": "torch.cuda._sanitizer.CUDASanitizerErrors",
         "EventHandler": "torch.cuda._sanitizer.EventHandler",
+        "UnsynchronizedAccessError": "torch.cuda._sanitizer.UnsynchronizedAccessError",
     },
     "stray contexts": {"check_stray_context": "torch.cuda._check_stray_context"},
     "torch.distributed": {

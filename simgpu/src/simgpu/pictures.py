@@ -5,8 +5,9 @@
     picture.box(10, 10, 80, 40, pictures.COLOURS[0])
 
 `timeline`, `job_timeline`, `overlap` and `schedule` have time from left to right;
-`devices`, `segments`, `segment_picture`, `parts` and `job_memory` show memory. The
-rest is what they are made of, for pictures of your own in the same colours.
+`devices` shows what travels between host and GPUs; `segments`, `segment_picture`,
+`parts` and `job_memory` show memory. The rest is what they are made of, for pictures
+of your own in the same colours.
 """
 
 from simgpu._pictures.jobs import job_memory, job_timeline, overlap

@@ -2,17 +2,17 @@
 
 `nn.DataParallel`, `data_parallel`, `replicate`, `scatter`, `parallel_apply`, `gather`
 and `torch.cuda.comm` are PyTorch's own Python code here. This file answers what they
-call below: copies between GPUs, made as PyTorch makes them without NCCL.
-Models: each copy, through the same flat buffers as PyTorch's. Leaves out: NCCL, which a
-real machine with Linux uses to broadcast and to sum (as many bytes, less memory for the
-sum); the lock of the interpreter, for which the threads of a real `nn.DataParallel`
-wait (N replicas launch at once here); and that backward has a host thread for each GPU
-(here one launches for all).
+call below. Models: PyTorch on Linux, where NCCL broadcasts weights and sums gradients
+(`_distributed/one_process.py`), through the same flat buffers; and each copy of inputs
+and outputs. Leaves out: the lock of the interpreter, for which the threads of a real
+`nn.DataParallel` wait (N replicas launch at once here); and that backward has a host
+thread for each GPU (here one launches for all).
 """
 
 import contextlib
 
 import torch
+from torch.cuda import nccl
 
 from simgpu._compat import (
     flatten_dense_tensors,
@@ -40,7 +40,7 @@ def _check_index(device: int) -> None:
 
 def broadcast(tensor: torch.Tensor, devices: list[int]) -> list[torch.Tensor]:
     """A copy of `tensor` on each device; on its own device, `tensor` itself."""
-    copies = []
+    copies, new = [], []
     for device in devices:
         _check_index(device)
         copy = tensor
@@ -48,9 +48,19 @@ def broadcast(tensor: torch.Tensor, devices: list[int]) -> list[torch.Tensor]:
             copy = tensor.to(torch.device("cuda", device), non_blocking=True)
         elif device != tensor.get_device():
             copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-            copy.copy_(tensor, non_blocking=True)
+            new.append(copy)
         copies.append(copy)
+    _send(tensor, new)
     return copies
+
+
+def _send(tensor: torch.Tensor, out: list[torch.Tensor]) -> None:
+    """By NCCL, where it takes these tensors, else by copies."""
+    if out and nccl.is_available([tensor, *out]):
+        nccl.broadcast([tensor, *out])
+        return
+    for target in out:
+        target.copy_(tensor, non_blocking=True)
 
 
 def broadcast_out(tensor: torch.Tensor, out: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -67,8 +77,7 @@ def broadcast_out(tensor: torch.Tensor, out: list[torch.Tensor]) -> list[torch.T
             f"{list(tensor.shape)}, but output tensor at index {i} has shape "
             f"{list(target.shape)}",
         )
-    for target in out:
-        target.copy_(tensor, non_blocking=True)
+    _send(tensor, out)
     return out
 
 

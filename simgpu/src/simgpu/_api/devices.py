@@ -138,4 +138,7 @@ def current_accelerator(check_available: bool = False) -> torch.device | None:
 
 
 class device_index(torch.cuda.device):
-    """The context `torch.accelerator.device_index(1)`."""
+    """The context `torch.accelerator.device_index(1)`; None changes nothing."""
+
+    def __init__(self, device: int | None, /):
+        super().__init__(-1 if device is None else device)

@@ -42,10 +42,7 @@ _MODULES = {
     torch.cuda.memory: torch.cuda.memory.__all__,
     torch.accelerator: torch.accelerator.__all__,
     torch.accelerator.memory: torch.accelerator.memory.__all__,
-    torch.cuda.nccl: (
-        "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter",
-        "init_rank",
-    ),
+    torch.cuda.nccl: ("init_rank",),
 }  # fmt: skip
 
 

@@ -9,16 +9,8 @@ import os
 
 import torch
 
+from simgpu._cuda_errors import words_of_cuda
 from simgpu._device.ledger import Entry
-
-_NO_ROOM = (
-    "CUDA error: out of memory\n"
-    "Search for `cudaErrorMemoryAllocation' in https://docs.nvidia.com/cuda/cuda-"
-    "runtime-api/group__CUDART__TYPES.html for more information.\n"
-    "CUDA kernel errors might be asynchronously reported at some other API call, so "
-    "the stacktrace below might be incorrect.\n"
-    "For debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
-)
 
 
 class CardShare:
@@ -74,7 +66,8 @@ class CardShare:
             torch.AcceleratorError: if other processes have left too little.
         """
         if not self.has_context and not self._have(self.used):
-            raise torch.AcceleratorError(_NO_ROOM)
+            words = words_of_cuda("out of memory", "cudaErrorMemoryAllocation")
+            raise torch.AcceleratorError(words)
 
     def take(self, nbytes: int) -> bool:
         """Take a segment; whether there was room."""

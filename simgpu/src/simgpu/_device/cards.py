@@ -222,6 +222,7 @@ CARDS = {
         memory_bus=384,
     ),
 }
+"""Short name -> the card. A file of `simgpu measure` is one more: see `find_card`."""
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 

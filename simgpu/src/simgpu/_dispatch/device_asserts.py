@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from simgpu._cuda_errors import words_of_cuda
 from simgpu._frames import called_from
 
 _INDEX = '"index out of bounds"'
@@ -214,19 +215,9 @@ def report(failed: dict[int, bool], index: int) -> None:
     """Raise what has happened on a GPU."""
     __tracebackhide__ = True
     failed[index] = True
-    words = (
-        "CUDA error: device-side assert triggered\n"
-        "Search for `cudaErrorAssert' in https://docs.nvidia.com/cuda/cuda-runtime-api/"
-        "group__CUDART__TYPES.html for more information.\n"
+    error = torch.AcceleratorError(
+        words_of_cuda("device-side assert triggered", "cudaErrorAssert")
     )
-    if os.environ.get("CUDA_LAUNCH_BLOCKING") != "1":
-        words += (
-            "CUDA kernel errors might be asynchronously reported at some other API "
-            "call, so the stacktrace below might be incorrect.\n"
-            "For debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
-        )
-    words += "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
-    error = torch.AcceleratorError(words)
     error.error_code = _ERROR_ASSERT
     raise error
 

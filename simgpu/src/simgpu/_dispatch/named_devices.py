@@ -6,17 +6,11 @@ import torch
 
 from simgpu import _runtime as state
 from simgpu._compat import get_device_index
+from simgpu._cuda_errors import words_of_cuda
 from simgpu._device.gpu import Gpu
 from simgpu._dispatch.backward import gpu_of_backward
 from simgpu._errors import NotSimulated
 
-_INVALID_ORDINAL = (
-    "CUDA error: invalid device ordinal\n"
-    "GPU device may be out of range, do you have enough GPUs?\n"
-    "CUDA kernel errors might be asynchronously reported at some other API call, so "
-    "the stacktrace below might be incorrect.\n"
-    "For debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
-)
 HOST = torch.device("cpu")
 META = torch.device("meta")  # tensors without values
 
@@ -43,7 +37,8 @@ def find_gpu(device: torch.device | int) -> Gpu | None:
         gpu = gpu_of_backward(runtime.thread.device_chosen_in)
         index = runtime.thread.device if gpu is None else gpu.index
     if index >= len(runtime.gpus):
-        raise torch.AcceleratorError(_INVALID_ORDINAL)
+        words = words_of_cuda("invalid device ordinal", "cudaErrorInvalidDevice")
+        raise torch.AcceleratorError(words)
     return runtime.gpus[index]
 
 

@@ -227,6 +227,10 @@ class Board:
 
     # -- waits that cannot end ---------------------------------------------------------
 
+    def waits(self) -> bool:
+        """Whether a thread of this rank has been waiting for others for a while."""
+        return any(list(self._threads.values()))
+
     def _wait(self, doing: str, missing: dict[str, int]) -> None:
         """A wait goes on: say so, and raise if it cannot end."""
         __tracebackhide__ = True

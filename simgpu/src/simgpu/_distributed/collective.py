@@ -76,11 +76,10 @@ class Channel:
 
 
 class Collective:
-    """A collective that this rank has launched.
+    """A collective that this rank launches; other threads wait until it is posted.
 
     Args:
         channel: of its members.
-        exchange: what this rank gives and takes.
         meeting: its place in the schedule.
         clock: whose schedule that is.
         where: the line of the program.
@@ -88,8 +87,7 @@ class Collective:
 
     entry = None  # of the flight recorder
 
-    def __init__(self, channel: Channel, exchange: ex.Exchange, meeting: Meeting,
-                 clock, where: str):  # fmt: skip
+    def __init__(self, channel: Channel, meeting: Meeting, clock, where: str):
         self.channel, self.meeting = channel, meeting
         self.clock, self.where = clock, where
         self._lock = threading.RLock()  # a handler of a signal may come back here
@@ -100,7 +98,14 @@ class Collective:
         self.begun = None  # before it in its stream, if its time is taken
         self.position = None  # after it in its stream, for streams that wait for it
         meeting.settle = self.settle
-        self._post(exchange)
+        self._lock.acquire()  # `post` releases it
+
+    def post(self, exchange: ex.Exchange) -> None:
+        """Tell the others what this rank gives and takes; by its maker's thread."""
+        try:
+            self._post(exchange)
+        finally:
+            self._lock.release()
 
     def _post(self, exchange: ex.Exchange) -> None:
         channel = self.channel

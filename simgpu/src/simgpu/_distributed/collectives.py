@@ -288,7 +288,7 @@ def launch(runtime, communicator: Communicator, gpu, exchange: exchanges.Exchang
             position = clock.record(gpu.index, current)
             clock.stream_waits(gpu.index, stream, position)
             clock.forget(position)
-    exchange = _tell_sanitizer(runtime, key, exchange, written)
+    exchange = tell_sanitizer(runtime, key, exchange, written)
     seconds = collective_cost.collective_seconds(
         exchange.name,
         communicator.bytes_of(exchange),
@@ -297,8 +297,12 @@ def launch(runtime, communicator: Communicator, gpu, exchange: exchanges.Exchang
     )
     title = _title(communicator, exchange, channel)
     begun = clock.record(*key) if communicator.is_timed else None
-    meeting = clock.meet(gpu, stream, current, title, exchange.nbytes, seconds, beside)
-    launched = communicator.collective(channel, exchange, meeting, clock, where)
+    with clock.lock:  # no other thread meets one that nobody can settle
+        meeting = clock.meet(
+            gpu, stream, current, title, exchange.nbytes, seconds, beside
+        )
+        launched = communicator.collective(channel, exchange, meeting, clock, where)
+    launched.post(exchange)
     launched.begun, launched.position = begun, clock.record(*key)
     if stream != current:
         launched.given = [*exchange.gives, *written]
@@ -312,8 +316,8 @@ def launch(runtime, communicator: Communicator, gpu, exchange: exchanges.Exchang
     return launched
 
 
-def _tell_sanitizer(runtime, key, exchange: exchanges.Exchange,
-                    written: list) -> exchanges.Exchange:  # fmt: skip
+def tell_sanitizer(runtime, key, exchange: exchanges.Exchange,
+                   written: list) -> exchanges.Exchange:  # fmt: skip
     """A stream reads what this rank gives and writes what it takes.
 
     Returns what it gives then: a racy read, while races are shown, finds older values.

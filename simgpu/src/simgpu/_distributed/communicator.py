@@ -127,9 +127,9 @@ class Communicator:
         """Number in the group -> rank in the job, of the members that run."""
         return dict(enumerate(self.ranks))
 
-    def collective(self, *args) -> Collective:
-        """What it launches; takes what `Collective` takes."""
-        return Collective(*args)
+    def collective(self, channel: Channel, exchange, *more) -> Collective:
+        """What it launches for an exchange; takes what `Collective` takes, too."""
+        return Collective(channel, *more)
 
     def bytes_of(self, exchange) -> int:
         """Of an exchange, as this rank counts them."""

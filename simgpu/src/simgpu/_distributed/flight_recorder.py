@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -33,7 +33,8 @@ _DUMPS = ("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT")
 _FILE = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 _LOOK = 0.2  # seconds after which one looks whether a dump is wanted
-_PATIENCE = 3.0  # seconds that a rank that has failed gives the others for theirs
+_PATIENCE = 4.0  # seconds that a rank that has failed gives the others for theirs
+_OWN = 1.5, 3.0  # seconds for a rank that is told to be late itself, and if it waits
 _SIGNAL = "flight recorder"  # in the job's store: somebody has failed
 # operation of c10d -> how C++ calls its kind
 _KINDS = {
@@ -160,19 +161,20 @@ class Recorder:
 
     # -- dumps that others ask for -----------------------------------------------------
 
-    def listen(self, board) -> None:
+    def listen(self, board, was_told: Callable) -> None:
         """Dump when somebody writes to the pipe, or when another rank has failed.
 
         Only where a file or a pipe is named: it takes a thread, as in PyTorch.
 
         Args:
             board: of the job.
+            was_told: says in the log that another rank's time is over.
         """
         pipe = os.environ.get(_PIPE) if hasattr(os, "mkfifo") else None
         if self._thread is None and (pipe or (_setting(_FILE) and _flag(_DUMPS, True))):
             file = self._open_pipe(f"{pipe}{self.rank}.pipe") if pipe else None
             self._thread = threading.Thread(
-                target=self._serve, args=(file, board), daemon=True
+                target=self._serve, args=(file, board, was_told), daemon=True
             )
             self._thread.start()
 
@@ -182,7 +184,7 @@ class Recorder:
         os.mkfifo(name, 0o666)
         return os.open(name, os.O_RDWR | os.O_NONBLOCK)  # open at both ends: no EOF
 
-    def _serve(self, pipe: int | None, board) -> None:
+    def _serve(self, pipe: int | None, board, was_told: Callable) -> None:
         wanted = _flag(_DUMPS, True)
         with contextlib.suppress(RuntimeError):  # the store is gone
             while True:
@@ -191,14 +193,35 @@ class Recorder:
                     self.write()
                 if wanted and board.store.check([_SIGNAL]):
                     break
+            by = board.store.get(_SIGNAL)
+            if by:
+                self._come_to_own_limit(board)
             if not self.late:
                 self.late = True
+                if by:
+                    was_told(self, int(by))
                 self.write()
             board.store.set(f"{_SIGNAL}/{self.rank}", "done")
 
-    def tell_others(self, board) -> None:
-        """This rank has failed: the others dump, too, before it ends them."""
-        board.store.set(_SIGNAL, "dump")
+    def _come_to_own_limit(self, board) -> None:
+        """Another rank's time is over; a rank that waits as well speaks for itself.
+
+        PyTorch is as late with it: it looks for such a signal once a second.
+        """
+        least, most = (time.monotonic() + seconds for seconds in _OWN)
+        while not self.late and time.monotonic() < most:
+            if time.monotonic() > least and not board.waits():
+                break
+            time.sleep(0.02)
+
+    def tell_others(self, board, late: bool) -> None:
+        """This rank has failed: the others dump, too, before it ends them.
+
+        Args:
+            board: of the job.
+            late: whether its time is over.
+        """
+        board.store.set(_SIGNAL, str(self.rank) if late else "")
         end = time.monotonic() + _PATIENCE
         left = [rank for rank in range(board.size) if rank != self.rank]
         while left and time.monotonic() < end:
@@ -210,7 +233,8 @@ class Recorder:
 # -- of this process -------------------------------------------------------------------
 
 
-def begin(runtime, group, ranks: list[int], nccl: str) -> Group | None:
+def begin(runtime, group, ranks: list[int], nccl: str,
+          was_told: Callable) -> Group | None:  # fmt: skip
     """A group over NCCL is made; None if nothing is to be recorded.
 
     Args:
@@ -218,6 +242,7 @@ def begin(runtime, group, ranks: list[int], nccl: str) -> Group | None:
         group: of PyTorch.
         ranks: of its members in the job.
         nccl: its version.
+        was_told: see `Recorder.listen`.
     """
     if runtime.flight_recorder is None:
         most = int(_setting(_SIZE) or 2000)
@@ -227,7 +252,7 @@ def begin(runtime, group, ranks: list[int], nccl: str) -> Group | None:
     found = runtime.flight_recorder.group(
         group.group_name, group.group_desc, ranks, runtime.cluster.rank
     )
-    runtime.flight_recorder.listen(runtime.cluster.board)
+    runtime.flight_recorder.listen(runtime.cluster.board, was_told)
     return found
 
 
@@ -330,8 +355,13 @@ def _of_this_process(collectives, frames, only_active) -> dict:
     )
 
 
-def leave_dump(runtime) -> None:
-    """A wait for others has failed: leave what was recorded, if that is wanted."""
+def leave_dump(runtime, late: bool) -> None:
+    """A wait for others has failed: leave what was recorded, if that is wanted.
+
+    Args:
+        runtime: of the simulator.
+        late: whether it has waited for its whole time limit.
+    """
     recorder = runtime.flight_recorder
     if recorder:
         recorder.late = True
@@ -340,7 +370,7 @@ def leave_dump(runtime) -> None:
             recorder.write(_flag(("TORCH_INCLUDE_STACK_TRACE",), True))
             if recorder.listens and runtime.cluster is not None:
                 with contextlib.suppress(RuntimeError):
-                    recorder.tell_others(runtime.cluster.board)
+                    recorder.tell_others(runtime.cluster.board, late)
 
 
 def _setting(names: tuple[str, ...]) -> str:

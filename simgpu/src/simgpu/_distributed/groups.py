@@ -139,7 +139,9 @@ def _communicate(runtime, group, name: str, members, rank: int, bound, options):
     communicator = make(runtime.cluster, own_name, members, rank, bound, options)
     runtime.communicators[group.group_name] = communicator
     nccl = ".".join(map(str, NCCL_VERSION))
-    communicator.record = flight_recorder.begin(runtime, group, members, nccl)
+    communicator.record = flight_recorder.begin(
+        runtime, group, members, nccl, watchdog.was_told
+    )
     return communicator
 
 

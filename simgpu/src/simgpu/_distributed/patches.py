@@ -27,6 +27,7 @@ from simgpu._compat import (
     raw_root_copy_hook,
     raw_wrap_process_group,
     rpc_C,
+    torch_C,
 )
 from simgpu._distributed import (
     callbacks,
@@ -38,6 +39,7 @@ from simgpu._distributed import (
     futures,
     groups,
     nccl,
+    one_process,
     profiling,
     reductions,
     rpc,
@@ -136,9 +138,9 @@ def table() -> list[Patch]:
         *patches(torch.futures.Future, "values on GPUs are in the order of streams",
                  __init__=futures.new, set_result=futures.set_result,
                  then=futures.then),
-        *patches(torch.cuda.nccl, "copies stand for NCCL in one process",
-                 is_available=lambda tensors: False, version=groups.nccl_version,
-                 unique_id=nccl.unique_id),
+        *patches(torch.cuda.nccl, "the simulator stands for NCCL",
+                 version=groups.nccl_version, unique_id=nccl.unique_id),
+        *patches(torch_C, "the simulator stands for NCCL", **one_process.C_FUNCTIONS),
         *_rpc(),
         *patches(Queue, "a thread of the queue sends, which must not move memory",
                  put=sharing.put),

@@ -1,9 +1,10 @@
 """What PyTorch's watchdog of NCCL leaves behind, beside what the simulator says itself.
 
 Models: the lines on stderr when a collective has waited for its whole time limit, as
-programs that read logs know them; a dump of the flight recorder whenever a collective
-cannot end; the warning about a process group that was not destroyed. Leaves out: line
-numbers of PyTorch's C++, and the words of the engine that came with 2.14.
+programs that read logs know them, and the line of a rank that does not wait, but hears
+of it; a dump of the flight recorder whenever a collective cannot end; the warning about
+a process group that was not destroyed. Leaves out: line numbers of PyTorch's C++, and
+the words of the engine that came with 2.14.
 """
 
 import os
@@ -35,6 +36,16 @@ _CORRUPT = (
     "nature of CUDA kernels, subsequent GPU operations might run on "
     "corrupted/incomplete data."
 )
+_TOLD = (
+    "[PG ID {} PG GUID {}({}) Rank {}] Received a dump signal due to a collective "
+    "timeout from  rank {} and we will try our best to dump the debug info. Last "
+    "enqueued NCCL work: {}, last completed NCCL work: {}.This is most likely caused "
+    "by incorrect usages of collectives, e.g., wrong sizes used across ranks, the "
+    "order of collectives is not same for all ranks or the scheduled collective, for "
+    "some reason, didn't run. Additionally, this can be caused by GIL deadlock or "
+    "other reasons such as network errors or bugs in the communications library (e.g. "
+    "NCCL), etc. "
+)
 _DOWN = "[Rank {}] To avoid data inconsistency, we are taking the entire process down."
 _NOT_DESTROYED = (
     "Warning: WARNING: destroy_process_group() was not called before program exit, "
@@ -64,9 +75,10 @@ def has_seen(collective, error, limit: float) -> None:
     recorder = state.current().flight_recorder
     if recorder:
         recorder.late = True
-    if hasattr(error, "waited") and os.environ.get("TORCH_NCCL_BLOCKING_WAIT") != "1":
+    late = hasattr(error, "waited")
+    if late and os.environ.get("TORCH_NCCL_BLOCKING_WAIT") != "1":
         _say_late(collective, limit)
-    flight_recorder.leave_dump(state.current())
+    flight_recorder.leave_dump(state.current(), late)
 
 
 def _say_late(collective, limit: float) -> None:
@@ -92,6 +104,21 @@ def _say_late(collective, limit: float) -> None:
         lines.append(_STACK.format(flight_entries.stack_of(entry)))
     _print("E", collective.channel.cluster.rank,
            *lines, _CORRUPT.format(rank), _DOWN.format(rank))  # fmt: skip
+
+
+def was_told(recorder: flight_recorder.Recorder, by: int) -> None:
+    """Another rank's time is over: the line of a rank that has not failed itself.
+
+    Args:
+        recorder: of this rank.
+        by: the other one.
+    """
+    group = recorder.groups[0]  # the job's, whose thread listens
+    last = group.status(recorder.timed, True)
+    enqueued, done = (last[f"last_{w}_collective"] for w in ("enqueued", "completed"))
+    _print("E", recorder.rank,
+           _TOLD.format(group.number, group.name, group.desc, recorder.rank, by,
+                        enqueued, done))  # fmt: skip
 
 
 def _described(collective) -> tuple:

@@ -28,6 +28,12 @@ _NEVER = (
     "two are needed to time one"
 )
 
+_NO_WORLD = "--world N is missing: of how many ranks is the job?"
+_BEHIND = (
+    "--world stands after {0}, so that it is an argument of {0}; write it before: "
+    "simgpu dry-run --world N {0}"
+)
+
 
 def parser() -> argparse.ArgumentParser:
     """Of what stands before the program."""
@@ -102,7 +108,8 @@ def read(words: Sequence[str]) -> SimpleNamespace:
     options.arguments = theirs
     launchers.look_behind(options, made)
     if options.world is None:
-        made.error("--world N is missing: of how many ranks is the job?")
+        behind = any(word.partition("=")[0] == "--world" for word in theirs)
+        made.error(_BEHIND.format(options.program) if behind else _NO_WORLD)
     if not options.module and not os.path.isfile(options.program):
         made.error(f"there is no script {options.program}")
     for path in (options.json, options.timeline, options.memory_snapshot):

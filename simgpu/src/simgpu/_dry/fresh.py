@@ -24,6 +24,7 @@ class FreshRun:
             environ.setdefault("OMP_NUM_THREADS", str(threads))
         # a file, since a pipe that nobody reads would stop it
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as this
+        self._said = ""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "simgpu", "dry-run", "--json", str(json), *words],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._stderr,
@@ -47,8 +48,11 @@ class FreshRun:
         else:
             self._process.kill()
         self._process.wait()
+        if not self._stderr.closed:
+            self._stderr.seek(0)
+            self._said = self._stderr.read().decode(errors="replace").rstrip()
+            self._stderr.close()
 
     def said(self) -> str:
-        """What it has written to stderr."""
-        self._stderr.seek(0)
-        return self._stderr.read().decode(errors="replace").rstrip()
+        """What it has written to stderr, once it has been ended by `kill`."""
+        return self._said

@@ -184,11 +184,11 @@ class PartialCommunicator(Communicator):
 
     def collective(self, channel, exchange, *more) -> Collective:
         if len(channel.ranks) > 1:
-            return MetCollective(channel, exchange, *more)
+            return MetCollective(channel, *more)
         if exchange.name == "send" and not self.cluster.kinds.same:
             if self.batch is None:
                 raise _is_alone(channel, exchange)
-        return LoneCollective(channel, exchange, *more)
+        return LoneCollective(channel, *more)
 
     def bytes_of(self, exchange: ex.Exchange) -> int:
         """As its root has them, of which the others see a part."""

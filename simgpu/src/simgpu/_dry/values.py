@@ -20,8 +20,8 @@ from simgpu._errors import NotSimulated
 SMALL = 2**20  # bytes up to which values are computed, and travel between ranks
 _ZEROED = 2**13  # bytes of results without values that are zeros
 _REUSED = 2**25  # up to which malloc may give memory that was used before (glibc)
-_PROMISED = 2**30  # from which on Linux may refuse memory that it does not have, ...
-_NO_RESERVE = 0  # ... unless it is asked not to keep any for it
+_PROMISED = 2**30  # from which on the system may refuse memory that it does not have
+_NO_RESERVE = 0  # of mmap: memory that the machine need not have
 if sys.platform == "linux":
     _NO_RESERVE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000
 _SMALL_FLOATS = 2**10  # of floating-point numbers on a GPU: scales, rates, counts
@@ -221,11 +221,15 @@ def _result(out) -> Result:
 
 def _without_values(part: _Part) -> torch.Tensor:
     """A tensor in memory that nobody touches; a small one is zeros."""
-    if part.nbytes > _PROMISED and _NO_RESERVE:
+    try:
+        made = torch.empty_strided(part.shape, part.strides, dtype=part.dtype)
+    except RuntimeError:  # Linux refuses at once what is more than the machine has, ...
+        if not _NO_RESERVE:
+            raise
+        # ... unless it is asked not to keep any for it; this cannot be resized
         memory = mmap.mmap(-1, part.nbytes, flags=_NO_RESERVE)
         storage = storage_of(torch.frombuffer(memory, dtype=torch.uint8))
         return forget(over(storage, part.dtype, 0, part.shape, part.strides))
-    made = torch.empty_strided(part.shape, part.strides, dtype=part.dtype)
     if part.nbytes <= _ZEROED:
         made.zero_()
     return forget(made)

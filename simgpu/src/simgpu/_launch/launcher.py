@@ -66,13 +66,19 @@ def _import() -> None:
 
 
 def _wanted(words: list[str]) -> list[str]:
-    """Modules that the script will import, as far as its text tells."""
-    scripts = [Path(word) for word in words[1:] if word.endswith(".py")]
-    text = "".join(
-        script.read_text(encoding="utf-8", errors="replace")
-        for script in scripts
-        if script.is_file()
-    )
+    """Modules that the script will import, as far as its text tells.
+
+    The text is also that of the files beside it that it imports, and that these do.
+    """
+    left = [Path(word) for word in words[1:] if word.endswith(".py")]
+    texts = {}
+    while left:
+        file = left.pop()
+        if file not in texts and file.is_file():
+            texts[file] = file.read_text(encoding="utf-8", errors="replace")
+            found = re.findall(r"^\s*(?:import|from) (\w+)", texts[file], re.MULTILINE)
+            left += [file.with_name(f"{name}.py") for name in found]
+    text = "".join(texts.values())
     return [module for hint, module in _PRELOADED.items() if re.search(hint, text)]
 
 

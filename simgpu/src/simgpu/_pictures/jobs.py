@@ -100,13 +100,21 @@ def _waits(axis: Lanes, y: float, tall: float, start: float, end: float,
     axis.bar(y, tall, start, end, "white", *words, stroke=HOST, dashed=True)
 
 
-def overlap(log: JobTimeline, rank: int = 0) -> Picture:
+def overlap(
+    log: JobTimeline, rank: int = 0, begins: str = "threshold_backward"
+) -> Picture:
     """What a rank computes in a step of DDP, and which of its messages that hides.
 
     Forward ends where autograd makes the gradient of the loss (`ones_like`), backward
-    with the last message. A message is in the rank's colour while the GPU computes as
-    well (hidden), and white while it does not.
+    with the last message. Backward is cut into layers, the last one first, and a
+    message says whose gradients it has.
+
+    Args:
+        log: `ranks.timeline()` of one step.
+        rank: whose lanes are drawn.
+        begins: the kernel with which backward begins a layer, that of its ReLU.
     """
+    fill = COLOURS[rank % len(COLOURS)]
     in_order = sorted(log.events(rank), key=lambda event: event.start)
     computing = [event for event in in_order if event.kind == "kernel"]
     messages = [event for event in in_order if event.name.startswith("all_reduce")]
@@ -119,24 +127,30 @@ def overlap(log: JobTimeline, rank: int = 0) -> Picture:
         f"Rank {rank}, simulated: backward hides {hidden * 1e6:,.0f} of "
         f"{total * 1e6:,.0f} µs of all-reduce"
     )
-    axis = Lanes(title, 166, log.seconds, 90)
+    axis = Lanes(title, 180, log.seconds, 90, letter=6.2, room=4)
     axis.text(8, 20, title, 14, weight="bold")
-    axis.text(8, 58, "computing", 12)
-    axis.text(8, 98, "all-reduce", 12)
-    axis.bar(40, 26, computing[0].start, begin, HOST, "forward")
-    axis.bar(40, 26, begin, end, HOST, "backward")
-    axis.bar(40, 26, last, computing[-1].end, HOST, "step")
+    axis.text(8, 72, "computing", 12)
+    axis.text(8, 112, "all-reduce", 12)
+    axis.bar(54, 26, computing[0].start, begin, HOST, "forward")
+    starts = [event.start for event in computing if event.name == begins] or [begin]
+    axis.bar(54, 26, begin, starts[0], HOST, "loss")
+    axis.text(axis.at(begin), 46, "backward, from the last layer to the first", 12)
+    layers = list(zip(range(len(starts), 0, -1), [*starts[1:], end], strict=True))
+    for (layer, stop), start in zip(layers, starts, strict=True):
+        axis.bar(54, 26, start, stop, HOST, f"layer {layer}", layer, stroke=INK)
+    axis.between(72, end, last, "the GPU waits", "waits")
+    axis.bar(54, 26, last, computing[-1].end, HOST, "step")
     for number, event in enumerate(messages, 1):
-        middle = min(max(event.start, end), event.end)
-        if event.start < middle:
-            axis.bar(80, 26, event.start, middle, COLOURS[rank % len(COLOURS)])
-        if middle < event.end:
-            _waits(axis, 80, 26, middle, event.end)
+        axis.bar(94, 26, event.start, event.end, fill, f"bucket {number}")
+        done = [layer for layer, stop in layers if stop <= event.start + 1e-9]
+        layers = layers[len(done) :]
+        whose = f"{'layers' if done[1:] else 'layer'} {', '.join(map(str, done))}"
+        words = "hidden" if event.end <= end else "not hidden"
         x = axis.at((event.start + event.end) / 2)
-        words = "hidden" if middle == event.end else "the GPU waits"
-        axis.text(x, 120, f"bucket {number}", 12, "middle")
-        axis.text(x, 135, words, 12, "middle")
-    axis.footer(158)
+        axis.text(x, 134, whose, 12, "middle")
+        axis.text(x, 149, words, 12, "middle")
+        axis.title += f"; bucket {number}, {whose}: {words}"
+    axis.footer(172)
     return axis
 
 

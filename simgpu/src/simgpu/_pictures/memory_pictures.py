@@ -17,43 +17,71 @@ if TYPE_CHECKING:
     import torch
 
 
-def devices(**tensors: "torch.Tensor") -> Picture:
-    """Each tensor in the box of the device on which it lives.
+def devices(sent: dict[str, list], returned: dict[str, list]) -> Picture:
+    """What the host sends to each GPU, what comes back, and how many bytes each has.
+
+    A module is sent as a whole to each GPU, and of a tensor each gets a part. A part
+    has the colour of its GPU, also where it is in the full tensor on the host.
 
     Args:
-        tensors: name=tensor.
+        sent: name on the host -> for each GPU its module, or its part of a tensor.
+        returned: name -> for each GPU its part of a tensor.
     """
     import torch
 
-    names = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
-    inside = {name: [] for name in names}
-    for name, tensor in tensors.items():
-        inside[str(tensor.device)].append((name, tensor))
-    rows = max(1, *(len(found) for found in inside.values()))
-    longest = max((len(_about(t)) for t in tensors.values()), default=0)
-    width, height = max(130, 34 + 7 * longest), 40 + 46 * rows
-    title = "; ".join(
-        f"{device}: {', '.join(name for name, _ in found) or 'empty'}"
-        for device, found in inside.items()
-    )
-    picture = Picture(len(names) * (width + 8) + 8, height + 16, f"Devices. {title}")
-    for i, (device, found) in enumerate(inside.items()):
-        x = 8 + i * (width + 8)
-        picture.box(x, 8, width, height, fill="#F7F7F7")
-        picture.box(x, 8, width, 28, fill=colour(device))
+    rows = [*sent.items(), *returned.items()]
+    gpus = max((len(things) for _, things in rows), default=0)
+    left, wide, tall = 204, (WIDEST - 204) / max(gpus, 1), 76
+    picture = Picture(WIDEST, 54 + tall * len(rows), "")
+    columns = [("cpu", 8.0, 148.0)]
+    columns += [(f"cuda:{i}", left + wide * i, wide - 8) for i in range(gpus)]
+    for device, x, width in columns:
+        picture.box(x, 8, width, picture.height - 16, "#F7F7F7")
+        picture.box(x, 8, width, 28, colour(device))
         picture.text(x + width / 2, 28, device, 15, "middle", "bold")
-        for row, (name, tensor) in enumerate(found):
-            y = 44 + 46 * row
-            picture.box(x + 8, y, width - 16, 40)
-            picture.text(x + 16, y + 17, name, 14, weight="bold")
-            picture.text(x + 16, y + 34, _about(tensor), 12)
+    said = []
+    for row, (name, things) in enumerate(rows):
+        y, end = 44 + tall * row, left + wide * (gpus - 0.5) - 4
+        whole, back = isinstance(things[0], torch.nn.Module), name in returned
+        sizes = [_nbytes(thing) for thing in things]
+        total = sizes[0] if whole else sum(sizes)
+        fills = [HOST if whole else colour(f"cuda:{i}") for i in range(gpus)]
+        way = "back from each" if back else "a part to each"
+        way = "all of it to each" if whole else way
+        its = "replica" if whole else name if back else "part"
+        _thing(picture, 16, y + 10, 132, name, total, fills[: 1 if whole else None])
+        picture.text(left + 6, y + 11, way, 12)
+        ends = (end, 150) if back else (148, end)
+        picture.line(ends[0], y + 16, ends[1], y + 16, arrow=back)
+        for index, (size, fill) in enumerate(zip(sizes, fills, strict=True)):
+            x = left + wide * index
+            middle, ends = x + wide / 2 - 4, (y + 16, y + 29)
+            picture.line(middle, ends[0], middle, ends[1], arrow=not back)
+            _thing(picture, x + 6, y + 30, wide - 20, f"{its} {index}", size, [fill])
+        said.append(f"{name}, {_megabytes(total)}: {way}, {_megabytes(sizes[0])}")
+    picture.title = f"cpu and {plural(gpus, 'GPU')}. {'; '.join(said)}"
     return picture
 
 
-def _about(tensor) -> str:
-    """Shape and dtype of a tensor in a few letters."""
-    shape = " x ".join(map(str, tensor.shape)) or "scalar"
-    return f"{shape}  {str(tensor.dtype).removeprefix('torch.')}"
+def _thing(picture: Picture, x: float, y: float, wide: float, name: str, size: int,
+           fills: list[str]) -> None:  # fmt: skip
+    """A box: what it is, its bytes, and a strip of the colours of its parts."""
+    picture.box(x, y, wide, 40)
+    picture.text(x + 8, y + 15, name, 13, weight="bold")
+    picture.text(x + 8, y + 29, _megabytes(size), 12)
+    for index, fill in enumerate(fills):
+        part = (wide - 2) / len(fills)
+        picture.box(x + 1 + part * index, y + 33, part, 6, fill, stroke="none")
+
+
+def _nbytes(thing: "torch.nn.Module | torch.Tensor") -> int:
+    """Bytes of a tensor, or of a module's parameters and buffers."""
+    tensors = thing.state_dict().values() if hasattr(thing, "state_dict") else [thing]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _megabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.2f} MB"
 
 
 def segments(device: int = 0) -> Picture:
@@ -85,9 +113,10 @@ def segment_picture(segments: list[dict], whose: str, device: str) -> Picture:
     }
     for row, segment in enumerate(segments):
         y = 34 + 42 * row
-        kind = f"{size_text(segment['total_size'])} {segment['segment_type']}"
-        stream = ", other stream" if segment["stream"] else ""
-        picture.text(8, y + 20, kind + stream, 13)
+        kind = f"{size_text(segment['total_size'])}, {segment['segment_type']} pool"
+        picture.text(8, y + 20, kind, 13)
+        if segment["stream"]:
+            picture.text(8, y + 34, "of another stream", 11)
         for block in segment["blocks"]:
             x = left + (block["address"] - segment["address"]) * scale
             long = max(block["size"] * scale, 1)

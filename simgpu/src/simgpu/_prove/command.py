@@ -27,12 +27,13 @@ def main(arguments: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="simgpu prove",
-        usage="%(prog)s [-h] [--worlds 1,2] [--steps N] [--seconds S] SCRIPT "
-        "[-- ARGUMENTS]",
+        usage="%(prog)s [-h] [--worlds 1,2] [--steps N] [--seconds S] "
+        "(SCRIPT | -m MODULE) [-- ARGUMENTS]",
         description="Run a training script on several numbers of simulated GPUs, and "
         "name the first step and place where they differ.",
     )
-    parser.add_argument("script", help="runs under torchrun, over NCCL")
+    parser.add_argument("script", help="as torchrun would run it, over NCCL")
+    parser.add_argument("-m", dest="module", action="store_true", help="as in python")
     parser.add_argument(
         "--worlds", default="1,2", help="numbers of ranks, such as 1,2,4 (default 1,2)"
     )
@@ -44,12 +45,21 @@ def main(arguments: Sequence[str]) -> int:
         help=f"that one run may take (default {RUN_SECONDS:g})",
     )  # fmt: skip
     words, of_script = _split(list(arguments))
-    options = parser.parse_args(words)
+    options, unknown = parser.parse_known_args(words)
+    if unknown:
+        said = " ".join(unknown)
+        parser.error(
+            f"unrecognized arguments: {said}; what the script is given stands behind "
+            f"--: simgpu prove {'-m ' * options.module}{options.script} -- {said}"
+        )
     try:
         worlds = [int(word) for word in options.worlds.split(",")]
+    except ValueError:
+        parser.error(f"--worlds {options.worlds}: write numbers of ranks, such as 1,2")
+    try:
         report = prove(
             options.script, worlds, arguments=of_script, steps=options.steps,
-            seconds=options.seconds,
+            seconds=options.seconds, module=options.module,
         )  # fmt: skip
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)

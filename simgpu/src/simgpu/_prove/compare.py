@@ -310,7 +310,10 @@ def _scaled(scale: float, ranks: int) -> str:
     )
 
 
-_FROM_THE_START = "Was the model made from the same seed, or sent by rank 0?"
+_FROM_THE_START = (
+    "Was the model made from the same seed, or sent by rank 0? Weights that are drawn "
+    "after they were sharded depend on the number of ranks."
+)
 _LOADED = "Was something loaded, or changed between two steps?"
 _LOSS = (
     "Samples, parameters and outputs agree, so look at how the loss is averaged: over "

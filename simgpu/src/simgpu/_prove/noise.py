@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from unittest import mock
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
@@ -59,7 +60,11 @@ class Rounding(TorchFunctionMode):
             return out
         if not isinstance(out, torch.Tensor) or not out.is_floating_point():
             return out
-        return self._nudge(out, _terms(out, args))
+        terms = _terms(out, args)
+        if isinstance(out, DTensor):  # of one rank, which has all of it
+            nudged = self._nudge(out.to_local(), terms)
+            return DTensor.from_local(nudged, out.device_mesh, out.placements)
+        return self._nudge(out, terms)
 
     def _nudge(self, out: torch.Tensor, terms: float) -> torch.Tensor:
         size = torch.finfo(out.dtype).eps / 2 + _FLOAT32 * math.sqrt(terms)

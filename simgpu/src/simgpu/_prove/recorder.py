@@ -25,7 +25,7 @@ from torch.nn.modules import module as hooks
 from torch.optim import optimizer as optimizers
 from torch.utils.data import DistributedSampler
 
-from simgpu._compat import AsyncCollectiveTensor
+from simgpu._compat import AsyncCollectiveTensor, tree_leaves
 from simgpu._prove.names import Names, Ties
 from simgpu._prove.record import Mask, Moments, RankRecord, Step
 
@@ -111,7 +111,7 @@ class Recorder:
     def _enter_module(self, module: nn.Module, args) -> None:
         if not self._on or self._in_backward:
             return
-        if self._depth == 0 and any(True for _ in module.parameters()):
+        if self._depth == 0 and _has_values(module):
             if torch.is_grad_enabled():
                 self._end_step()
             self._names.add(module)
@@ -137,11 +137,10 @@ class Recorder:
     def _note_samples(self, given: list) -> None:
         """Hash each row of the first tensor, and each element if it has whole numbers.
 
-        A row is a sample: in float32, because a rank may have rounded it since.
+        A row is a sample: in float32, because a rank may have rounded it since. The
+        tensor may be in a dictionary or a list, as a batch often is.
         """
-        tensor = next(
-            (a for a in given if isinstance(a, torch.Tensor) and a.ndim), None
-        )
+        tensor = next((t for t in tree_leaves(given) if _has_rows(t)), None)
         if tensor is None:
             return
         with self._unseen():
@@ -281,6 +280,16 @@ class Recorder:
     def _values(self, tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
         with self._unseen():
             return {name: _host(_full(t)) for name, t in tensors.items()}
+
+
+def _has_values(module: nn.Module) -> bool:
+    """Whether it may be trained: one on "meta" is asked for its shapes or FLOPs."""
+    first = next(module.parameters(), None)
+    return first is not None and not first.is_meta
+
+
+def _has_rows(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim > 0
 
 
 def _has(optimizer, parameter: nn.Parameter) -> bool:

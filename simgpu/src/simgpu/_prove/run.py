@@ -28,6 +28,7 @@ from simgpu._ranks.run_ranks import RanksFailed, run_ranks
 
 STEPS = 8
 RUN_SECONDS = 120.0
+_WIDE = 40  # letters of the longest line of progress
 _ERROR = re.compile(r"[\w.]*(Error|Exception|Exit)\b")
 
 
@@ -64,6 +65,7 @@ class Report:
 def prove(
     program: str | Path | Callable[[], object], worlds: Sequence[int] = (1, 2), *,
     arguments: Sequence[str] = (), steps: int = STEPS, seconds: float = RUN_SECONDS,
+    module: bool = False,
 ) -> Report:  # fmt: skip
     """Whether a training program does the same on any number of ranks.
 
@@ -75,9 +77,11 @@ def prove(
     Args:
         program: a script, or a function without arguments, of a notebook for example.
         worlds: numbers of ranks; one is always among them.
-        arguments: of the script; "{folder}" in them is a new folder for each run.
+        arguments: of the script; "{folder}" in them is a new folder for each run, and
+            "{ranks}" the number of its ranks, for what must grow with them.
         steps: of the optimizer, of which the first are compared.
         seconds: that one run may take.
+        module: the program is the name of a module, as behind `python -m`.
 
     Raises:
         FileNotFoundError: if there is no such script.
@@ -87,11 +91,20 @@ def prove(
     worlds = tuple(sorted({1, *worlds}))
     if worlds[0] < 1 or len(worlds) < 2:
         raise ValueError(f"worlds={worlds}: name at least one number of ranks above 1")
-    if not callable(program) and not Path(program).is_file():
+    if not callable(program) and not module and not Path(program).is_file():
         raise FileNotFoundError(f"there is no script {program}")
-    work = _Work(program, list(arguments), steps, seconds)
+    work = _Work(program, list(arguments), steps, seconds, module)
+    with _Line(rounding.RUNS + len(worlds)) as line:
+        return _compare(work, worlds, line)
+
+
+def _compare(work: "_Work", worlds: tuple[int, ...], line: "_Line") -> Report:
+    """What `prove` says, once the program is known to be there."""
     try:
-        alone = [work.run(1, seed) for seed in (None, *range(rounding.RUNS))]
+        alone = []
+        for seed in (None, *range(rounding.RUNS)):
+            line.next(1)
+            alone.append(work.run(1, seed))
     except RanksFailed as failed:
         raise ValueError(f"the program fails on one rank: {_reason(failed)}") from None
     if not alone[0][0].steps:
@@ -101,6 +114,7 @@ def prove(
     allowed = rounding.Allowed(reference, noisy)
     findings = list(look(alone[0]))
     for ranks in worlds[1:]:
+        line.next(ranks)
         try:
             records = work.run(ranks)
         except RanksFailed as failed:
@@ -119,6 +133,7 @@ def prove(
 def assert_same_on_worlds(
     program: str | Path | Callable[[], object], worlds: Sequence[int] = (1, 2), *,
     arguments: Sequence[str] = (), steps: int = STEPS, seconds: float = RUN_SECONDS,
+    module: bool = False,
 ) -> Report:  # fmt: skip
     """`prove` for a test: fails with the report where the program does not agree.
 
@@ -134,7 +149,10 @@ def assert_same_on_worlds(
         AssertionError: if something was found; its text is the report's.
     """
     __tracebackhide__ = True
-    report = prove(program, worlds, arguments=arguments, steps=steps, seconds=seconds)
+    report = prove(
+        program, worlds, arguments=arguments, steps=steps, seconds=seconds,
+        module=module,
+    )  # fmt: skip
     if not report:
         raise AssertionError(str(report))
     return report
@@ -172,19 +190,56 @@ class _Work:
     arguments: list[str]
     steps: int
     seconds: float
+    module: bool
 
     def run(self, ranks: int, seed: int | None = None) -> list[RankRecord]:
         """What each rank has noted; with noise, if there is a seed."""
         if callable(self.program):
             program: str | bytes = pickling.dumps(self.program)
+        elif self.module:
+            program = str(self.program)
         else:
             program = os.path.abspath(self.program)
         with tempfile.TemporaryDirectory() as folder, _silence():
-            arguments = [a.replace("{folder}", folder) for a in self.arguments]
+            words = {"{folder}": folder, "{ranks}": str(ranks)}
+            arguments = [_filled(argument, words) for argument in self.arguments]
             return run_ranks(
                 _record, ranks, program, arguments, folder, self.steps, seed,
-                sys.path, seconds=self.seconds,
+                [os.getcwd(), *sys.path], self.module, seconds=self.seconds,
             )  # fmt: skip
+
+
+def _filled(text: str, words: dict[str, str]) -> str:
+    for name, value in words.items():
+        text = text.replace(name, value)
+    return text
+
+
+class _Line:
+    """Which run it is, on one line of a terminal that is cleared at the end.
+
+    Args:
+        runs: how many there will be.
+    """
+
+    def __init__(self, runs: int):
+        self._runs, self._number = runs, 0
+        self._shows = sys.stderr.isatty()
+
+    def __enter__(self) -> "_Line":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._say("")
+
+    def next(self, ranks: int) -> None:
+        self._number += 1
+        many = "1 rank" if ranks == 1 else f"{ranks} ranks"
+        self._say(f"prove: run {self._number} of {self._runs}, on {many}")
+
+    def _say(self, words: str) -> None:
+        if self._shows:
+            print(f"\r{words:{_WIDE}}\r{words}", end="", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -199,10 +254,10 @@ def _silence() -> Iterator[None]:
 
 def _record(
     program: str | bytes, arguments: list[str], folder: str, steps: int,
-    seed: int | None, path: list[str],
+    seed: int | None, path: list[str], module: bool,
 ) -> RankRecord:  # fmt: skip
     """In a rank: run the program and note what it does."""
-    sys.path[:] = path
+    sys.path[:] = path if module else path[1:]
     os.chdir(folder)
     with Recorder(steps) as recorder, contextlib.ExitStack() as noise:
         if seed is not None:
@@ -210,15 +265,18 @@ def _record(
         if isinstance(program, bytes):
             pickle.loads(program)()
         else:
-            _run_script(program, arguments)
+            _run_script(program, arguments, module)
     return recorder.record
 
 
-def _run_script(script: str, arguments: list[str]) -> None:
+def _run_script(script: str, arguments: list[str], module: bool) -> None:
     sys.argv = [script, *arguments]
-    sys.path.insert(0, os.path.dirname(script))
     try:
-        runpy.run_path(script, run_name="__main__")
+        if module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, os.path.dirname(script))
+            runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
         if end.code not in (None, 0):
             raise RuntimeError(f"the script has ended with status {end.code}") from None

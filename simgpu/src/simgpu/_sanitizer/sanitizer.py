@@ -182,29 +182,26 @@ class StreamSanitizer:
         Raises:
             CUDASanitizerErrors: at a race; not at a racy read while races are shown.
         """
-        aliases: dict[int, list[str]] = {}
-        touched: dict[int, set[int]] = {}  # interval -> positions
-        counted = [reads, writes] if self.mode == "warn" else [reads]
-        sets: list[set[int]] = []
-        for accesses in (reads, writes):
-            intervals = set()
-            first = 0 if accesses is reads else len(reads)
-            for position, (argument, tensor, block) in enumerate(accesses, first):
-                for interval in self._intervals_of(tensor, block):
-                    aliases.setdefault(interval, []).append(argument)
-                    if any(accesses is its for its in counted):
-                        touched.setdefault(interval, set()).add(position)
-                    intervals.add(interval)
-                    self._forget_reads(interval, key)
-            sets.append(intervals)
-        read, written = sets
+        names: dict[int, list[str]] = {}  # first address of a piece -> arguments
+        read: dict[int, list[str]] = {}
+        written: dict[int, list[str]] = {}
+        for accesses, found in ((reads, read), (writes, written)):
+            for argument, tensor, block in accesses:
+                alone = [argument]
+                for piece in self._pieces_of(tensor, block):
+                    before = names.get(piece)
+                    names[piece] = alone if before is None else [*before, argument]
+                    found[piece] = names[piece]
         self.number += 1
         self.handler.seq_num = self.number - 1
         self.last[key] = self.number
-        errors = self.handler._handle_kernel_launch(
-            stream_name(*key), read - written, written, written if new else set(),
-            operator, aliases,
-        )  # fmt: skip
+        errors = self.handler.launch(stream_name(*key), operator, read, written, new)
+        touched: dict[int, set[int]] = {}  # piece -> positions
+        if errors:
+            counted = [*reads, *writes] if self.mode == "warn" else reads
+            for position, (_, tensor, block) in enumerate(counted):
+                for piece in self._pieces_of(tensor, block):
+                    touched.setdefault(piece, set()).add(position)
         self._merge(writes)
         if self.mode == "warn":
             self.warn(errors)
@@ -234,7 +231,7 @@ class StreamSanitizer:
     @one_at_a_time
     def used_since(self, number: int, tensor, block) -> bool:
         """Whether a kernel has used a tensor after the kernel of this number."""
-        for piece in self._intervals_of(tensor, block):
+        for piece in self._pieces_of(tensor, block):
             info = self.handler.tensors_accessed.accesses[piece]
             accesses = [*info.reads, info.write] if info.write else info.reads
             if any(access.seq_num > number for access in accesses):
@@ -246,11 +243,11 @@ class StreamSanitizer:
         """The host has put values into new memory: nothing that was before counts."""
         block.writer = None
         if self.watching:
-            for piece in self._intervals_of(tensor, block):
+            for piece in self._pieces_of(tensor, block):
                 info = self.handler.tensors_accessed.accesses[piece]
                 info.reads, info.write = [], None
 
-    def _intervals_of(self, tensor, block) -> list[int]:
+    def _pieces_of(self, tensor, block) -> list[int]:
         """The pieces of memory that a tensor covers, known to the sanitizer."""
         found = []
         known = self.handler.tensors_accessed
@@ -272,14 +269,6 @@ class StreamSanitizer:
             for low, high in runs(tensor, block.address):
                 for piece in self._intervals.join(low, high):
                     del self.handler.tensors_accessed.accesses[piece]
-
-    def _forget_reads(self, interval: int, key: Key) -> None:
-        """Of a stream's reads only the last counts: what follows it follows all."""
-        info = self.handler.tensors_accessed.accesses[interval]
-        if info.reads:
-            info.reads = [
-                read for read in info.reads if read.stream != stream_name(*key)
-            ]
 
     def _restore_writer(self, interval: int, block) -> None:
         """Tell the sanitizer who wrote the block before it was watching."""

@@ -11,7 +11,7 @@ memory is pinned and `non_blocking` is given. Leaves out: the priority of a stre
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from simgpu._locking import one_at_a_time
 from simgpu._timing import cost
@@ -23,7 +23,7 @@ from simgpu._timing.meeting import Key, Meeting
 if TYPE_CHECKING:
     from simgpu._device.gpu import Gpu
 
-    End = Gpu | None  # of a copy; None is the host
+    End: TypeAlias = Gpu | None  # of a copy; None is the host
 
 _BESIDE = 256  # of a GPU’s collectives, how many the log of overlaps keeps
 KEPT = 100_000  # events the log keeps; the oldest go first

@@ -34,6 +34,9 @@ SIDES = (64, 128)  # rows and columns of a tile
 # reach the root of their share of the arithmetic of 64 by 64: assumed, as no recorded
 # product is so small
 SMALL_SIDES = (16, 32, *SIDES)
+# Up to so many rows or columns, any tile reaches all of the arithmetic: cuBLAS has
+# kernels of their own for them, gemv and gemmSN; assumed as well
+SKINNY = 8
 LOADS = 200  # bytes of both factors that a multiprocessor takes in, a clock
 # A block on tensor cores takes as long as if the inner dimension were so much longer;
 # others overlap, since several are on a multiprocessor
@@ -219,20 +222,24 @@ def _product_clocks(
     least, small = math.inf, SIDES[0]
     few = not fill and batch * -(-rows // small) * -(-columns // small)
     sides = SMALL_SIDES if few and few < multi_processors else SIDES
+    tall = min(small, _power_of_two(rows))
+    broad = min(small, _power_of_two(columns))
     for high in {min(side, _power_of_two(rows)) for side in sides}:
         for wide in {min(side, _power_of_two(columns)) for side in sides}:
             reached = 1.0
-            if sides is SMALL_SIDES:
-                reached = min(1.0, math.sqrt(max(high, 16) * max(wide, 16)) / small)
+            if sides is SMALL_SIDES and min(rows, columns) > SKINNY:
+                reached = math.sqrt(min(1.0, high / tall) * min(1.0, wide / broad))
             computes = 2 * high * wide / (flops * reached)
             step = math.hypot(computes, (high + wide) * size / LOADS)
             blocks = batch * -(-rows // high) * -(-columns // wide)
-            shares = max(1, min(multi_processors // blocks, inner // split))
-            waves = max(1.0, blocks * shares / multi_processors)
-            clocks = waves * (inner / shares + fill) * step
-            if shares > 1:  # their sums are added up by another kernel
-                clocks += PRODUCT_CLOCKS
-            least = min(least, clocks)
+            even = multi_processors / blocks  # one block on each multiprocessor
+            for wanted in {int(even), math.ceil(even)}:
+                shares = max(1, min(wanted, inner // split))
+                waves = max(1.0, blocks * shares / multi_processors)
+                clocks = waves * (inner / shares + fill) * step
+                if shares > 1:  # their sums are added up by another kernel
+                    clocks += PRODUCT_CLOCKS
+                least = min(least, clocks)
     return least
 
 

@@ -1,0 +1,1 @@
+"""Models that a user would bring, each in place of the trainers' `model.py`."""
