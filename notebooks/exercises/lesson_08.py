@@ -200,21 +200,21 @@ def solution_3():
     copy back. `a` travels once, although it is both factors. The copy there and the
     product each wait for their launch of 10 µs. The copy back is launched while the
     product starts and runs, so its launch costs nothing. (With a third launch the
-    answer is 128, which the check accepts.)
+    answer is 127, which the check accepts.)
 
         copy there:  10 µs + 10 µs + 4 n² / 10e9
-        product:     10 µs + 15 µs + 5 µs + 2 n³ / 17.36e12
+        product:     10 µs + 15 µs + 3.5 µs + 2 n³ / 17.36e12
         copy back:   10 µs + 4 n² / 10e9
         CPU:         2 n³ / 50e9
 
     where 4 n² are the bytes of a matrix, and 17.36e12 FLOP/s are 89 % of the A100's
-    peak. For small n the fixed 60 µs are more than all that the CPU needs. The CPU's
+    peak. For small n the fixed 58.5 µs are more than all that the CPU needs. The CPU's
     time grows with n³, so from some n on the GPU is faster.
     """
     launch = 10e-6
     before_each_copy = 10e-6
     until_the_start = 15e-6
-    of_each_product = 5e-6
+    of_each_product = 3.5e-6
     link = 10e9  # bytes a second
     cpu_rate = 50e9  # FLOPs a second
     gpu_rate = 0.89 * 19.5e12
