@@ -30,6 +30,8 @@ STORE = re.compile(
     r"TCPStore|torchrun|torch\.distributed\.run"
     r'|Ranks\((?![^)]*device="cpu")'  # on GPUs they meet at one
 )
+# one that itself opens a store, to show where that listens, may listen there
+OPENED = re.compile(r"TCPStore\([^)]*is_master=True")
 
 
 class Measurement:
@@ -69,10 +71,10 @@ class Measurement:
         }
 
 
-def uses_store(cells: list) -> bool:
-    """Whether the code of a notebook is what may ask a name server."""
+def has_code(cells: list, pattern: re.Pattern) -> bool:
+    """Whether the code of a notebook has what `STORE` or `OPENED` describes."""
     code = (cell.source for cell in cells if cell.cell_type == "code")
-    return any(STORE.search(source) for source in code)
+    return any(pattern.search(source) for source in code)
 
 
 def over(figures: dict) -> list[str]:
@@ -90,7 +92,11 @@ def over(figures: dict) -> list[str]:
         what = f"{figures['clock']:.0f} s, {figures['others']:.0f} of them for others"
         found.append(f"it took {what}; {SECONDS:.0f} is the most")
     found += [f"left running: {words}" for words in figures["left"]]
-    found += [f"a socket not on loopback: {words}" for words in figures["sockets"]]
+    found += [
+        f"a socket not on loopback: {words}"
+        for words in figures["sockets"]
+        if not (figures["opens_store"] and words.startswith(psutil.CONN_LISTEN))
+    ]
     if not figures["uses_store"]:
         found += [f"asked a name server: {words}" for words in figures["questions"]]
     found += [f"not in the temporary folder: {path}" for path in figures["files"]]

@@ -90,7 +90,8 @@ class Budget(pytest.Item):
         figures = {
             "notebook": notebook.path.stem,
             "left": notebook.kernel.left,
-            "uses_store": budgets.uses_store(notebook.nb.cells),
+            "uses_store": budgets.has_code(notebook.nb.cells, budgets.STORE),
+            "opens_store": budgets.has_code(notebook.nb.cells, budgets.OPENED),
             **notebook.measurement.figures(),
         }
         self.user_properties.append(("budget", figures))

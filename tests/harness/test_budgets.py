@@ -17,7 +17,7 @@ measured = pytest.mark.skipif(not usage.MEASURABLE, reason="read from /proc")
 ALLOWED = {
     "peak": 1.1e9, "cpu": 30.0, "clock": 40.0, "others": 5.0, "left": [],
     "sockets": [], "stores": ["a store"], "questions": ["a question"],
-    "uses_store": True, "files": [],
+    "uses_store": True, "opens_store": False, "files": [],
 }  # fmt: skip
 
 
@@ -34,6 +34,8 @@ def test_pytorch_built_for_cuda_is_allowed_more_memory():
 def test_what_is_allowed():
     assert budgets.over(ALLOWED) == []
     assert budgets.over({**ALLOWED, "clock": 500.0, "others": 450.0}) == []
+    listens = {"sockets": ["LISTEN :: port 7"], "opens_store": True}
+    assert budgets.over({**ALLOWED, **listens}) == []
 
 
 @pytest.mark.parametrize(
@@ -45,6 +47,7 @@ def test_what_is_allowed():
         ({"clock": 500.0}, "it took 500 s, 5 of them for others"),
         ({"left": ["process 7: sleep"]}, "left running: process 7: sleep"),
         ({"sockets": ["LISTEN 0.0.0.0"]}, "a socket not on loopback: LISTEN 0.0.0.0"),
+        ({"sockets": ["ESTABLISHED 1.2.3.4"], "opens_store": True}, "ESTABLISHED"),
         ({"uses_store": False}, "asked a name server: a question"),
         ({"files": ["a.txt"]}, "not in the temporary folder: a.txt"),
     ],
@@ -67,7 +70,13 @@ def test_what_is_too_much(more, said):
     ],
 )
 def test_only_code_that_uses_a_store_may_ask_a_name_server(cell, uses):
-    assert budgets.uses_store([new_code_cell("a = 1"), cell]) is uses
+    assert budgets.has_code([new_code_cell("a = 1"), cell], budgets.STORE) is uses
+
+
+def test_a_lesson_that_opens_a_store_is_told_from_one_that_calls_one():
+    called, opened = "TCPStore('a', 1)", "TCPStore('a', 0,\n is_master=True, x=1)"
+    assert not budgets.has_code([new_code_cell(called)], budgets.OPENED)
+    assert budgets.has_code([new_code_cell(opened)], budgets.OPENED)
 
 
 def test_the_table_says_what_each_notebook_took():
