@@ -21,7 +21,13 @@ from tests import glossary, reading_time, take_home
 Found = Iterator[tuple[int | None, str]]
 Rule = Callable[[NotebookNode, Path], Found]
 
-TAGS = {"colab-setup", "nbval-ignore-output", "raises-exception", "exercise"}
+TAGS = {
+    "colab-setup",
+    "floating-point",
+    "nbval-ignore-output",
+    "raises-exception",
+    "exercise",
+}
 CELL_METADATA = {"tags", "jupyter", "cellView"}
 METADATA = {
     "kernelspec": {

@@ -2,6 +2,7 @@
 
 * The same numbers everywhere: simulated GPUs, one thread, no colours, an empty home
   folder.
+* Numbers that depend on the processor are compared to their last place (numbers.py).
 * The sanitizer is found from any working directory, and stderr is not compared.
 * A kernel that dies fails its cell at once (kernels.py).
 * After a cell that raised, the notebook's later cells are skipped, not failed.
@@ -26,7 +27,7 @@ from pathlib import Path
 import pytest
 from nbval.plugin import IPyNbCell, IPyNbFile, NbCellError
 
-from tests.harness import budgets, usage
+from tests.harness import budgets, numbers, usage
 from tests.harness.kernels import Kernel, KernelDied
 from tests.harness.processes import fix_environment
 
@@ -35,6 +36,15 @@ SANITIZER = Path(__file__).with_name("sanitize.cfg")
 LONG = ("tests/test_trainers.py", "simgpu/tests/test_dry_twins.py")
 # the home folder of a run's kernels: what they write there is theirs, not yours
 HOME = pytest.StashKey[Path]()
+
+
+class Cell(IPyNbCell):
+    """A cell whose numbers may be compared to their last place."""
+
+    def compare_outputs(self, test, ref, skip_compare=None):
+        if numbers.TAG in self.cell.metadata.get("tags", []):
+            test = numbers.outputs_as_stored(test, ref)
+        return super().compare_outputs(test, ref, skip_compare)
 
 
 class Notebook(IPyNbFile):
@@ -51,7 +61,14 @@ class Notebook(IPyNbFile):
     measurement: budgets.Measurement | None = None
 
     def collect(self) -> Iterator[pytest.Item]:
-        yield from super().collect()
+        for cell in super().collect():
+            yield Cell.from_parent(
+                self,
+                name=cell.name,
+                cell_num=cell.cell_num,
+                cell=cell.cell,
+                options=cell.options,
+            )
         yield Budget.from_parent(self, name="budget")
 
     def setup(self) -> None:

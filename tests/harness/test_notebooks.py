@@ -82,6 +82,10 @@ def test_what_is_compared(course, run):
         "text": cell("print('new')", stream("old\n")),
         "value": cell("2", result(plain="3")),
         "simulated time": cell("print('3.1 ms')", stream("3.2 ms\n")),
+        "last place, no tag": cell("print('loss 1.4977')", stream("loss 1.4978\n")),
+        "second place": cell(
+            "print('loss 1.5978')", stream("loss 1.4978\n"), tag="floating-point"
+        ),
         "svg": cell(show(svg=svg.format("new")), result(svg=svg.format("old"))),
         "html": cell(show(html="<b>1</b>"), result(html="<b>2</b>")),
         "error": cell("raise ValueError('new')", error, tag="raises-exception"),
@@ -96,6 +100,9 @@ def test_what_is_compared(course, run):
         ),
         "unexpected stderr": cell("import sys\nx = sys.stderr.write('new')"),
         "pid": cell("print('pid 12, pid=3')", stream("pid 4567, pid=89\n")),
+        "last place": cell(
+            "print('loss 1.4977')", stream("loss 1.4978\n"), tag="floating-point"
+        ),
         "ignored": cell("print(1)", stream("2\n"), tag="nbval-ignore-output"),
     }
     course.add("01", *differ.values(), *agree.values())

@@ -6,8 +6,9 @@
 
 Each lesson runs in a fresh kernel, in the environment of the tests, with simulated
 GPUs. An old output stays when the new one equals it after sanitize.cfg, a picture stays
-unless it visibly changed, and the output of a cell tagged nbval-ignore-output stays
-while it has the same shape. When a cell raises without the tag raises-exception,
+unless it visibly changed, the output of a cell tagged nbval-ignore-output stays while
+it has the same shape, and numbers of one tagged floating-point while they differ in
+their last place only. When a cell raises without the tag raises-exception,
 nothing at all is written. stderr is stored like any other output: the rules for lessons
 forbid it, and hiding it here would hide its cause.
 """
@@ -31,6 +32,7 @@ from nbformat import NotebookNode
 from nbval.plugin import get_sanitize_patterns
 from PIL import Image, ImageChops
 
+from tests.harness import numbers
 from tests.harness.kernels import kernel_settings
 from tests.harness.notebooks import SANITIZER
 from tests.harness.processes import end_processes, fix_environment, kernel_environment
@@ -192,9 +194,11 @@ def regenerate(path: Path) -> str:
             continue
         count += 1
         cell.execution_count = count
-        fresh = tidy_outputs(cell.outputs, count)
-        ignored = "nbval-ignore-output" in cell.metadata.get("tags", [])
-        cell.outputs = keep_old(tidy_outputs(before, count), fresh, ignored)
+        fresh, before = tidy_outputs(cell.outputs, count), tidy_outputs(before, count)
+        tags = cell.metadata.get("tags", [])
+        if numbers.TAG in tags:
+            fresh = numbers.outputs_as_stored(fresh, before)
+        cell.outputs = keep_old(before, fresh, "nbval-ignore-output" in tags)
     return nbformat.writes(nb).rstrip("\n") + "\n"
 
 

@@ -82,6 +82,7 @@ def test_no_more_is_changed_than_must_be(course, capsys):
             result(plain="9 ms"),
             tag="nbval-ignore-output",
         ),
+        cell("print('2.344')", stream("2.345\n"), tag="floating-point"),
     )
     nb = nbformat.read(path, 4)
     for number, old in enumerate(nb.cells):
@@ -95,9 +96,9 @@ def test_no_more_is_changed_than_must_be(course, capsys):
     assert path.read_text() == before
     assert regenerate.main(["01"]) == 0
     nb = rules.read(path)
-    ids = ["01-00", "01-07", *(f"01-0{number}" for number in range(1, 7))]
+    ids = ["01-00", "01-08", *(f"01-0{number}" for number in range(1, 8))]
     assert [c.id for c in nb.cells] == ids
-    address, inserted, kept, reshaped, close, far, text, two = (
+    address, inserted, kept, reshaped, close, far, text, two, near = (
         c.outputs for c in nb.cells
     )
     assert inserted[0].data["text/plain"] == "'inserted'"
@@ -106,6 +107,7 @@ def test_no_more_is_changed_than_must_be(course, capsys):
     assert (close[0].data["image/png"], far[0].data["image/png"]) == (png(12), png(9))
     assert text == [stream("new\n")]
     assert two == [stream("3.1 ms\n"), result(plain="9 s")]
+    assert near == [stream("2.345\n")]
 
 
 @pytest.mark.parametrize(
