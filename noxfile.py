@@ -56,6 +56,33 @@ def tests_next(session: nox.Session) -> None:
 
 
 @nox.session
+@nox.parametrize(
+    "settings",
+    [
+        # what the libraries of PyTorch choose on an old processor, a newer one
+        {
+            "ATEN_CPU_CAPABILITY": "default",
+            "ONEDNN_MAX_CPU_ISA": "SSE41",
+            "MKL_CBWR": "COMPATIBLE",
+        },
+        {
+            "ATEN_CPU_CAPABILITY": "avx2",
+            "ONEDNN_MAX_CPU_ISA": "AVX2",
+            "MKL_CBWR": "AVX2",
+        },
+        {"ATEN_CPU_CAPABILITY": "avx512"},
+        {"OMP_NUM_THREADS": "2"},
+    ],
+    ids=["old", "avx2", "avx512", "threads"],
+)
+def processors(session: nox.Session, settings: dict[str, str]) -> None:
+    """The lessons as other processors compute them, with all outputs compared."""
+    session.install("-r", "requirements.txt")
+    session.env.update(settings)
+    _test(session, ["-n", "3", "notebooks"])
+
+
+@nox.session
 def types(session: nox.Session) -> None:
     """mypy, as simgpu/pyproject.toml says; and that all that is public has types."""
     session.install("mypy>=1.18,<3", "-e", "./simgpu[test]")

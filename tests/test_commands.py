@@ -164,7 +164,7 @@ def test_second_start_is_quick_and_passes_on_arguments_and_status(course):
     before = time.perf_counter()
     status, out, _ = run(course, "test", "-k", "two words")
     assert time.perf_counter() - before < 2
-    called = f"called __main__ {['-k', 'two words']} {course}"
+    called = f"called __main__ {['--once-more', '-k', 'two words']} {course}"
     assert (status, out.splitlines()[0]) == (5, called)
 
 
@@ -172,7 +172,7 @@ def test_works_from_another_folder_and_shares_the_tests_out(course, tmp_path):
     _, out, _ = run(course, "test", cwd=tmp_path, PYTHONPATH=str(course))
     workers = [] if (os.cpu_count() or 1) == 1 else ["-n", str(commands.WORKERS)]
     called, env = out.splitlines()
-    assert called == f"called __main__ {workers} {course}"
+    assert called == f"called __main__ {['--once-more', *workers]} {course}"
     assert env == f"env {course / '.venv'} None"  # PYTHONPATH would bring others in
 
 

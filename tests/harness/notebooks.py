@@ -2,13 +2,15 @@
 
 * The same numbers everywhere: simulated GPUs, one thread, no colours, an empty home
   folder.
-* Numbers that depend on the processor are compared to their last place (numbers.py).
+* Numbers that depend on the processor are compared to their last place (numbers.py),
+  and what depends on PyTorch only with the version that needs it (versions.py).
 * The sanitizer is found from any working directory, and stderr is not compared.
 * A kernel that dies fails its cell at once (kernels.py).
 * After a cell that raised, the notebook's later cells are skipped, not failed.
 * The last test of a notebook is its budget (budgets.py). It ends the kernel.
 * No process outlives its notebook (processes.py).
 * `-n 2` keeps the cells of a notebook together, and shares out the tests of long files.
+* A run ends with a line for each cell that failed (last_lines.py).
 * A run ends with the number of outputs compared and with what each notebook took.
 * A run of everything leaves the slow tests out, unless `-m` asks for some.
 
@@ -27,7 +29,7 @@ from pathlib import Path
 import pytest
 from nbval.plugin import IPyNbCell, IPyNbFile, NbCellError
 
-from tests.harness import budgets, numbers, usage
+from tests.harness import budgets, last_lines, numbers, usage, versions
 from tests.harness.kernels import Kernel, KernelDied
 from tests.harness.processes import fix_environment
 
@@ -41,10 +43,15 @@ HOME = pytest.StashKey[Path]()
 class Cell(IPyNbCell):
     """A cell whose numbers may be compared to their last place."""
 
+    difference = ""  # where its outputs differ first
+
     def compare_outputs(self, test, ref, skip_compare=None):
         if numbers.TAG in self.cell.metadata.get("tags", []):
             test = numbers.outputs_as_stored(test, ref)
-        return super().compare_outputs(test, ref, skip_compare)
+        equal = super().compare_outputs(test, ref, skip_compare)
+        if not equal:
+            self.difference = last_lines.first_difference(test, ref, self.sanitize)
+        return equal
 
 
 class Notebook(IPyNbFile):
@@ -61,7 +68,10 @@ class Notebook(IPyNbFile):
     measurement: budgets.Measurement | None = None
 
     def collect(self) -> Iterator[pytest.Item]:
+        torch = versions.installed()
         for cell in super().collect():
+            if versions.reason(cell.cell.get("id"), torch):
+                cell.options["check"] = False
             yield Cell.from_parent(
                 self,
                 name=cell.name,
@@ -200,6 +210,9 @@ def pytest_runtest_makereport(item, call):
     report = yield
     if isinstance(item, IPyNbCell) and report.failed and call.when != "teardown":
         error = call.excinfo.value
+        what = item.difference or str(error).splitlines()[0]
+        line = last_lines.cell_line(item.path.name, item.cell_num, what)
+        report.user_properties.append((last_lines.LINE, line))
         if not (isinstance(error, NbCellError) and "outputs differ" in str(error)):
             reason = str(error).splitlines()[0]
             item.parent.broken = f"cell {item.cell_num} stopped this notebook: {reason}"
@@ -207,6 +220,10 @@ def pytest_runtest_makereport(item, call):
 
 
 # -- after the tests -------------------------------------------------------------------
+
+
+def pytest_report_header():
+    return versions.note(versions.installed())
 
 
 def pytest_terminal_summary(terminalreporter):

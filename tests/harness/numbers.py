@@ -27,15 +27,15 @@ _NUMBER = re.compile(
 def outputs_as_stored(fresh: list, stored: list) -> list:
     """Returns the outputs of a cell, with the stored numbers where near enough."""
     fresh, then = copy.deepcopy(fresh), defaultdict(list)
-    for kind, place, key in _texts(stored):
+    for kind, place, key in texts(stored):
         then[kind].append(place[key])
-    for kind, place, key in _texts(fresh):
+    for kind, place, key in texts(fresh):
         if then[kind]:
             place[key] = as_stored(place[key], then[kind].pop(0))
     return fresh
 
 
-def _texts(outputs: list) -> Iterator[tuple[str, dict, str]]:
+def texts(outputs: list) -> Iterator[tuple[str, dict, str]]:
     """Yields the kind of each text, and where it stands."""
     for output in outputs:
         if output.output_type == "stream":

@@ -19,7 +19,7 @@ def fix_environment(real_gpus: bool = False) -> None:
     """Set what changes the numbers, for this process and all that it starts."""
     if not real_gpus:
         os.environ["HELPERS_GPUS"] = "simulated"
-    os.environ["OMP_NUM_THREADS"] = "1"  # sums in the same order on any machine
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # more are in each other's way
 
 
 def kernel_environment(mark: str) -> dict[str, str]:

@@ -1,0 +1,120 @@
+"""What a run of the tests says at its end: a line for each failure, and what to type.
+
+A failure that may be this machine's (a limit of time, a process that died) is run once
+more, alone, when all else has ended. If it passes then, the run is green, and its last
+lines name the test as one that failed and then passed. An output that differs, or any
+other failure, is not run again.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from tests.harness import numbers, versions
+
+WIDTH = 60  # characters of a line that differs
+MOST = 12  # failures that are run again: where more fail, it is no accident
+# what a limit of time, or the death of a process, says of itself
+ACCIDENT = re.compile(
+    r"\bTimeoutExpired\b|\b\w*TimeoutError\b|\bTimeout of \d+ seconds exceeded"
+    r"|\bTimeout \(?>\s*\d+|the kernel (died|did not start)|worker '\w+' crashed"
+)
+
+
+# -- one failure -----------------------------------------------------------------------
+
+
+def first_difference(fresh: list, stored: list, view: Callable[[str], str]) -> str:
+    """Returns where the outputs of a cell differ first, in words.
+
+    Args:
+        fresh: outputs that it has now.
+        stored: those in the notebook.
+        view: a text as it is compared.
+    """
+    now, then = (
+        {(kind, n): view(place[key]) for n, (kind, place, key) in enumerate(found)}
+        for found in (numbers.texts(fresh), numbers.texts(stored))
+    )
+    for key in then | now:
+        old, new = (side.get(key, "").splitlines() for side in (then, now))
+        for n in range(max(len(old), len(new))):
+            one, other = ("".join(lines[n : n + 1]) for lines in (old, new))
+            if one != other:
+                start = max(0, len(os.path.commonprefix([one, other])) - WIDTH // 2)
+                one, other = (line[start : start + WIDTH] for line in (one, other))
+                return f'stored "{one.strip()}", now "{other.strip()}"'
+    return "other kinds of output than stored"
+
+
+def cell_line(notebook: str, cell: int, what: str) -> str:
+    """Returns the line of a cell that failed, with the command that repeats it."""
+    torch = versions.installed()
+    with_what = f"torch {torch}"
+    if torch != versions.STORED_WITH:
+        with_what += f"; stored with {versions.STORED_WITH}"
+    command = f"python3 -m helpers test notebooks/{notebook}"
+    return f"{notebook[:2]}, cell {cell}: {what} ({with_what}). Again: {command}"
+
+
+# -- all of a run ----------------------------------------------------------------------
+
+LINE = "line"  # property of a report: what to say of it in the end
+AGAIN = pytest.StashKey[list[str]]()  # lines about what was run once more
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--once-more",
+        action="store_true",
+        help="run what a limit of time or a dead process has failed once more, alone",
+    )
+
+
+@pytest.hookimpl(trylast=True)  # when the workers have ended
+def pytest_sessionfinish(session):
+    config = session.config
+    if not config.option.once_more or hasattr(config, "workerinput"):
+        return
+    failed = _failed(config.pluginmanager.getplugin("terminalreporter"))
+    accidents = {
+        _what_to_run(report.nodeid): found[0]
+        for report in failed
+        if (found := ACCIDENT.search(str(report.longrepr)))
+    }
+    if not 0 < len(accidents) <= MOST:
+        return
+    passed = {name for name in accidents if _passes_alone(config, name)}
+    config.stash[AGAIN] = [
+        f"FAILED, THEN PASSED {name} ({accidents[name]})" for name in sorted(passed)
+    ]
+    if all(_what_to_run(report.nodeid) in passed for report in failed):
+        session.exitstatus = pytest.ExitCode.OK
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    for report in _failed(terminalreporter):
+        for line in dict(report.user_properties).get(LINE, "").splitlines():
+            terminalreporter.write_line(line)
+    for line in config.stash.get(AGAIN, ()):
+        terminalreporter.write_line(line)
+
+
+def _failed(reporter) -> list[pytest.TestReport]:
+    return [*reporter.stats.get("failed", []), *reporter.stats.get("error", [])]
+
+
+def _what_to_run(nodeid: str) -> str:
+    """Returns a test, or the notebook of a cell: its cells need those before them."""
+    file = nodeid.partition("::")[0]
+    return file if file.endswith(".ipynb") else nodeid
+
+
+def _passes_alone(config: pytest.Config, name: str) -> bool:
+    print(f"\nonce more, alone: {name}", flush=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", name]
+    return subprocess.run(command, cwd=config.rootpath).returncode == 0
