@@ -27,7 +27,8 @@ SCRIPT = """
         if sys.argv[1:] == [str(rank)]:
             os.kill(os.getpid(), signal.SIGKILL)
         names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-        print(rank, *map(os.environ.get, names), torch.cuda.device_count())
+        line = [rank, *map(os.environ.get, names), torch.cuda.device_count()]
+        print(" ".join(map(str, line)) + chr(10), end="")  # in one piece
         dist.destroy_process_group()
 """
 
