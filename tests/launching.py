@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from helpers.processes import MARK, end
 from simgpu import RankError, Ranks
+from support.limits import JOB
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = ROOT / "notebooks"
@@ -65,7 +66,7 @@ def launch(name: str, ranks: int, *arguments: str) -> subprocess.CompletedProces
     command += [f"--nproc-per-node={ranks}", str(SCRIPTS / name), *arguments]
     with environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="") as environ:
         return subprocess.run(
-            command, capture_output=True, text=True, timeout=300, env=environ
+            command, capture_output=True, text=True, timeout=JOB, env=environ
         )
 
 
@@ -96,7 +97,7 @@ def in_ranks(name: str, ranks: int, *arguments: str) -> str:
 
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             try:
-                it.run(run, timeout=300)
+                it.run(run, timeout=JOB)
             except RankError as error:
                 raise AssertionError(f"{error}\n{printed.getvalue()}") from error
     return printed.getvalue()
@@ -128,7 +129,7 @@ class WarmRanks:
         meeting = folder / f"met-{self._count}"
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             try:
-                self._ranks.run(_be, script, words, meeting, ranks, timeout=200)
+                self._ranks.run(_be, script, words, meeting, ranks, timeout=JOB)
             except RankError as error:
                 self.close()
                 raise AssertionError(f"{error}\n{printed.getvalue()}") from error

@@ -18,10 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from helpers.processes import free_port
+from support.limits import JOB
+from support.ports import free_port
 from tests.launching import NOTEBOOKS, ROOT, SCRIPTS, environment, prose_of
 
-SECONDS = 200  # that a script may take
 OWN = "the lesson's own command"
 AGENTS = {"25": 2}  # lesson -> how often its command is started, once for each node
 SIMULATED = re.compile(r"python -m simgpu --gpus \d ")
@@ -102,7 +102,7 @@ class Runs:
         import fcntl  # not on Windows, where no test starts a script
 
         with open(self._folder / f"{number}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # each way ends within SECONDS
+            fcntl.flock(lock, fcntl.LOCK_EX)  # each way ends within JOB
             return self._run_once(number, way, after, code)
 
     def _run_once(self, number: str, way: str, after: str, code: int = 0) -> Ran:
@@ -162,7 +162,7 @@ def start_command(
         if words[:2] == ["-m", "simgpu"] and hasattr(os, "fork") and not new_python:
             from support import programs  # which pytest finds, and no tool needs
 
-            done = programs.in_environment(folder, words[2:], environ, SECONDS)
+            done = programs.in_environment(folder, words[2:], environ, JOB)
             return subprocess.CompletedProcess(words, *done)
         return subprocess.run(
             [sys.executable, *words],
@@ -170,5 +170,5 @@ def start_command(
             env=environ,
             capture_output=True,
             text=True,
-            timeout=SECONDS,
+            timeout=JOB,
         )

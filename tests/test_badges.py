@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from support.limits import SHORT
 from tests.tools import badges
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -119,7 +120,7 @@ def move(course: Path, *arguments: str) -> str:
     """Run `python -m tests.tools.badges …` in a copy of the course."""
     command = [sys.executable, "-m", "tests.tools.badges", *arguments]
     return subprocess.run(
-        command, cwd=course, capture_output=True, text=True, check=True, timeout=60
+        command, cwd=course, capture_output=True, text=True, check=True, timeout=SHORT
     ).stdout
 
 

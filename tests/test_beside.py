@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from helpers import beside
+from support.limits import SHORT
 
 ROOT = Path(__file__).resolve().parents[1]
 HOME = ROOT / "notebooks" / "exercises" / "__init__.py"
@@ -21,7 +22,7 @@ print(beside.load("exercises").__file__)
 def run_in(folder: Path, code: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-c", code]
     return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=60
+        command, cwd=folder, capture_output=True, text=True, timeout=SHORT
     )
 
 

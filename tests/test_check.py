@@ -21,6 +21,7 @@ from exercises import exercise
 from exercises.exercise import NotYet, Verdict, Wrong, call
 from helpers import check
 from simgpu import close_ranks
+from support.limits import SHORT, SLOWNESS
 from tests.answers import as_answers
 
 ROOT = Path(__file__).parents[1]
@@ -58,6 +59,8 @@ SHORTER = {
     "accuracy_of_all": {"HANGS": 4},
     "tie": {"SECONDS": 4},
 }
+# Constants of lessons that are limits of time.
+LIMITS = ("HANGS", "PATIENCE", "SECONDS")
 # Sides of matrices that are multiplied before an answer without a meaning is looked at.
 SMALLER = {"seconds_alone": {"SIDE": 64}, "part_times": {"SIDES": ((64,) * 3,) * 2}}
 
@@ -80,9 +83,20 @@ def answers_to(name: str):
     return ANSWERS[exercise.index()[name][:2]]
 
 
+@pytest.fixture(autouse=True)
+def limits_of_this_machine(monkeypatch):
+    """What ranks may take that hang, or seem to."""
+    for lesson in LESSONS.values():
+        for constant in LIMITS:
+            if hasattr(lesson, constant):
+                longer = getattr(lesson, constant) * SLOWNESS
+                monkeypatch.setattr(lesson, constant, longer)
+
+
 def be_shorter(name: str, monkeypatch, which=SHORTER) -> None:
     lesson = LESSONS[exercise.index()[name][:2]]
     for constant, less in which.get(name, {}).items():
+        less *= SLOWNESS if constant in LIMITS else 1
         assert less < getattr(lesson, constant)
         monkeypatch.setattr(lesson, constant, less)
 
@@ -288,7 +302,9 @@ def test_only_the_lessons_own_file_is_loaded():
         "print(sorted(m[-2:] for m in sys.modules if '.lesson_' in m))"
     )
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=SHORT
+    )
     assert done.stdout == "['01', '02']\n", done.stderr
 
 

@@ -16,6 +16,7 @@ from layouts import sweep as composed
 from layouts.shapes import Layout
 from scripts import plan_run, published_runs, real_sweep
 from scripts.plan_run import LAUNCHES, MODELS, Plan, peak_bytes
+from support.limits import LONG
 from tests import planned, take_home
 from tests.launching import NOTEBOOKS, ROOT, SCRIPTS, prose_of
 
@@ -453,7 +454,7 @@ def test_the_first_line_of_the_sweep_is_that_of_a_dry_run(tmp_path):
     simulated = "-m simgpu dry-run --world 64 --card H100 --json report.json --network"
     script = str(SCRIPTS / "trainer" / "meshes.py")
     words = [sys.executable, *simulated.split(), "400 GB/s", script, *options.split()]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, timeout=900)
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, timeout=LONG)
     assert done.returncode == 0, done.stderr[-2000:]
     report = json.loads((tmp_path / "report.json").read_text())
     (line,) = re.findall(r"^1  1    yes.*$", PROSE, re.M)

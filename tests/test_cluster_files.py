@@ -23,7 +23,9 @@ import yaml
 from torch.nn.functional import cross_entropy
 
 from helpers.elastic import LOOPBACK
-from helpers.processes import MARK, free_port, processes
+from helpers.processes import MARK, processes
+from support.limits import JOB
+from support.ports import free_port
 from support.waiting import wait
 from tests.launching import ROOT, environment, load
 
@@ -82,7 +84,7 @@ def place(tmp_path: Path):
 
 def end_of(*started: subprocess.Popen) -> tuple[list[int], str]:
     """The statuses, and all that was said."""
-    said = [text for each in started for text in each.communicate(timeout=300)]
+    said = [text for each in started for text in each.communicate(timeout=JOB)]
     return [each.returncode for each in started], "".join(said)
 
 
@@ -120,9 +122,9 @@ def check(folder: Path, said: str, begun_at: int = 0) -> None:
 
 @pytest.mark.parametrize("file", [SLURM, SSH], ids=lambda file: file.name)
 def test_bash_can_read_it(file: Path):
-    subprocess.run(["bash", "-n", file], check=True, timeout=120)
+    subprocess.run(["bash", "-n", file], check=True, timeout=JOB)
     if shutil.which("shellcheck"):
-        subprocess.run(["shellcheck", "--shell=bash", file], check=True, timeout=120)
+        subprocess.run(["shellcheck", "--shell=bash", file], check=True, timeout=JOB)
 
 
 def test_all_run_the_same_script_with_the_same_options():

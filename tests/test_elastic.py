@@ -23,6 +23,7 @@ from helpers import elastic
 from helpers.elastic import LOOPBACK, Job
 from helpers.job_log import runs_of
 from helpers.processes import JobError, processes
+from support.limits import JOB, SHORT, SLOWNESS
 from support.waiting import wait
 from tests.launching import (
     ROOT,
@@ -102,7 +103,7 @@ def test_with_one_or_two_nodes_the_job_grows_and_shrinks():
     with job(*holds, nodes="1:2", conf=PATIENT) as it:
 
         def begins(*start: int) -> None:
-            it.wait(lambda: starts(it.log)[-1:] == [start], f"the start {start}", 300)
+            it.wait(lambda: starts(it.log)[-1:] == [start], f"the start {start}", JOB)
 
         it.add()
         it.reach(6, ranks=1)
@@ -156,7 +157,7 @@ def test_with_two_nodes_at_least_the_job_waits_for_another():
 def test_an_exception_that_comes_again_a_spoilt_checkpoint_and_a_hang():
     """The first job uses its budget of restarts up; the second goes on from there."""
     raises = ("--trouble=raise", "--at=12", "--of=1", "--always")
-    hangs = ("--trouble=hang", "--at=12", "--timeout=5")
+    hangs = ("--trouble=hang", "--at=12", f"--timeout={round(5 * SLOWNESS)}")
     with job(*raises, ranks=2, restarts=1) as first:
         node = first.add()
         assert first.finish() == [1]
@@ -325,9 +326,9 @@ time.sleep(1000)
         name, folder = notebook.stdout.readline().split()
         assert len(processes(name)) >= 2
         notebook.kill()
-        notebook.wait(60)
-        wait(lambda: not processes(name), "the end of all", 60)
-        wait(lambda: not Path(folder).exists(), "the end of the folder", 60)
+        notebook.wait(SHORT)
+        wait(lambda: not processes(name), "the end of all")
+        wait(lambda: not Path(folder).exists(), "the end of the folder")
         notebook.stdout.close()
 
 
@@ -350,7 +351,7 @@ def test_waiting_has_an_end_and_tells_why():
             it.reach(1)
         it.add()
         with pytest.raises(JobError, match="0 s are over before step 99 by 3 ranks"):
-            it.reach(99, ranks=3, seconds=0)
+            it.reach(99, ranks=3, seconds=0)  # the limit is what is tested
         with pytest.raises(JobError, match="has ended before step 1(.|\n)*not-there"):
             it.reach(1)
         assert it.finish() == [1]

@@ -20,6 +20,7 @@ from layouts.shapes import Layout
 from recorded import allocator, files, memory
 from recorded.comparison import Comparison, figures_of
 from recorded.step import predict
+from support.limits import JOB
 from tests import fidelity, planned
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -242,7 +243,7 @@ def measured(tmp_path_factory) -> Path:
     command = [sys.executable, "-m", "simgpu", "measure", "--simulated", "A100"]
     done = subprocess.run(
         [*command, str(folder / "mine.json")],
-        capture_output=True, text=True, timeout=300,
+        capture_output=True, text=True, timeout=JOB,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return folder

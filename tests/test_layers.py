@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from support.limits import JOB
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "helpers"
 NOTEBOOKS = ROOT / "notebooks"
@@ -139,7 +141,7 @@ def test_a_notebook_and_its_processes_get_the_package_from_beside_their_folder(
     script.write_text(PROGRAM.format(path=path))
     done = subprocess.run(
         [sys.executable, script],
-        cwd=NOTEBOOKS, capture_output=True, text=True, timeout=120,
+        cwd=NOTEBOOKS, capture_output=True, text=True, timeout=JOB,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     found, *processes = done.stdout.splitlines()

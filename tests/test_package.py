@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from support.limits import SHORT
 from tests.launching import ROOT
 
 _OF_THE_COURSE = ("helpers", "notebooks", "tests")
@@ -111,7 +112,7 @@ def test_without_the_simulator_a_sentence_says_how_to_install_it(name):
     environ = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(
         [sys.executable, "-S", "-c", f"import helpers; helpers.{name}"],
-        cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60,
+        cwd=ROOT, env=environ, capture_output=True, text=True, timeout=SHORT,
     )  # fmt: skip
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]

@@ -16,6 +16,7 @@ from recorded.files import is_fitted
 from scripts import plan_run
 from scripts.plan_run import MODELS, Model, Plan, messages, peak_bytes, step_seconds
 from scripts.small_llama import Llama
+from support.limits import JOB
 from tests import take_home
 from tests.launching import NOTEBOOKS, ROOT
 
@@ -206,7 +207,7 @@ def test_memory_is_near_what_pytorchs_tracker_counts():
         jobs.append([vars(sizes), *job])
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", TRACK], input=json.dumps(jobs),
-        capture_output=True, text=True, timeout=300, cwd=NOTEBOOKS,
+        capture_output=True, text=True, timeout=JOB, cwd=NOTEBOOKS,
     )  # fmt: skip
     counted = [int(line) for line in done.stdout.split()]
     assert len(counted) == len(jobs), done.stderr[-2000:]

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from support.limits import JOB
 from tests.launching import (
     SCRIPTS,
     in_ranks,
@@ -119,7 +120,7 @@ def test_failures_end_with_a_status():
         env={**os.environ, "WORLD_SIZE": "2"},  # as torchrun tells each rank
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=JOB,
     )
     assert done.returncode == 2
     assert "--batch 7 cannot be split over 2 ranks" in done.stderr

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import simgpu
+from support.limits import JOB
 from tests import take_home
 from tests.launching import SCRIPTS, WarmRanks, load, prose_of, text_of
 from tests.take_home import OWN
@@ -111,7 +112,7 @@ def test_gradients_without_fractions_are_refused(tmp_path):
     script = tmp_path / "integers.py"
     script.write_text(text.replace("DTYPE = torch.float32", "DTYPE = torch.int32"))
     command = [sys.executable, str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=JOB)
     assert done.returncode == 1
     assert "gradients have fractions, and torch.int32 has none" in done.stderr
 

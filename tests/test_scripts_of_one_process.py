@@ -31,6 +31,7 @@ from torch.utils.data import (
 import simgpu
 from helpers import count_copies, explore
 from scripts.recorded_matmuls import FILE, recorded
+from support.limits import JOB, SHORT
 from tests import take_home
 from tests.launching import ROOT, SCRIPTS, load, text_of
 from tests.take_home import OWN, Ran
@@ -1131,7 +1132,7 @@ class Transformed(Dataset):
 def test_a_generator_of_the_data_set_is_seeded_in_each_worker(data):
     seed_own = load("feed_loop.py").seed_own
     loader = DataLoader(data, num_workers=2, worker_init_fn=seed_own, batch_size=None,
-                        multiprocessing_context="fork", timeout=60)  # fmt: skip
+                        multiprocessing_context="fork", timeout=SHORT)  # fmt: skip
     assert len(set(loader)) == 8
 
 
@@ -1508,7 +1509,7 @@ def test_a_batch_goes_to_the_gpu_as_it_is_made():
 def test_after_a_kill_the_other_worker_is_ended(tmp_path, way, told):
     done = subprocess.run(
         [sys.executable, SCRIPTS / "launch_ways.py", way, "killed"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=take_home.SECONDS,
+        cwd=tmp_path, capture_output=True, text=True, timeout=JOB,
     )  # fmt: skip
     assert done.stdout.strip() == told, done.stderr
     assert not (tmp_path / "finished").exists()

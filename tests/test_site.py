@@ -20,6 +20,7 @@ import pytest
 
 import simgpu
 from helpers import __main__ as commands
+from support.limits import JOB
 from tests.tools import badges
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -312,7 +313,7 @@ def site(tmp_path_factory) -> Path:
     before = fingerprints()
     folder = tmp_path_factory.mktemp("built") / "site"
     command = [str(venv.python), str(SITE / "build.py"), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=JOB)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.endswith(f"open {folder / 'index.html'}\n")
     assert fingerprints() == before

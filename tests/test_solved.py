@@ -9,6 +9,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from helpers import progress, solved
+from support.limits import SHORT
 from tests.launching import ROOT
 
 TITLES = {"04-one.ipynb": "# One", "07-another-one.ipynb": "# Another one\n\nText."}
@@ -76,7 +77,9 @@ def test_a_lesson_is_run_and_its_exercises_are_heard(tmp_path: Path, capsys):
 @pytest.mark.parametrize("number", ["77", "x", ""])
 def test_a_lesson_that_is_not_there(number: str):
     command = [sys.executable, "-m", "helpers.solved", number]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=SHORT
+    )
     assert done.returncode == 1 and done.stdout == ""
     assert f"There is no lesson {number!r}; there are 00, 01," in done.stderr
 

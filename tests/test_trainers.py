@@ -20,10 +20,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
+from support.limits import JOB
 from tests.launching import ROOT, SCRIPTS, WarmRanks, environment, load
 
 TRAINERS = SCRIPTS / "trainer"
-SECONDS = 200  # that a training may take
 STEPS = 4  # of "tiny", and of "tiny-tied", which has one head of keys
 
 
@@ -57,7 +57,7 @@ def started(words, folder: Path, data=None) -> subprocess.CompletedProcess:
             env=environ,
             capture_output=True,
             text=True,
-            timeout=SECONDS,
+            timeout=JOB,
         )
 
 
@@ -469,7 +469,7 @@ def test_a_job_that_is_asked_to_end_saves_first(tmp_path, trainer, ranks):
         try:
             steps = [json.loads(process.stdout.readline())["step"] for _ in range(3)]
             process.send_signal(signal.SIGTERM)
-            rest, _ = process.communicate(timeout=SECONDS)
+            rest, _ = process.communicate(timeout=JOB)
         finally:
             process.kill()
     last = lines_of(rest)[-1]

@@ -21,6 +21,7 @@ import torch
 
 from helpers.job_log import noted
 from helpers.processes import MARK, processes
+from support.limits import JOB, SHORT
 from support.waiting import wait
 from tests.launching import NOTEBOOKS, ROOT, SCRIPTS, environment, starts
 from tests.scripts import train_on_hosts
@@ -50,7 +51,7 @@ def hosts_can_be_made() -> None:
     """Skips where they cannot: also where root may do less than usual."""
     try:
         with TwoHosts(rate=1000) as hosts:
-            status = hosts[1].start("true").wait(60)
+            status = hosts[1].start("true").wait(SHORT)
             words = hosts[1].words
     except HostsError as error:
         pytest.skip(str(error))
@@ -120,7 +121,7 @@ def check(folder: Path) -> None:
 
 def finish(hosts: TwoHosts) -> list[int]:
     try:
-        return [host.started[0].wait(300) for host in hosts]
+        return [host.started[0].wait(JOB) for host in hosts]
     except subprocess.TimeoutExpired:
         pytest.fail("\n".join(host.words for host in hosts))
 
@@ -222,7 +223,7 @@ def test_a_host_has_its_own_of_everything_but_the_disk():
         for host in hosts:
             words = "hostname; ls /sys/class/net; echo $$; pwd; echo $TMPDIR; "
             words += "touch $TMPDIR/mine; ls $TMPDIR"
-            assert host.start("sh", "-c", words, cwd=ROOT).wait(150) == 0
+            assert host.start("sh", "-c", words, cwd=ROOT).wait(JOB) == 0
             seen.append(host.words.splitlines())
         assert set(psutil.net_if_addrs()) == cards
     expected = ["eth0", "lo", "1", str(ROOT), "/var/run/netns", "hosts", "mine"]
@@ -241,7 +242,7 @@ def test_two_pairs_do_not_know_of_each_other():
         talk = "import socket; socket.create_server(('10.99.7.1', 29500)).accept()"
         pair[0].start(sys.executable, "-c", talk)
         knock = "until echo >/dev/tcp/host0/29500; do sleep 0.1; done"
-        assert pair[1].start("timeout", "120", "bash", "-c", knock).wait(150) == 0
+        assert pair[1].start("timeout", "120", "bash", "-c", knock).wait(JOB) == 0
         assert pair[0].received > 0
         # a card that has come up may still say hello (IPv6), but to nobody of the pair
         assert other[0].received - before[1] < 1_000
@@ -290,7 +291,7 @@ def test_the_program_prints_by_host_and_leaves_nothing(how: str, tmp_path: Path)
             running.send_signal(getattr(signal, how))
         if how == "SIGTERM":
             running.send_signal(signal.SIGINT)  # must not stop the cleaning up
-        out, err = running.communicate(timeout=300)
+        out, err = running.communicate(timeout=JOB)
         assert (running.returncode, err) == {
             "ends": (0, ""),
             "fails": (1, "torchrun ended with [3, 3]\n"),
@@ -299,7 +300,7 @@ def test_the_program_prints_by_host_and_leaves_nothing(how: str, tmp_path: Path)
         }[how]
         if how == "SIGKILL":
             # the system ends the hosts' processes; the next to start removes the hosts
-            wait(lambda: not processes(mark), "the end of all", 60)
+            wait(lambda: not processes(mark), "the end of all")
             with TwoHosts():
                 pass
         assert processes(mark) == [] and spaces_of(running.pid) == []
@@ -372,7 +373,7 @@ def test_root_that_may_not_make_hosts(monkeypatch):
         pytest.skip("capsh is not here")
     done = subprocess.run(
         [*lacking, "-c", f"{sys.executable} {PROGRAM} -- x.py"],
-        capture_output=True, text=True, timeout=150,
+        capture_output=True, text=True, timeout=JOB,
     )  # fmt: skip
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "a container must be privileged" in done.stderr

@@ -18,6 +18,7 @@ from simgpu._device import statistics
 from simgpu._device.allocator import CachingAllocator, NoTime
 from simgpu._device.blocks import round_up, segment_size
 from simgpu._device.cards import GIB, KIB, MIB
+from support.limits import SHORT
 
 OUT_OF_MEMORY = torch.OutOfMemoryError
 
@@ -432,7 +433,7 @@ def test_a_block_freed_while_another_is_allocated_is_taken_back_after(elsewhere)
         clock.when_freed = None
         if elsewhere:
             thread.start()
-            thread.join(0.2)
+            thread.join(0.2)  # the limit is what is tested
             assert thread.is_alive()  # it waits for us
         else:
             memory.free(victim)
@@ -442,7 +443,7 @@ def test_a_block_freed_while_another_is_allocated_is_taken_back_after(elsewhere)
     block = memory.malloc(40 * MIB)
     assert clock.when_freed is None
     if elsewhere:
-        thread.join(10)
+        thread.join(SHORT)
         assert not thread.is_alive()
     assert memory.allocated == 40 * MIB
     check(memory, [block])
@@ -527,7 +528,7 @@ def test_threads_share_one_allocator():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(SHORT)
     assert sorted(done) == [0, 1, 2, 3]
     memory.empty_cache()
     check(memory, [])

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import simgpu
 from simgpu._api import autocast, autocast_lists
+from support.limits import SHORT
 
 
 @pytest.fixture(autouse=True)
@@ -288,7 +289,7 @@ def test_each_thread_has_its_own_region():
 
     def work():
         found.append((x @ x).dtype)
-        together.wait(10)
+        together.wait(SHORT)
         with torch.autocast("cuda", dtype=torch.bfloat16):
             found.append((x @ x).dtype)
 
@@ -296,13 +297,13 @@ def test_each_thread_has_its_own_region():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(SHORT)
     assert found == [torch.float32] * 4 + [torch.bfloat16] * 4
     assert (x @ x).dtype is torch.float32
     with torch.autocast("cuda"):
         thread = threading.Thread(target=lambda: found.append((x @ x).dtype))
         thread.start()
-        thread.join(10)
+        thread.join(SHORT)
         assert (x @ x).dtype is torch.float16 and found[8:] == [torch.float32]
 
 

@@ -16,6 +16,7 @@ from simgpu import __main__ as runner
 from simgpu import _failures as failures
 from simgpu import _launchers as commands
 from support import programs
+from support.ports import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -107,7 +108,7 @@ SELF_STARTING = """
 def test_a_program_that_starts_itself_has_the_gpus_in_both(tmp_path):
     path = tmp_path / "starts.py"
     path.write_text(textwrap.dedent(SELF_STARTING), encoding="utf-8")
-    done = run(tmp_path, "--children", path, programs.free_port())
+    done = run(tmp_path, "--children", path, free_port())
     assert done.stdout == "sum 1.0\n" * 2, done.stderr
     assert done.status == 5
 

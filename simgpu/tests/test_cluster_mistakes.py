@@ -10,14 +10,16 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from simgpu._ranks.run_ranks import RanksFailed
+from support.limits import MOMENT, SHORT
+from support.waiting import wait
 
-SECONDS = 20  # of which a mistake takes one or two
 GONE = "waits for rank 1, which has ended"
 CIRCLE = "these ranks wait for each other, and NCCL would wait here"
 
@@ -37,7 +39,7 @@ def ones(elements: int = 4, dtype=torch.float32) -> torch.Tensor:
 def failures(simulated_ranks, *args, ranks: int = 3) -> dict[int, str]:
     """What each rank that has failed says."""
     with pytest.raises(RanksFailed) as caught:
-        simulated_ranks(*args[:1], ranks, *args[1:], seconds=SECONDS)
+        simulated_ranks(*args[:1], ranks, *args[1:], seconds=SHORT)
     assert "has not ended" not in str(caught.value)
     return caught.value.failures
 
@@ -92,18 +94,24 @@ def test_a_rank_that_never_connects_is_named(simulated_ranks):
         assert re.search(f"{call} {GONE}", found[rank])
 
 
-def end_too_late() -> None:
-    if join(timeout=timedelta(seconds=1)) == 1:
-        time.sleep(3)
-    dist.all_reduce(ones())
-    torch.cuda.synchronize()
+def end_too_late(given_up: Path) -> None:
+    """Rank 1 comes when rank 0 has given up."""
+    rank = join(timeout=timedelta(seconds=MOMENT))
+    if rank == 1:
+        wait(given_up.exists, "the end of rank 0's patience")
+    try:
+        dist.all_reduce(ones())
+        torch.cuda.synchronize()
+    except dist.DistBackendError:
+        given_up.touch()
+        raise
 
 
-def test_the_time_limit_of_a_group_is_kept(simulated_ranks):
-    found = failures(simulated_ranks, end_too_late, ranks=2)
+def test_the_time_limit_of_a_group_is_kept(simulated_ranks, tmp_path):
+    found = failures(simulated_ranks, end_too_late, tmp_path / "given up", ranks=2)
     assert found.keys() == {0}
     assert "caught collective operation timeout: rank 0: all_reduce" in found[0]
-    assert "has waited 1.0 s for rank 1: its time limit." in found[0]
+    assert f"has waited {MOMENT:.1f} s for rank 1: its time limit." in found[0]
 
 
 # -- ranks that wait for each other ----------------------------------------------------
@@ -285,7 +293,7 @@ ALIKE = {
 
 @pytest.mark.parametrize(("how", "bound"), ALIKE)
 def test_groups_that_ranks_may_make_alone(simulated_ranks, how, bound):
-    found = simulated_ranks(make_groups, 4, how, bound, seconds=SECONDS)
+    found = simulated_ranks(make_groups, 4, how, bound, seconds=SHORT)
     assert [value for (value,) in found] == ALIKE[how, bound]
 
 
@@ -508,7 +516,7 @@ def work_in_threads() -> list[float]:
 
 
 def test_threads_have_groups_of_their_own(simulated_ranks):
-    assert simulated_ranks(work_in_threads, 2, seconds=SECONDS) == [[1.0, 2.0]] * 2
+    assert simulated_ranks(work_in_threads, 2, seconds=SHORT) == [[1.0, 2.0]] * 2
 
 
 def pin_in_a_thread() -> list[str]:
@@ -532,7 +540,7 @@ def pin_in_a_thread() -> list[str]:
 
 
 def test_another_thread_waits_for_a_collective_that_is_being_launched(simulated_ranks):
-    assert simulated_ranks(pin_in_a_thread, 2, seconds=SECONDS) == [[]] * 2
+    assert simulated_ranks(pin_in_a_thread, 2, seconds=SHORT) == [[]] * 2
 
 
 def use_a_group_of_some() -> float:

@@ -12,6 +12,7 @@ from recorded.operations import compare
 from simgpu._device.cards import CARDS
 from simgpu._timing.collective_cost import FACTORS, choose, collective_seconds
 from simgpu._timing.topology import Network, Topology, parse_bandwidth
+from support.limits import SHORT
 
 RECORDINGS = Path(__file__).parent / "recordings"
 MIB = 1024**2
@@ -294,4 +295,4 @@ def test_it_needs_no_pytorch():
     script = (
         "import sys, simgpu._timing.collective_cost; sys.exit('torch' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=SHORT)

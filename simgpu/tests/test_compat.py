@@ -11,6 +11,7 @@ import torch
 
 import simgpu
 from simgpu import _compat
+from support.limits import JOB, LONG
 
 FOLDER = Path(simgpu.__file__).parent
 
@@ -19,7 +20,7 @@ def run(script: str, *options: str, **environment: str) -> subprocess.CompletedP
     """Run a script in a process of its own."""
     return subprocess.run(
         [sys.executable, *options, "-c", script], capture_output=True, text=True,
-        timeout=120, env={**os.environ, **environment},
+        timeout=JOB, env={**os.environ, **environment},
     )  # fmt: skip
 
 
@@ -146,7 +147,7 @@ def without(*names: str) -> dict[str, str]:
     """What happens where a name is missing: {our name: how far a program came}."""
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT, *names], capture_output=True, text=True,
-        timeout=900, env={**os.environ, "PYTHONWARNINGS": "ignore"},
+        timeout=LONG, env={**os.environ, "PYTHONWARNINGS": "ignore"},
     )  # fmt: skip
     lines = [line.partition(" ") for line in done.stdout.splitlines()]
     assert lines, done.stderr

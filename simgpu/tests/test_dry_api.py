@@ -180,7 +180,7 @@ def test_a_script_that_fails_says_why(tmp_path, simulated_dry_run):
         simulated_dry_run(script, world=8)
     script.write_text("import time\ntime.sleep(600)\n")
     with pytest.raises(simgpu.DryRunFailed, match="longer than 3 s"):
-        simulated_dry_run(script, world=8, seconds=3)
+        simulated_dry_run(script, world=8, seconds=3)  # the limit is what is tested
     with pytest.raises(ValueError, match="no script"):
         simulated_dry_run(tmp_path / "other.py", world=8)
 

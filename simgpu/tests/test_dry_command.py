@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from support import programs
+from support.limits import SHORT
 
 TRAIN = """
 import argparse, os
@@ -339,20 +340,24 @@ def test_a_stage_that_fails_ends_the_others(dry_run, tmp_path):
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_ctrl_c_leaves_nothing(tmp_path):
-    lines = "open(f'{rank}', 'w').write(str(os.getpid()))\n__import__('time').sleep(60)"
+    lines = (
+        "open(f'{rank}', 'w').write(str(os.getpid()))\n__import__('time').sleep(10_000)"
+    )
     (tmp_path / "pieces.py").write_text(PIECES.format(lines))
     words = ["dry-run", "--world", "8", "--kinds", "pp=2", "pieces.py"]
     running = subprocess.Popen(
         [sys.executable, "-m", "simgpu", *words], cwd=tmp_path, text=True,
         stderr=subprocess.PIPE,
     )  # fmt: skip
-    late = time.monotonic() + 60
+    late = time.monotonic() + SHORT
     ranks = [tmp_path / "0", tmp_path / "4"]
     while not all(path.exists() and path.read_text() for path in ranks):
         assert time.monotonic() < late and running.poll() is None
         time.sleep(0.05)
     running.send_signal(signal.SIGINT)
-    assert running.communicate(timeout=30)[1].endswith("simgpu dry-run: interrupted\n")
+    assert running.communicate(timeout=SHORT)[1].endswith(
+        "simgpu dry-run: interrupted\n"
+    )
     assert running.returncode == 130
     for path in ranks:
         with pytest.raises(ProcessLookupError):

@@ -18,6 +18,7 @@ from simgpu import _runtime as state
 from simgpu._dry import command
 from simgpu._dry.run import Job, run
 from support import compiled_models
+from support.limits import JOB
 
 SUPPORT = Path(__file__).parent / "support"
 HALF = torch.bfloat16
@@ -342,7 +343,7 @@ def test_kernels_and_bytes_are_nearly_those_of_inductor():
     """Its scheduler fuses the same models as for CUDA, on this machine."""
     done = subprocess.run(
         [sys.executable, SUPPORT / "inductor.py"],
-        capture_output=True, text=True, timeout=240, check=False,
+        capture_output=True, text=True, timeout=JOB, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]

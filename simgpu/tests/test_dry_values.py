@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 from simgpu._dry.run import Job, run
 from simgpu._dry.wide import Chunks
+from support.limits import JOB
 
 MANY = 16_384
 
@@ -215,7 +216,7 @@ def megabytes(program: str, world: int) -> tuple[float, float]:
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True,
-        timeout=100, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=JOB, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return tuple(map(float, done.stdout.split()[-2:]))

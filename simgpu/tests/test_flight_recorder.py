@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from torch.distributed import _functional_collectives as funcol
 from torch.distributed.flight_recorder import fr_trace
 
 import simgpu
+from support.limits import MOMENT, SHORT
+from support.waiting import wait
 
 KEYS = {
     "frames", "record_id", "pg_id", "process_group", "thread_name", "thread_id",
@@ -158,7 +161,7 @@ def test_messages_batches_and_unequal_parts(simulated_ranks):
 def fail(how: str, prefix: str) -> None:
     os.environ["TORCH_FR_DUMP_TEMP_FILE"] = prefix
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", timeout=timedelta(seconds=1))
+    dist.init_process_group("nccl", timeout=timedelta(seconds=MOMENT))
     rank, x = dist.get_rank(), ones(4)
     dist.all_reduce(x)
     if how == "size":
@@ -166,10 +169,13 @@ def fail(how: str, prefix: str) -> None:
     elif how == "type":
         dist.all_reduce(x) if rank else dist.broadcast(x, 0)
     elif how == "late":
-        time.sleep(4 * rank)
+        if rank == 1:
+            wait(Path(f"{prefix}1").exists, "what it is told of rank 0")
         dist.all_reduce(x)
     elif how == "one by one":
-        time.sleep((0.0, 0.6, 1.2, 9.0)[rank])
+        if rank == 3:
+            wait(Path(f"{prefix}3").exists, "what it is told of the others")
+        time.sleep(0.3 * rank)  # all wait when the first gives up, and none is told
         dist.all_reduce(x)
     torch.cuda.synchronize()
 
@@ -186,7 +192,7 @@ def test_pytorchs_analyser_reads_the_dumps(
     simulated_ranks, tmp_path, capfd, caplog, how
 ):
     with contextlib.suppress(Exception):
-        simulated_ranks(fail, 2, how, str(tmp_path / "trace_"), seconds=20)
+        simulated_ranks(fail, 2, how, str(tmp_path / "trace_"), seconds=SHORT)
     said = capfd.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trace_0", "trace_1"]
     with caplog.at_level("INFO"):
@@ -196,8 +202,9 @@ def test_pytorchs_analyser_reads_the_dumps(
     late = (
         r"\[rank0\]:\[E\S+ \S+ ProcessGroupNCCL.cpp\] \[Rank 0\] Watchdog caught "
         r"collective operation timeout: WorkNCCL\(SeqNum=2, OpType=ALLREDUCE, NumelIn=4"
-        r", NumelOut=4, Timeout\(ms\)=1000\) ran for 1\d\d\d milliseconds "
+        r", NumelOut=4, Timeout\(ms\)=MS\) ran for MS milliseconds "
     )
+    late = late.replace("MS", str(round(1000 * MOMENT)))
     assert (re.search(late, said) is not None) == (how == "late")
     status = "PG status: last enqueued work: 2"
     assert (status in said) == (how == "late")
@@ -212,7 +219,7 @@ def test_a_rank_that_waits_says_that_its_own_time_is_over(
     simulated_ranks, tmp_path, capfd
 ):
     with contextlib.suppress(Exception):
-        simulated_ranks(fail, 4, "one by one", str(tmp_path / "trace_"), seconds=30)
+        simulated_ranks(fail, 4, "one by one", str(tmp_path / "trace_"), seconds=SHORT)
     said = capfd.readouterr().err
     late = re.findall(r"\[Rank (\d)\] Watchdog caught", said)
     told = re.findall(r" Rank (\d)\] Received a dump signal", said)
@@ -227,7 +234,7 @@ def ask_through_the_pipe(folder: str) -> str:
     torch.cuda.synchronize()
     with open(f"{folder}/pipe_0.pipe", "w", encoding="utf-8") as pipe:
         pipe.write("1")
-    end = time.monotonic() + 10
+    end = time.monotonic() + SHORT
     while time.monotonic() < end:
         with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
             with open(f"{folder}/trace_0", "rb") as file:
@@ -254,7 +261,7 @@ def test_a_group_that_is_not_destroyed_is_told_at_the_end(tmp_path, destroys):
     file.write_text(PROGRAM.format("dist.destroy_process_group()" * destroys))
     command = [sys.executable, "-m", "simgpu", "--gpus", "1", str(file)]
     ran = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, check=True
+        command, capture_output=True, text=True, timeout=SHORT, check=True
     )
     warning = "WARNING: destroy_process_group() was not called before program exit"
     assert (warning in ran.stderr) != destroys

@@ -8,7 +8,7 @@ from simgpu._pictures.lanes import Lanes
 from simgpu._ranks.job_memory import GpuMemory, JobMemory
 
 
-def lanes(seconds: float = 10.0, **options) -> Lanes:
+def lanes(seconds: float = 10.0, **options) -> Lanes:  # no limit: simulated
     return Lanes("a title", 100, seconds, 100, **options)
 
 
@@ -36,7 +36,7 @@ def test_a_short_bar_is_still_seen():
 
 
 def test_a_bar_has_the_first_words_that_fit_or_none():
-    axis = lanes(seconds=588, letter=10, room=0)  # a second is a pixel
+    axis = lanes(seconds=588, letter=10, room=0)  # no limit: a second is a pixel
     axis.bar(0, 20, 0, 35, "white", "four", "two", "a")
     axis.bar(0, 20, 0, 8, "white", "four", "a")
     axis.between(10, 100, 150, "six ..", "four")

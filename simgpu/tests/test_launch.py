@@ -21,6 +21,7 @@ from simgpu._launch.program import can_run
 from simgpu._launch.server import ForkedRank, RankServer
 from simgpu._launchers import _CAN_FORK
 from support import programs
+from support.limits import JOB, SHORT
 
 pytestmark = [
     pytest.mark.slow,
@@ -219,7 +220,7 @@ def held(tmp_path):
         cwd=tmp_path, env=environ, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
     )  # fmt: skip
-    late = threading.Timer(programs.SECONDS, command.kill)
+    late = threading.Timer(JOB, command.kill)
     late.start()
     every = [psutil.Process(command.pid)]
     try:
@@ -234,15 +235,15 @@ def held(tmp_path):
         for process in every:
             if process.is_running():
                 process.kill()
-        command.wait(10)
+        command.wait(SHORT)
         command.stdout.close()
 
 
 def test_a_signal_to_the_command_ends_launcher_server_and_ranks(held):
     command, *others = held
     command.send_signal(signal.SIGTERM)
-    assert command.wait(60) != 0
-    _, alive = psutil.wait_procs(others, 10)
+    assert command.wait(SHORT) != 0
+    _, alive = psutil.wait_procs(others, SHORT)
     assert alive == []
 
 
@@ -251,14 +252,14 @@ def test_a_command_that_is_killed_leaves_nothing_running(held):
     others += [child for rank in others[2:] for child in rank.children()]
     assert len(others) == 6
     command.kill()
-    _, alive = psutil.wait_procs(others, 20)
+    _, alive = psutil.wait_procs(others, SHORT)
     assert alive == []
 
 
 def test_without_its_launcher_the_server_ends_and_the_ranks_live_on(held):
     command, launcher, server, *ranks = held
     launcher.kill()
-    assert command.wait(60) == 128 + signal.SIGKILL
+    assert command.wait(SHORT) == 128 + signal.SIGKILL
     _, alive = psutil.wait_procs([launcher, server], 10)
     assert alive == [] and all(rank.is_running() for rank in ranks)
 
@@ -267,7 +268,7 @@ def test_the_loss_of_the_server_disturbs_nobody(held):
     command, launcher, server, *ranks = held
     server.kill()  # what is left of it, its launcher keeps to its own end
     ranks[0].kill()  # torchrun then ends the other one, and itself
-    assert command.wait(60) == 1
+    assert command.wait(SHORT) == 1
     _, alive = psutil.wait_procs([launcher, *ranks], 10)
     assert alive == []
 
@@ -286,12 +287,12 @@ def test_the_end_of_a_forked_process_is_noticed_once():
     child = subprocess.Popen(["sleep", "600"])
     rank = ForkedRank(["sleep", "600"], child.pid)
     with pytest.raises(subprocess.TimeoutExpired):
-        rank.wait(0.01)
+        rank.wait(0.01)  # the limit is what is tested
     assert rank.poll() is None
     rank.terminate()
-    assert rank.wait(10) == rank.wait() == rank.poll() == -signal.SIGTERM
+    assert rank.wait(SHORT) == rank.wait() == rank.poll() == -signal.SIGTERM
     rank.kill()  # nobody: the number may be another process's by now
-    assert child.wait(10) is not None  # it has been waited for
+    assert child.wait(SHORT) is not None  # it has been waited for
 
 
 def test_what_cannot_run_in_a_forked_process_does_not(tmp_path):

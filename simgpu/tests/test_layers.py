@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import simgpu
+from support.limits import SHORT
 
 FOLDER = Path(simgpu.__file__).parent
 # from the bottom to the top; a layer may import itself and those before it
@@ -103,7 +104,7 @@ def test_no_file_grows_too_long_to_read(file):
 
 def test_time_needs_no_pytorch():
     script = "import sys, simgpu._timing.timeline; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=SHORT)
 
 
 # a timeline draws itself: it asks for the picture when it is shown

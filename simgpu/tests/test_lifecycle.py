@@ -15,6 +15,7 @@ import simgpu
 from simgpu import _patches as patches
 from simgpu import _runtime as runtime
 from simgpu._device.visible import uuid_of
+from support.limits import SHORT
 
 
 @pytest.fixture(autouse=True)
@@ -282,7 +283,7 @@ def in_threads(work, count: int = 1) -> list:
     results, ready = [], threading.Barrier(count)
 
     def run():
-        ready.wait(30)
+        ready.wait(SHORT)
         try:
             results.append(work())
         except RuntimeError as error:
@@ -292,7 +293,7 @@ def in_threads(work, count: int = 1) -> list:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(SHORT)
     return results
 
 
@@ -322,25 +323,25 @@ def test_threads_never_get_the_same_stream():
 
 def test_threads_of_a_pool_follow_the_simulator():
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(int).result(10)  # its thread is there before the GPUs are
+        pool.submit(int).result(SHORT)  # its thread is there before the GPUs are
         for number in (3, 2):
             simgpu.start(number)
             a, b = torch.ones(2, device="cuda:0"), torch.ones(2, device="cuda:1")
-            assert pool.submit(lambda a=a: a * 2).result(10).device.index == 0
+            assert pool.submit(lambda a=a: a * 2).result(SHORT).device.index == 0
             with pytest.raises(RuntimeError, match="cuda:0 and cuda:1"):
-                pool.submit(lambda a=a, b=b: a + b).result(10)
+                pool.submit(lambda a=a, b=b: a + b).result(SHORT)
             simgpu.stop()
         simgpu.start(3)
         with ThreadPoolExecutor(1) as younger:
-            younger.submit(torch.ones, 1).result(10)
+            younger.submit(torch.ones, 1).result(SHORT)
             simgpu.stop()
-            assert younger.submit(torch.ones, 1).result(10).device.type == "cpu"
+            assert younger.submit(torch.ones, 1).result(SHORT).device.type == "cpu"
             simgpu.start(2)
-            made = younger.submit(lambda: torch.ones(1, device="cuda:1")).result(10)
+            made = younger.submit(lambda: torch.ones(1, device="cuda:1")).result(SHORT)
             assert made.device.index == 1
             assert [e.device for e in simgpu.timeline().events] == ["cuda:1"]
             with pytest.raises(torch.AcceleratorError):
-                younger.submit(lambda: torch.ones(1, device="cuda:2")).result(10)
+                younger.submit(lambda: torch.ones(1, device="cuda:2")).result(SHORT)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")

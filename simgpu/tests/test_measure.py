@@ -17,6 +17,7 @@ from simgpu._device import measured
 from simgpu._device.cards import CARDS, Card, Host, find_card
 from simgpu._measure import command, figures, fit, links, timing
 from simgpu._timing.topology import Network, Topology
+from support.limits import JOB
 
 NEAR = 1e-3  # of a constant that comes out again
 MINE = dataclasses.replace(
@@ -190,7 +191,7 @@ SAYS = f"My Card (simulated) {round(1e6 * SECONDS)}"
 def run(folder, *words: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-m", "simgpu", *words], cwd=folder, capture_output=True,
-        text=True, timeout=200, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        text=True, timeout=JOB, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
 

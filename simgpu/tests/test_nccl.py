@@ -18,7 +18,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import simgpu
 from simgpu import NotSimulated
 from simgpu._distributed.exchange import Reduction, reduce, reduction_named
-from support.programs import free_port
+from support.limits import JOB, SHORT
+from support.ports import free_port
 
 CUDA = torch.device("cuda")
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -202,8 +203,9 @@ def test_the_class_of_nccl(group):
     assert given.tolist() == [1, 1] and backend._is_initialized()
     assert group._get_sequence_number_for_group() == 1
     group._enable_collectives_timing()
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=7))
-    assert backend.options._timeout == timedelta(seconds=7)
+    limit = timedelta(seconds=7)  # the limit is what is tested
+    dist.distributed_c10d._set_pg_timeout(limit)
+    assert backend.options._timeout == limit
     with pytest.raises(NotSimulated, match="register_mem_pool"):
         backend.register_mem_pool(None)
     assert len(torch.cuda.nccl.unique_id()) == 128
@@ -262,7 +264,7 @@ def test_the_environment_chooses_the_engine(chosen, kind):
     env = {**os.environ, "TORCH_DIST_USE_NCCL2": chosen}
     done = subprocess.run(
         [sys.executable, "-c", script], env=env, capture_output=True, text=True,
-        timeout=120,
+        timeout=JOB,
     )  # fmt: skip
     assert done.stdout.strip() == f"ProcessGroupNCCL{kind}", done.stderr
 
@@ -425,7 +427,7 @@ def test_a_blocking_wait_lets_the_host_wait(group, monkeypatch):
     monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
     work = dist.all_reduce(ones(1 << 20), async_op=True)
     before = simgpu.timeline()
-    assert work.wait(timedelta(seconds=5)) and work.is_completed(), before
+    assert work.wait(timedelta(seconds=SHORT)) and work.is_completed(), before
 
 
 def test_the_profiler_sees_each_collective_once(group):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import simgpu
+from support.limits import SHORT
 
 FACE = Path(simgpu.__file__)
 MODULES = ["simgpu.costs", "simgpu.pictures"]
@@ -55,7 +56,7 @@ def test_a_public_module_has_what_it_lists_and_lists_what_it_has(name):
 def test_importing_simgpu_does_not_import_pytorch():
     """pytest looks at the plugin in every run, whatever is tested."""
     script = "import sys, simgpu.pytest_plugin; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=SHORT)
 
 
 def test_an_unknown_name_is_an_attribute_error():

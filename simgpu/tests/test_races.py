@@ -15,6 +15,7 @@ from torch import nn
 from torch.cuda._sanitizer import CUDASanitizerErrors
 
 import simgpu
+from support.limits import SHORT
 from support.side_streams import main_stream, side_stream
 
 pytestmark = pytest.mark.simulated_gpus(2)
@@ -327,7 +328,7 @@ def in_another_thread():
             return x + 1  # second
 
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(work).result(10)
+        pool.submit(work).result(SHORT)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import simgpu
 from simgpu import _runtime as runtime
+from support.limits import SHORT
 from support.side_streams import main_stream, side_stream
 
 
@@ -463,7 +464,7 @@ def threads_with_a_gpu_each():
     try:
         with ThreadPoolExecutor(2) as pool:
             for future in [pool.submit(work, device) for device in range(2)]:
-                future.result(60)
+                future.result(SHORT)
     finally:
         sys.setswitchinterval(interval)
 

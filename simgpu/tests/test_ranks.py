@@ -36,6 +36,7 @@ from simgpu._ranks.magic import run_cell_in_ranks
 from simgpu._ranks.python_process import MAIN
 from simgpu._ranks.rank_error import Failure, Frame, failure_report
 from simgpu._ranks.rank_processes import RankProcesses
+from support.limits import JOB, MOMENT, SHORT
 from support.waiting import wait
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -60,7 +61,7 @@ def descendants() -> list[psutil.Process]:
 @pytest.fixture
 def four():
     """Four ranks, which work afterwards, whatever a test has done to them."""
-    with Ranks(4, device="cpu") as ranks:
+    with Ranks(4, device="cpu", timeout=JOB) as ranks:
         yield ranks
         assert ranks.run(all_sum) == [6.0] * 4
 
@@ -71,7 +72,7 @@ def soon():
     begin = time.monotonic()
     yield
     took = time.monotonic() - begin
-    assert took < 18, f"took {took:.1f} s"
+    assert took < SHORT, f"took {took:.1f} s"
 
 
 def error_of(function, *args, **kwargs) -> str:
@@ -273,10 +274,10 @@ def test_two_threads_do_not_mix_their_results(four, tmp_path):
 
     thread = threading.Thread(target=lambda: answers.append(four.run(until_told)))
     thread.start()
-    wait(four._busy.locked, "the call of the thread", 20)
+    wait(four._busy.locked, "the call of the thread")
     assert error_of(four.run, rank) == "these ranks are at work on another call"
     go_on.touch()
-    thread.join(20)
+    thread.join(SHORT)
     assert answers == [[0, 1, 2, 3]] and four.run(rank) == [0, 1, 2, 3]
 
 
@@ -303,7 +304,7 @@ def end_by(number: int):
 def test_a_rank_that_fails_is_named_and_where_the_others_wait(
     four, how, words, monkeypatch
 ):
-    monkeypatch.setattr(remote_call, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(remote_call, "GRACE_SECONDS", MOMENT)
 
     def program():
         if rank() == 1:
@@ -418,12 +419,12 @@ def found_in_cells(*names: str) -> tuple:
 
 def test_a_rank_that_died_between_two_calls_is_noticed(four):
     os.kill(four.run(os.getpid)[3], signal.SIGKILL)
-    assert four._workers.connections[3].poll(20)  # it has hung up
+    assert four._workers.connections[3].poll(SHORT)  # it has hung up
     assert "rank 3: the process was killed" in error_of(four.run, rank)
 
 
 def test_a_collective_gives_up_by_itself():
-    with Ranks(2, timeout=1) as two:
+    with Ranks(2, timeout=MOMENT) as two:
         assert "rank 1: " in error_of(two.run, skipped_by_rank_0)
         assert two.run(rank) == [0, 1]
 
@@ -440,25 +441,29 @@ def mismatch():
     [(skipped_by_rank_0, "ranks 1, 2, 3: did not finish"), (mismatch, "rank")],
 )
 def test_wrong_collectives_are_found_within_the_time_limit(four, program, words):
-    assert error_of(four.run, program, timeout=2).startswith(words)
+    assert error_of(four.run, program, timeout=MOMENT).startswith(words)
 
 
 def test_ranks_that_lost_their_connections_start_afresh(four, monkeypatch):
+    limit = MOMENT  # it is over without rank 2
+
     def all_but_two():
         from datetime import timedelta
 
         import torch.distributed as dist
 
         if dist.get_rank() != 2:
-            dist.monitored_barrier(timeout=timedelta(seconds=1))
+            dist.monitored_barrier(timeout=timedelta(seconds=limit))
 
-    monkeypatch.setattr(ranks_module, "GRACE_SECONDS", 1)
+    monkeypatch.setattr(ranks_module, "GRACE_SECONDS", MOMENT)
     told = error_of(four.run, all_but_two)
     assert told.endswith(AFRESH) and "<string>" not in told
 
 
 def test_an_endless_loop_is_shown_and_ended(four):
-    told = error_of(run_cell_in_ranks, "--timeout 1", "while rank == 1:\n    1 + 1")
+    told = error_of(
+        run_cell_in_ranks, f"--timeout {MOMENT}", "while rank == 1:\n    1 + 1"
+    )
     assert told.startswith("rank 1: did not finish; waiting\n  this cell, line")
     assert told.endswith(AFRESH)
 
@@ -468,10 +473,10 @@ def test_an_endless_loop_is_shown_and_ended(four):
 def test_an_interrupt_ends_the_call(four, where, capsys, tmp_path):
     def program():
         (tmp_path / str(rank())).touch()
-        return time.sleep(30) if where == "python" else skipped_by_rank_0()
+        return time.sleep(10_000) if where == "python" else skipped_by_rank_0()
 
     def interrupt():
-        wait(lambda: len(os.listdir(tmp_path)) == 4, "the start of all ranks", 20)
+        wait(lambda: len(os.listdir(tmp_path)) == 4, "the start of all ranks")
         time.sleep(0.3)  # from their first line into the collective
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -595,10 +600,10 @@ def test_a_notebook_that_hangs_up_while_its_fork_server_reports_leaves_nothing()
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         states = [psutil.Process(pid).status for pid in pids]
-        wait(lambda: {state() for state in states} == {"zombie"}, "the ranks' end", 30)
+        wait(lambda: {state() for state in states} == {"zombie"}, "the ranks' end")
         server.connection.close()
         os.kill(server.process.pid, signal.SIGCONT)
-        assert server.process.wait(10) == 0
+        assert server.process.wait(SHORT) == 0
         assert not server.folder.exists()
     finally:
         ranks_module._forget()
@@ -614,9 +619,9 @@ def test_who_has_no_key_is_turned_away(monkeypatch):
 
     def enter_after_strangers(listener):
         for words in (b"", b"\0\0", b"\xff" + bytes(9), b"GET / HTTP/1.1\r\n\r\n"):
-            strangers.append(socket.create_connection(listener.address, 20))
+            strangers.append(socket.create_connection(listener.address, SHORT))
             strangers[-1].sendall(words)
-        socket.create_connection(listener.address, 20).close()
+        socket.create_connection(listener.address, SHORT).close()
         return enter(listener)
 
     module.close()  # or only the ranks would connect, not the fork server too
@@ -625,7 +630,7 @@ def test_who_has_no_key_is_turned_away(monkeypatch):
         target=lambda: opened.append(Ranks(2, device="cpu")), daemon=True
     )
     thread.start()
-    thread.join(60)
+    thread.join(SHORT)
     time.sleep(1)  # the system would tell the children of a thread at once
     with opened[0] as ranks:
         assert ranks.run(rank) == [0, 1]
@@ -633,12 +638,12 @@ def test_who_has_no_key_is_turned_away(monkeypatch):
     for stranger in strangers:
         with stranger, contextlib.suppress(ConnectionResetError):
             while stranger.recv(1024):
-                pass  # until the other side hangs up, or 20 s of silence
+                pass  # until the other side hangs up, or says nothing for long
 
 
 def test_who_never_gives_a_key_is_not_waited_for():
     with Listener() as listener, socket.create_connection(listener.address):
-        told = error_of(listener.accept, 1, [])
+        told = error_of(listener.accept, 1, [])  # the limit is what is tested
     assert told == "no answer from a new process after 1 s"
 
 
@@ -673,10 +678,10 @@ def test_a_start_that_fails_leaves_nothing(monkeypatch, tmp_path):
 @FORKS
 def test_what_a_rank_started_ends_with_it():
     with Ranks(2, device="cpu") as ranks:
-        pids = ranks.run(lambda: subprocess.Popen(["sleep", "60"]).pid)
+        pids = ranks.run(lambda: subprocess.Popen(["sleep", "10000"]).pid)
         assert all(map(psutil.pid_exists, pids))
     started = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    _, alive = psutil.wait_procs(started, timeout=5)
+    _, alive = psutil.wait_procs(started, timeout=SHORT)
     assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
 
 
@@ -691,7 +696,7 @@ def start_script(code: str, *, before=(), **environ: str) -> subprocess.Popen:
 
 def last_line(process: subprocess.Popen):
     """What the program has printed last, as JSON."""
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=JOB)
     assert out, err
     return json.loads(out.splitlines()[-1])
 
@@ -704,7 +709,7 @@ NOTEBOOK = """
         x = torch.full((1,), float(i)); dist.all_reduce(x); return x.item()
     def hang():
         import torch.distributed as dist
-        time.sleep(60) if dist.get_rank() == 0 else total(1)
+        time.sleep(10_000) if dist.get_rank() == 0 else total(1)
     def kill():
         os.kill(os.getpid(), signal.SIGKILL)
     ranks = Ranks(2, device="cpu")
@@ -735,7 +740,7 @@ def test_notebooks_at_once_end_with_all_that_they_have_started(tmp_path):
         children = [pid for pid in last_line(process) if psutil.pid_exists(pid)]
         assert process.returncode == status
         assert children == [] or status == -9  # these end a moment later
-        alive = psutil.wait_procs(map(psutil.Process, children), timeout=5)[1]
+        alive = psutil.wait_procs(map(psutil.Process, children), timeout=SHORT)[1]
         assert alive == []
     names = [path.name for path in tmp_path.iterdir()]
     assert not [name for name in names if name.startswith(("ranks-", "pymp-"))]
@@ -783,7 +788,7 @@ def test_a_full_shared_memory_is_no_trouble():
             print(ranks.run(total))
     """
     script = start_script(code, before=("unshare", "-m", "sh", "-c", inside, "sh"))
-    out, err = script.communicate(timeout=60)
+    out, err = script.communicate(timeout=SHORT)
     if "Operation not permitted" in err:
         pytest.skip("this machine does not let root mount")
     assert out.splitlines()[-1] == "[2000000.0, 2000000.0]", err

@@ -20,6 +20,7 @@ from simgpu import _ranks as module
 from simgpu._ranks import Ranks, fork_server, worker
 from simgpu._ranks import which_gpus as gpus_module
 from simgpu._timing.job import JobTimeline
+from support.limits import JOB
 from support.waiting import wait
 
 # Functions of this file are sent like those of a notebook: no rank imports pytest.
@@ -35,7 +36,7 @@ def at_the_end():
 @pytest.fixture
 def four():
     """Four ranks, which work afterwards, whatever a test has done to them."""
-    with Ranks(4, memory="1GB") as ranks:
+    with Ranks(4, memory="1GB", timeout=JOB) as ranks:
         yield ranks
         assert ranks.run(all_sum) == [6.0] * 4
 
@@ -195,7 +196,7 @@ def test_a_rank_caps_the_memory_of_its_own_real_gpu(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3")
     settings = types.SimpleNamespace(
         threads=torch.get_num_threads(),
-        timeout=9,
+        timeout=9,  # no limit: nothing waits
         gpus=gpus_module.Gpus(False, memory="256MB"),
     )
     worker._init_on_gpus(settings)
@@ -220,9 +221,7 @@ def test_real_ranks_are_started_afresh_after_any_failure():
 
 
 def test_a_rank_that_has_finished_is_named_by_those_that_wait_for_it(four):
-    begin = time.monotonic()
     told = error_of(four.run, lambda: 0.0 if rank() == 0 else all_sum())
-    assert time.monotonic() - begin < 10
     assert told.startswith("ranks 1, 2, 3: torch.distributed.DistBackendError: ")
     assert "waits for rank 0, which has come to the end of its function" in told
     assert "in all_sum: dist.all_reduce(x)" in told and told.endswith(AFRESH)
@@ -301,10 +300,10 @@ def test_a_rank_without_memory_says_where(four):
 def test_an_interrupt_in_a_collective_starts_the_ranks_afresh(four, capsys, tmp_path):
     def program():
         (tmp_path / str(rank())).touch()
-        return time.sleep(30) if rank() == 0 else all_sum()
+        return time.sleep(10_000) if rank() == 0 else all_sum()
 
     def interrupt():
-        wait(lambda: len(os.listdir(tmp_path)) == 4, "the start of all ranks", 20)
+        wait(lambda: len(os.listdir(tmp_path)) == 4, "the start of all ranks")
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGINT)
 

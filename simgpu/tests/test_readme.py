@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import simgpu
+from support.limits import JOB
 
 PROJECT = Path(__file__).resolve().parents[1]
 PAGES = [
@@ -76,7 +77,7 @@ def test_a_command_prints_what_the_page_says(folder, command, shown):
         env=clean | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=JOB,
     )
     assert done.returncode == 0, done.stderr
     printed = done.stdout.splitlines()

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import simgpu
 from simgpu._ranks.run_ranks import RanksFailed, run_ranks
+from support.limits import GRACE
 
 VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
@@ -123,10 +124,10 @@ def test_the_error_of_a_rank_is_raised_here_with_its_own_lines():
 def start_another_and_hang(folder: str) -> None:
     """What a rank starts must not outlive it, either."""
     rank = int(os.environ["RANK"])
-    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(10_000)"])
     Path(folder, str(rank)).write_text(f"{os.getpid()} {other.pid}")
     if rank == 1:
-        time.sleep(100)  # here
+        time.sleep(10_000)  # here
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl")
     dist.all_reduce(torch.ones(1, device="cuda"))  # there
@@ -144,11 +145,11 @@ def is_running(pid: int) -> bool:
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="has no /proc")
 def test_a_time_limit_shows_where_each_rank_stood_and_leaves_nothing(tmp_path):
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(start_another_and_hang, 2, str(tmp_path), seconds=4)
+        run_ranks(start_another_and_hang, 2, str(tmp_path), seconds=GRACE)
     lines = Path(__file__).read_text(encoding="utf-8").splitlines()
     for rank, comment in ((0, "# there"), (1, "# here")):
         text = caught.value.failures[rank]
-        assert text.startswith("has not ended within 4 s\nIt stood here")
+        assert text.startswith(f"has not ended within {GRACE:g} s\nIt stood here")
         number = 1 + next(i for i, line in enumerate(lines) if line.endswith(comment))
         assert f"line {number} in start_another_and_hang" in text
     for rank in range(2):

@@ -20,6 +20,7 @@ from simgpu._device import ledger
 from simgpu._device.cards import MIB
 from simgpu._device.overhead import CONTEXT
 from support import programs
+from support.limits import SHORT
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="no locks on files there")
 # Functions of this file are sent like those of a notebook: no rank imports pytest.
@@ -71,7 +72,7 @@ class Other:
 
     def end(self, number: int = signal.SIGTERM) -> None:
         self.process.send_signal(number)
-        self.process.communicate(timeout=30)
+        self.process.communicate(timeout=SHORT)
 
 
 @pytest.fixture
@@ -143,7 +144,7 @@ def test_a_process_that_stops_within_an_update_is_told_of(book, monkeypatch):
     with pytest.raises(RuntimeError, match="has been stopped while it asked"):
         book.entry(0).grow(1, 1000)
     holds.kill()  # the lock goes with it
-    holds.communicate(timeout=30)
+    holds.communicate(timeout=SHORT)
     assert book.entry(0).grow(1, 1000)
 
 
@@ -482,9 +483,9 @@ def free():
 def work(get, put):
     x = torch.ones(100 * 2**20, dtype=torch.uint8, device="cuda:0")
     put.put("has it")
-    received = get.get(timeout=60)
+    received = get.get(timeout=SHORT)
     put.put((free(), torch.cuda.memory_reserved(0), received.nbytes))
-    get.get(timeout=60)
+    get.get(timeout=SHORT)
     os.kill(os.getpid(), signal.SIGKILL)
 
 if __name__ == "__main__":
@@ -493,13 +494,13 @@ if __name__ == "__main__":
     get, put = context.Queue(), context.Queue()
     process = context.Process(target=work, args=(get, put))
     process.start()
-    assert put.get(timeout=60) == "has it"
+    assert put.get(timeout=SHORT) == "has it"
     sent = torch.ones(50 * 2**20, dtype=torch.uint8, device="cuda:0")
     get.put(sent)
-    print(free(), *put.get(timeout=60))
+    print(free(), *put.get(timeout=SHORT))
     assert str(process.pid) in torch.cuda.list_gpu_processes(0)
     get.put("end")
-    process.join(60)
+    process.join(SHORT)
     print(process.exitcode, free())
 """
 
@@ -507,7 +508,7 @@ if __name__ == "__main__":
 def test_a_spawned_process_shares_the_card_until_it_ends(tmp_path):
     """And what it receives counts once, for the process that has sent it."""
     script = tmp_path / "spawns.py"
-    script.write_text(SPAWNS)
+    script.write_text(SPAWNS.replace("SHORT", str(SHORT)))
     done = programs.simulated(tmp_path, "--gpus", 1, "--memory", "512MB", script)
     assert done.status == 0, done.stderr
     free = 512 - 100 - 50

@@ -12,9 +12,7 @@ import simgpu
 from simgpu import NotSimulated
 from simgpu import _runtime as runtime
 from support import programs
-
-SECONDS = 180  # that anything here may take, beside other tests
-
+from support.limits import SHORT
 
 # -- what travels ----------------------------------------------------------------------
 # The child is forked before CUDA is initialised, and so may use it.
@@ -25,7 +23,7 @@ import torch.multiprocessing as mp
 from torch import cuda, nn
 
 def told(connection):
-    assert connection.poll(60), "the other process says nothing"
+    assert connection.poll(SHORT), "the other process says nothing"
     return connection.recv()
 
 def in_child(target):
@@ -91,7 +89,7 @@ except RuntimeError as error:
     assert "tensor received from another process" in str(error)
 del got  # else its owner would warn at its end
 to_child.send("end")
-process.join(60)
+process.join(SHORT)
 print("ended with", process.exitcode)
 """
 )
@@ -99,6 +97,7 @@ print("ended with", process.exitcode)
 
 def run(tmp_path, text: str, **how) -> programs.Done:
     script = tmp_path / "shares.py"
+    text = text.replace("SHORT", str(SHORT))
     script.write_text(text, encoding="utf-8")
     return programs.simulated(tmp_path, "--gpus", 2, script, **how)
 
@@ -172,7 +171,7 @@ told(from_child)
 assert cuda.memory_allocated(0) == 2**24  # nobody has looked
 x = torch.ones(2**22, device=0)
 assert cuda.memory_allocated(0) == cuda.memory_reserved(0) == 2**24
-process.join(60)
+process.join(SHORT)
 print("ended with", process.exitcode)
 """
     done = run(tmp_path, HEAD + text)
@@ -184,7 +183,7 @@ def test_an_owner_that_ends_before_its_receivers_warns(tmp_path):
 def child(get, put):
     x = told(get)
     put.send("has it")
-    get.poll(60)  # until the parent has ended
+    get.poll(SHORT)  # until the parent has ended
     print(x.tolist(), flush=True)
 
 process, to_child, from_child = in_child(child)
@@ -208,7 +207,7 @@ WORKERS = (
 import warnings
 from torch.utils.data import DataLoader, TensorDataset
 
-LIMIT = dict(num_workers=1, timeout=60, multiprocessing_context="fork")
+LIMIT = dict(num_workers=1, timeout=SHORT, multiprocessing_context="fork")
 
 
 class Doubled:
@@ -234,12 +233,12 @@ children = [
 for child in children:
     child.start()
 for i, queue in enumerate(queues):  # the child lives until it has been read out
-    number, values, tensor = queue.get(timeout=60)
+    number, values, tensor = queue.get(timeout=SHORT)
     assert (number, values, tensor.tolist()) == (i, [i, i], [i, i]) and tensor.is_cuda
     del tensor
-    assert [queue.get(timeout=60)[0] for _ in range(1000)] == list(range(1000))
+    assert [queue.get(timeout=SHORT)[0] for _ in range(1000)] == list(range(1000))
 for child in children:
-    child.join(60)
+    child.join(SHORT)
 assert [child.exitcode for child in children] == [0, 0]
 
 numbers = torch.arange(4.0).view(2, 2)
@@ -289,7 +288,7 @@ if __name__ == "__main__":
     for method in methods:
         queue = mp.get_context(method).Queue()
         mp.start_processes(train, (model, queue), nprocs=1, start_method=method)
-        print(queue.get(timeout=60))  # the process has ended
+        print(queue.get(timeout=SHORT))  # the process has ended
     print(round(model.bias.item() - before, 3) == -0.5 * len(methods))
 """
 

@@ -13,6 +13,7 @@ from torch import cuda
 
 import simgpu
 from simgpu import NotSimulated
+from support.limits import SHORT
 
 EVENT = 1e-6  # seconds of the host for a call on an event, see _timing/cost.py
 
@@ -400,7 +401,7 @@ def test_each_thread_has_its_own_current_stream():
     with torch.cuda.stream(side):
         thread = threading.Thread(target=work)
         thread.start()
-        thread.join(10)
+        thread.join(SHORT)
         assert torch.cuda.current_stream() == side
     before, after = found
     assert before == 0 and after not in (0, side.stream_id)

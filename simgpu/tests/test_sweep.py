@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -13,6 +12,8 @@ from simgpu._dry.axes import Layout, Sweep
 from simgpu._dry.sweep import FAILED, FITS, FULL, SKIPPED, Row, Runs
 from simgpu._dry.sweep_table import judge, table
 from support import programs
+from support.limits import SHORT
+from support.waiting import wait
 
 SCRIPT = """
 import argparse
@@ -32,7 +33,7 @@ for _ in range(3):
     optimizer.step()
     optimizer.zero_grad()
 """
-SLOW = "import time\nopen('begun', 'a').write('x')\ntime.sleep(600)\n"
+SLOW = "import time\nopen('begun', 'a').write('x')\ntime.sleep(10_000)\n"
 GIB = 2**30
 
 
@@ -140,7 +141,7 @@ def test_where_a_value_does_not_fit_larger_ones_are_not_run(
     Fake.ran.clear()
     sweep = Sweep(["t.py", "--batch", "{8,1,4,2}"])
     runs = Runs(
-        list(sweep.layouts()), sweep.axes, tmp_path, jobs=2, seconds=9, grows=grows,
+        list(sweep.layouts()), sweep.axes, tmp_path, jobs=2, seconds=SHORT, grows=grows,
         done=lambda row: None, tick=lambda running: None,
     )  # fmt: skip
     rows = {its.layout.values["batch"]: its for its in runs.run()}
@@ -215,11 +216,9 @@ def test_after_ctrl_c_nothing_runs_and_it_says_how_to_go_on(tmp_path):
         cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
     )  # fmt: skip
     try:
-        end = time.monotonic() + 60
-        while not (tmp_path / "begun").exists() and time.monotonic() < end:
-            time.sleep(0.1)
+        wait((tmp_path / "begun").exists, "the start of a layout")
         sweep.send_signal(signal.SIGINT)
-        _, said = sweep.communicate(timeout=20)
+        _, said = sweep.communicate(timeout=SHORT)
     finally:
         sweep.kill()
     assert sweep.returncode == 130

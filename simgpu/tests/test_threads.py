@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import simgpu
+from support.limits import SHORT
 
 
 @pytest.fixture(autouse=True)
@@ -34,10 +35,10 @@ def test_a_thread_starts_at_its_parents_time_and_join_waits_for_it(log):
         done = threading.Event()
         threads.append(threading.Thread(target=work, args=(count, done)))
         threads[-1].start()
-        assert done.wait(10)
+        assert done.wait(SHORT)
     assert log.host == begin
     for thread in threads:
-        thread.join(10)
+        thread.join(SHORT)
     assert ends == [pytest.approx(begin + count * 10e-6) for count in (2, 5)]
     launches = [event.launched for event in log.events]
     assert len(launches) == 8 and launches == sorted(launches)
@@ -47,10 +48,10 @@ def test_a_thread_starts_at_its_parents_time_and_join_waits_for_it(log):
 def test_threads_of_a_pool_do_not_work_in_the_past(log):
     x = torch.ones(4, device=0)
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(lambda: x + 1).result(10)
+        pool.submit(lambda: x + 1).result(SHORT)
         for _ in range(20):
             x + 1
-        pool.submit(lambda: x.cpu()).result(10)
+        pool.submit(lambda: x.cpu()).result(SHORT)
     assert log.copies[-1].launched >= 20 * 10e-6
 
 
@@ -60,16 +61,16 @@ def test_clear_and_stop_do_not_disturb_a_thread_that_runs(log):
     def work():
         torch.ones(4, device=0)
         ready.set()
-        go.wait(10)
+        go.wait(SHORT)
         done.append(torch.ones(4, device=0 if simgpu.count() else "cpu").tolist())
 
     thread = threading.Thread(target=work)
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(SHORT)
     log.clear()
     simgpu.stop()
     go.set()
-    thread.join(10)
+    thread.join(SHORT)
     assert done == [[1.0] * 4]
 
 
@@ -78,22 +79,22 @@ def test_who_asks_a_pool_for_a_result_waits_for_it(log):
     log.clear()
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(lambda: x.cpu())
-        future.result(10)
+        future.result(SHORT)
         assert log.host >= log.copies[-1].end
         failed = pool.submit(lambda: x.cpu().no_such_thing)
-        assert isinstance(failed.exception(10), AttributeError)
+        assert isinstance(failed.exception(SHORT), AttributeError)
         assert log.host >= log.copies[-1].end
         with pytest.raises(AttributeError):
-            failed.result(10)
+            failed.result(SHORT)
 
 
 def test_what_ended_before_clear_does_not_bring_its_time_back(log):
     x = torch.ones(2**20, device=0)
     thread = threading.Thread(target=x.cpu)
     thread.start()
-    end = time.monotonic() + 10
+    end = time.monotonic() + SHORT
     while thread.is_alive() and time.monotonic() < end:
         time.sleep(0.001)
     log.clear()
-    thread.join(10)
+    thread.join(SHORT)
     assert log.host == 0

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import simgpu
 from simgpu import _runtime as runtime
+from support.limits import SHORT
 
 
 @pytest.fixture(autouse=True)
@@ -350,9 +351,9 @@ def test_random_numbers_are_drawn_one_thread_at_a_time(device):
     thread = threading.Thread(target=draw)
     with runtime.current().random_lock:
         thread.start()
-        thread.join(0.2)
+        thread.join(0.2)  # the limit is what is tested
         assert thread.is_alive()  # it waits for us
-    thread.join(30)
+    thread.join(SHORT)
     assert not thread.is_alive()
 
 

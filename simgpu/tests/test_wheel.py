@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from support.limits import JOB
+
 pytestmark = pytest.mark.slow
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -35,7 +37,7 @@ def wheel(tmp_path_factory):
     ignored = shutil.ignore_patterns("*.egg-info", "__pycache__")
     shutil.copytree(PROJECT / "src", folder / "src", ignore=ignored)
     pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*pip, "-q", "-w", "dist", "."], cwd=folder, check=True, timeout=200)
+    subprocess.run([*pip, "-q", "-w", "dist", "."], cwd=folder, check=True, timeout=JOB)
     (built,) = (folder / "dist").glob("simgpu-*.whl")
     return built
 
@@ -54,7 +56,7 @@ def test_the_wheel_has_simgpu_and_nothing_else(wheel):
 def test_a_project_with_helpers_of_its_own_is_undisturbed(wheel, tmp_path):
     target, project = tmp_path / "installed", tmp_path / "project"
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target"]
-    subprocess.run([*pip, target, wheel], check=True, timeout=200)
+    subprocess.run([*pip, target, wheel], check=True, timeout=JOB)
     version = wheel.name.split("-")[1]
     package = project / "src" / "helpers"
     package.mkdir(parents=True)
@@ -69,7 +71,7 @@ def test_a_project_with_helpers_of_its_own_is_undisturbed(wheel, tmp_path):
         env=clean | {"PYTHONPATH": str(target)},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=JOB,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 passed" in done.stdout

@@ -3,7 +3,10 @@
 import datetime
 import os
 import signal
+import sys
 import threading
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +19,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import simgpu
 from simgpu import NotSimulated
+from support.limits import SHORT
+from support.waiting import wait
 
 MIB = 2**20
 OLD_ENGINE = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 15)
@@ -129,7 +134,7 @@ def ask_work() -> list:
     torch.cuda.synchronize()
     timed = work._get_duration()
     work = dist.all_gather([mine(), mine()], mine(), async_op=True)
-    work.wait(datetime.timedelta(seconds=5))  # so the host waits
+    work.wait(datetime.timedelta(seconds=SHORT))  # so the host waits
     barrier = dist.barrier(async_op=True)
     kinds = [w._get_op_type() for w in (work, barrier)]
     return [value, timed, work.is_completed(), kinds, work.get_future_result().wait()]
@@ -210,22 +215,41 @@ def test_what_another_backend_makes_is_on_the_gpu():
 # -- interrupted waits, comparisons ----------------------------------------------------
 
 
-def interrupt(how: str) -> bool:
+def waits_for_others(thread: int) -> bool:
+    """Whether a thread waits for the values of other ranks."""
+    frame = sys._current_frames()[thread]
+    while frame and not frame.f_code.co_filename.endswith("board.py"):
+        frame = frame.f_back
+    return frame is not None
+
+
+def interrupt(how: str, has_come: Path) -> bool:
+    """Rank 0 is interrupted while it waits, and rank 1 comes afterwards."""
+    has_ended = threading.Event()
     rank = join()
     ends = {"destroy": dist.destroy_process_group,
             "abort": dist.distributed_c10d._abort_process_group}  # fmt: skip
-    has_ended = threading.Event()
     dist.all_reduce(x := mine())
     torch.cuda.synchronize()
     if rank == 0:
-        signal.signal(signal.SIGUSR1, lambda *_: (ends[how](), has_ended.set()))
-        threading.Timer(
-            0.3, signal.pthread_kill, (threading.get_ident(), signal.SIGUSR1)
-        ).start()
+        me = threading.get_ident()
+
+        def end(*_):
+            has_come.touch()
+            ends[how]()
+            has_ended.set()
+
+        def interrupt_me():
+            wait(lambda: waits_for_others(me), "the wait of rank 0")
+            signal.pthread_kill(me, signal.SIGUSR1)
+
+        signal.signal(signal.SIGUSR1, end)
+        threading.Thread(target=interrupt_me).start()
         dist.all_reduce(x)
         (x * 1).sum()  # waits for the other
         return has_ended.is_set()
-    threading.Event().wait(1.0)
+    wait(has_come.exists, "the signal to rank 0")
+    time.sleep(0.7)  # in which its group ends, or waits for what this rank gives
     if how == "destroy":
         dist.all_reduce(x)
         return x.tolist() == [6, 6]
@@ -233,8 +257,11 @@ def interrupt(how: str) -> bool:
 
 
 @pytest.mark.parametrize("how", ["destroy", "abort"])
-def test_a_signal_may_end_the_group_while_its_values_are_awaited(simulated_ranks, how):
-    assert simulated_ranks(interrupt, 2, how, seconds=30) == [True, True]
+def test_a_signal_may_end_the_group_while_its_values_are_awaited(
+    simulated_ranks, how, tmp_path
+):
+    found = simulated_ranks(interrupt, 2, how, tmp_path / "come", seconds=SHORT)
+    assert found == [True, True]
 
 
 def compare() -> tuple[str, str]:

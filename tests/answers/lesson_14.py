@@ -20,13 +20,13 @@ def makes_new_ones(queue, received, count=4):
 
 def then_waits(queue, received):
     makes_new_ones(queue, received)
-    received.wait(30)
+    received.wait(30)  # no limit: longer than it is watched
 
 
 def waits_between(queue, received):
     for i in range(4):
         queue.put(torch.full((3,), float(i)))
-        received.wait(0.1)
+        received.wait(0.1)  # no limit: a pause
     received.wait()
 
 
@@ -68,7 +68,7 @@ def sleeps(seconds):
 
 def waits_too_short(queue, received):
     makes_new_ones(queue, received)
-    received.wait(0.6)  # longer than the slow consumer lets it alone
+    received.wait(0.6)  # no limit: longer than the slow consumer lets it alone
 
 
 def ends_with_names(queue, received):

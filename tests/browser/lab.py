@@ -33,7 +33,8 @@ from playwright.sync_api import (
     TimeoutError,
 )
 
-from helpers.processes import free_port
+from support.limits import LESSON, MOMENT, SHORT
+from support.ports import free_port
 from tests.harness.processes import (
     end_processes,
     find_processes,
@@ -42,8 +43,6 @@ from tests.harness.processes import (
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "of-the-tests"
-SECONDS = 60  # that no move takes: starting and stopping the server, opening a page
-RUN_SECONDS = 420  # that no lesson takes
 # the line of a cell that makes one
 EXPLORER = re.compile(r"^(?:explore|plan_explorer)\.\w+\(\w*\)$", re.MULTILINE)
 LIGHT, DARK = "JupyterLab Light", "JupyterLab Dark"
@@ -130,19 +129,19 @@ class Lab:
                 self._wait_for(server)
                 yield self
                 server.terminate()
-                server.wait(SECONDS)
+                server.wait(SHORT)
                 assert not self.processes(), "the server left processes"
             finally:
                 end_processes(self.mark)
 
     def _wait_for(self, server: subprocess.Popen) -> None:
-        late = time.monotonic() + SECONDS
+        late = time.monotonic() + SHORT
         while True:
             words = self.log.read_text()
             assert "Installing" not in words, words
             assert server.poll() is None and time.monotonic() < late, words
             with contextlib.suppress(OSError):
-                urllib.request.urlopen(f"{self.url}/api?token={TOKEN}", timeout=2)
+                urllib.request.urlopen(f"{self.url}/api?token={TOKEN}", timeout=MOMENT)
                 return
             time.sleep(0.1)
 
@@ -153,7 +152,7 @@ class Lab:
     def kernels(self) -> list[dict]:
         """The kernels, in the words of the server."""
         url = f"{self.url}/api/kernels?token={TOKEN}"
-        with urllib.request.urlopen(url, timeout=SECONDS) as answer:
+        with urllib.request.urlopen(url, timeout=SHORT) as answer:
             return json.load(answer)
 
     def end_kernels(self) -> None:
@@ -161,7 +160,7 @@ class Lab:
         for kernel in self.kernels():
             url = f"{self.url}/api/kernels/{kernel['id']}?token={TOKEN}"
             request = urllib.request.Request(url, method="DELETE")
-            urllib.request.urlopen(request, timeout=SECONDS).close()
+            urllib.request.urlopen(request, timeout=SHORT).close()
 
     @contextlib.contextmanager
     def opened(self, browser: BrowserContext, name: str) -> Iterator["Notebook"]:
@@ -225,7 +224,7 @@ class Notebook:
         self.complaints: list[str] = []
         self._held: list[Route] = []
         self._hold_kernel = True
-        page.set_default_timeout(SECONDS * 1000)
+        page.set_default_timeout(SHORT * 1000)
         page.on("console", self._listen)
         page.on("pageerror", self._note)
         page.route(BADGES, lambda route: route.fulfill(body=BADGE, content_type=SVG))
@@ -278,7 +277,7 @@ class Notebook:
         self.page.evaluate(FORGET_COUNTS)
         self.menu("Run", "runmenu:run-all")
         with contextlib.suppress(TimeoutError):
-            self.page.wait_for_function(DONE, timeout=RUN_SECONDS * 1000)
+            self.page.wait_for_function(DONE, timeout=LESSON * 1000)
         return self.cells()
 
     def run(self, number: int) -> None:
@@ -330,8 +329,8 @@ class Notebook:
         return [c["number"] for c in self.cells() if EXPLORER.search(c["source"])]
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait for something that the page does not tell; it may take `SECONDS`."""
-        late = time.monotonic() + SECONDS
+        """Wait for something that the page does not tell; it may take `SHORT`."""
+        late = time.monotonic() + SHORT
         while not condition():
             assert time.monotonic() < late, f"it has not come: {what}"
             self.page.wait_for_timeout(50)

@@ -25,6 +25,7 @@ pytest.importorskip("pytest_timeout", reason="pytest-timeout is not installed")
 
 from playwright.sync_api import BrowserContext, sync_playwright  # noqa: E402
 
+from support.limits import JOB, LESSON  # noqa: E402
 from tests.browser import looks  # noqa: E402
 from tests.browser.lab import (  # noqa: E402
     DARK,
@@ -46,7 +47,7 @@ LOOKS = {"light": (LIGHT, LAPTOP), "dark": (DARK, LAPTOP), "125": (LIGHT, ZOOMED
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium"),
-    pytest.mark.timeout(720),
+    pytest.mark.timeout(JOB + LESSON),
 ]
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 
+from support.limits import JOB
 from tests.harness import files
 from tests.harness.usage import Sampler
 
@@ -24,7 +25,7 @@ from tests.harness.usage import Sampler
 _PYTORCH = Path(importlib.util.find_spec("torch").origin).parent
 CUDA = any(_PYTORCH.glob("lib/*torch_cuda.*"))
 MEMORY = 2.4e9 if CUDA else 1.2e9  # bytes of all processes of a notebook together
-SECONDS = 300.0  # nearly twice what the slowest computed on the slowest machine: 160 s
+SECONDS = JOB  # nearly twice what the slowest computed on the slowest machine: 160 s
 # a notebook whose code says so may ask a name server: see `Sampler.questions`
 STORE = re.compile(
     r"TCPStore|torchrun|torch\.distributed\.run"

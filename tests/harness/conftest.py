@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from support.limits import MOMENT, SHORT
 from tests.harness import kernels, processes
 from tests.harness.small_course import PLAIN, SmallCourse, outcomes
 
@@ -16,8 +17,8 @@ Run = Callable[..., tuple[dict[str, str], pytest.RunResult]]
 @pytest.fixture
 def course(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> SmallCourse:
     """A course without notebooks; what its notebooks leave is killed soon."""
-    monkeypatch.setattr(processes, "GRACE", 0.5)
-    monkeypatch.setattr(kernels, "SECONDS_TO_STOP", 1)
+    monkeypatch.setattr(processes, "GRACE", MOMENT)
+    monkeypatch.setattr(kernels, "SECONDS_TO_STOP", MOMENT)
     return SmallCourse(pytester.path)
 
 
@@ -26,7 +27,8 @@ def run(course: SmallCourse, pytester: pytest.Pytester) -> Run:
     """Runs pytest on the course; the outcome of each test, and all of the result."""
 
     def run(*options: str) -> tuple[dict[str, str], pytest.RunResult]:
-        done = pytester.runpytest_inprocess(*PLAIN, "--nbval-cell-timeout=30", *options)
+        limit = f"--nbval-cell-timeout={SHORT}"
+        done = pytester.runpytest_inprocess(*PLAIN, limit, *options)
         return outcomes(done.stdout.str()), done
 
     return run

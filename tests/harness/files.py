@@ -6,6 +6,8 @@ import re
 import time
 from pathlib import Path
 
+from support.limits import SHORT
+
 # where two processes may leave memory that they shared
 SHARED_MEMORY = Path("/dev/shm")
 # what others write in a repository while tests run: git, caches, editors
@@ -88,7 +90,7 @@ def _identity(path: str) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def still_unused(paths: list[str], seconds: float = 60) -> list[str]:
+def still_unused(paths: list[str], seconds: float = SHORT) -> list[str]:
     """Returns the files that stay unused.
 
     A tensor in a queue, for example, is nobody's until it arrives.

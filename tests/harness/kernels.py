@@ -20,9 +20,10 @@ from nbval.kernel import (
     RunningKernel,
 )
 
+from support.limits import GRACE
 from tests.harness.processes import end_processes, kernel_environment
 
-SECONDS_TO_STOP = 3  # that a kernel gets to end by itself
+SECONDS_TO_STOP = GRACE  # that a kernel gets to end by itself
 
 
 def kernel_settings(folder: Path) -> dict:

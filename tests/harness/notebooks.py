@@ -5,7 +5,8 @@
 * Numbers that depend on the processor are compared to their last place (numbers.py),
   and what depends on PyTorch only with the version that needs it (versions.py).
 * The sanitizer is found from any working directory, and stderr is not compared.
-* A kernel that dies fails its cell at once (kernels.py).
+* A kernel that dies fails its cell at once (kernels.py), and a cell has a limit of time
+  that fits the machine.
 * After a cell that raised, the notebook's later cells are skipped, not failed.
 * The last test of a notebook is its budget (budgets.py). It ends the kernel.
 * No process outlives its notebook (processes.py).
@@ -29,6 +30,7 @@ from pathlib import Path
 import pytest
 from nbval.plugin import IPyNbCell, IPyNbFile, NbCellError
 
+from support import limits
 from tests.harness import budgets, last_lines, numbers, usage, versions
 from tests.harness.kernels import Kernel, KernelDied
 from tests.harness.processes import fix_environment
@@ -36,6 +38,9 @@ from tests.harness.processes import fix_environment
 SANITIZER = Path(__file__).with_name("sanitize.cfg")
 # files that take minutes, and whose tests need not stay together
 LONG = ("tests/test_trainers.py", "simgpu/tests/test_dry_twins.py")
+# the head of a run, and the limit of every test
+pytest_plugins = ["support.limits_plugin"]
+NBVALS_OWN = 2000  # seconds for a cell, where no option says how many
 # the home folder of a run's kernels: what they write there is theirs, not yours
 HOME = pytest.StashKey[Path]()
 
@@ -72,13 +77,15 @@ class Notebook(IPyNbFile):
         for cell in super().collect():
             if versions.reason(cell.cell.get("id"), torch):
                 cell.options["check"] = False
-            yield Cell.from_parent(
+            ours = Cell.from_parent(
                 self,
                 name=cell.name,
                 cell_num=cell.cell_num,
                 cell=cell.cell,
                 options=cell.options,
             )
+            ours.output_timeout = limits.GRACE  # once its code has ended
+            yield ours
         yield Budget.from_parent(self, name="budget")
 
     def setup(self) -> None:
@@ -88,8 +95,7 @@ class Notebook(IPyNbFile):
         home = self.config.stash.get(HOME, None)
         if home is not None:
             self.measurement = budgets.Measurement(mark, self.path.parent, home)
-        timeout = self.config.option.nbval_kernel_startup_timeout
-        self.kernel = Kernel(self.path.parent, timeout, mark, home)
+        self.kernel = Kernel(self.path.parent, limits.SHORT, mark, home)
 
     def teardown(self) -> None:
         if self.kernel is not None:
@@ -137,6 +143,8 @@ def pytest_configure(config):
     fix_environment(option.nbval_lax and os.environ.get("HELPERS_GPUS") == "real")
     if usage.MEASURABLE:
         config.stash[HOME] = Path(tempfile.mkdtemp(prefix="home-"))
+    if option.nbval_cell_timeout == NBVALS_OWN:
+        option.nbval_cell_timeout = limits.CELL
     if option.nbval_sanitize_with is None:
         option.nbval_sanitize_with = str(SANITIZER)
     everything = config.args_source is pytest.Config.ArgsSource.TESTPATHS

@@ -10,9 +10,11 @@ from collections.abc import Set
 
 import psutil
 
+from support import limits
+
 MARK = "NOTEBOOK_KERNEL"
-GRACE = 5  # seconds in which a process should notice that its notebook has ended
-LIMIT = 10  # seconds more, after which a process cannot be killed
+GRACE = limits.GRACE  # in which a process should notice that its notebook has ended
+LIMIT = limits.SHORT  # more, after which a process cannot be killed
 
 
 def fix_environment(real_gpus: bool = False) -> None:

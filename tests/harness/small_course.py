@@ -48,6 +48,10 @@ class SmallCourse:
         """Adds the harness and the tools, for a process that must not use ours."""
         for name in ("harness", "tools"):
             shutil.copytree(ROOT / "tests" / name, self.root / "tests" / name)
+        shared = Path("simgpu", "tests", "support")
+        (self.root / shared).mkdir(parents=True)
+        for path in (ROOT / shared).glob("limits*.py"):
+            shutil.copy(path, self.root / shared)
         for name in ("__init__.py", "lesson_rules.py"):
             shutil.copy(ROOT / "tests" / name, self.root / "tests")
 

@@ -4,13 +4,13 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 from nbformat.v4 import new_output
 
+from support.limits import JOB
 from tests.harness.small_course import (
     PLAIN,
     SmallCourse,
@@ -59,7 +59,7 @@ def test_a_real_run_finds_all_settings_and_keeps_notebooks_together(tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=120,
+        timeout=JOB,
     )
     assert done.returncode == 0, done.stdout
     assert "20 passed" in done.stdout
@@ -127,9 +127,7 @@ def test_a_cell_that_stops_its_notebook_stops_no_other(course, run):
     launcher = course.root / "notebooks" / "closed" / "ipykernel_launcher.py"
     course.add("closed/06", "a = 1", "a")
     launcher.write_text("raise SystemExit('no kernel today')")
-    started = time.monotonic()
     found, done = run()
-    assert time.monotonic() - started < 60  # nbval alone: 400 s for a dead kernel
     assert found == {
         "01 Cell 0": "PASSED",
         "01 Cell 1": "FAILED",
@@ -146,6 +144,7 @@ def test_a_cell_that_stops_its_notebook_stops_no_other(course, run):
     # the cells after these, and the budgets
     done.assert_outcomes(failed=4, passed=6, errors=1, skipped=11)
     printed = done.stdout.str()
+    assert "Timeout of" not in printed  # as nbval alone would have waited
     for words in (
         "the kernel died (exit status 7)",
         "the kernel died (exit status -11, SIGSEGV)",
@@ -163,7 +162,7 @@ def test_time_limit(course, run):
     deaf = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
     course.add("01", wait, "a = 1")
     course.add("02", deaf + wait, "a = 1")
-    _, done = run("--nbval-cell-timeout=1")
+    _, done = run("--nbval-cell-timeout=1")  # the limit is what is tested
     assert done.stdout.str().count("Timeout of 1 seconds exceeded") >= 2
     done.assert_outcomes(failed=2, skipped=4)
 

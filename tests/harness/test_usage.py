@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from helpers.processes import free_port
+from support.limits import SHORT
+from support.ports import free_port
 from support.waiting import wait
 from tests.harness import usage
 from tests.harness.processes import MARK
@@ -32,7 +33,7 @@ def running(program: str, mark: str, **environment: str) -> Iterator[subprocess.
     ) as process:
         process.stdout.readline()
         yield process
-        process.communicate(timeout=60)
+        process.communicate(timeout=SHORT)
 
 
 @pytest.fixture
@@ -50,18 +51,18 @@ def sampler(mark: str) -> Iterator[Sampler]:
 def test_memory_is_that_of_the_marked_and_counts_once_what_is_shared(mark, sampler):
     forks = "import os\nblock = b'x' * 200_000_000\nx = os.fork()"
     with running("block = b'x' * 300_000_000", "another"), running(forks, mark):
-        wait(lambda: sampler.peak > 200e6, "the peak", 60)
+        wait(lambda: sampler.peak > 200e6, "the peak")
     sampler.stop()
     assert sampler.peak < 300e6
 
 
 def test_memory_that_was_touched_later_is_seen(mark, sampler):
     with running(f"{WAITS}\nblock = b'x' * 200_000_000", mark) as process:
-        wait(lambda: sampler.peak > 0, "a peak", 60)
+        wait(lambda: sampler.peak > 0, "a peak")
         small = sampler.peak
         process.stdin.write(b"\n")
         process.stdin.flush()
-        wait(lambda: sampler.peak > 200e6, "the peak", 60)
+        wait(lambda: sampler.peak > 200e6, "the peak")
     assert small < 100e6
 
 
@@ -82,7 +83,7 @@ unbound = socket(type=SOCK_DGRAM)
 
 def test_sockets_on_all_addresses_are_seen_and_those_on_loopback_are_not(mark, sampler):
     with running(SOCKETS, mark) as process:
-        wait(lambda: sampler.outward, "the sockets", 60)
+        wait(lambda: sampler.outward, "the sockets")
     found = sorted(sampler.outward)
     assert [words.partition(" port ")[0] for words in found] == [
         "LISTEN 0.0.0.0", "LISTEN ::", "LISTEN ::", "UDP 0.0.0.0"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from support.limits import JOB, SHORT
 from tests.harness.small_course import LEAVES_A_SERVER, ROOT, SmallCourse
 from tests.tools import faults
 
@@ -31,7 +32,7 @@ def run(root: Path, *words: str) -> tuple[int, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=240,
+        timeout=JOB,
     )
     return done.returncode, done.stdout
 
@@ -75,6 +76,6 @@ def test_the_probe_sees_that_faults_do_not_hold(tmp_path):
         env={**os.environ, "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         text=True,
-        timeout=60,
+        timeout=SHORT,
     )
     assert (here.returncode, here.stdout.split()) == (0, [])

@@ -6,15 +6,12 @@ launcher forked that stands behind the command, and its ranks, which simgpu fork
 the launcher. What may depend on how Python itself begins and ends asks for a new one.
 """
 
-import contextlib
 import faulthandler
 import functools
 import multiprocessing
 import os
-import random
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,8 +26,8 @@ import torch.distributed as dist
 
 from simgpu import _launchers as launchers
 from simgpu._launch import launcher, server, shown
+from support.limits import JOB, MOMENT
 
-SECONDS = 300  # that a program may take, beside others
 _WHERE = signal.SIGUSR2 if hasattr(os, "fork") else None  # asks for a traceback
 _SERVER = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
 if hasattr(os, "fork"):
@@ -48,15 +45,6 @@ if hasattr(os, "fork"):
     )
 
 
-def free_port() -> int:
-    """A port that nobody uses, below those that the system gives to connections."""
-    while True:
-        port = random.SystemRandom().randrange(20_000, 30_000)
-        with socket.socket() as door, contextlib.suppress(OSError):
-            door.bind(("", port))
-            return port
-
-
 class Done(NamedTuple):
     """What a program leaves: of several ranks, the first status that is not 0."""
 
@@ -72,7 +60,7 @@ def simulated(folder: Path, *arguments, new_python=False, **environment: str) ->
     return in_new_python(folder, "-m", "simgpu", *arguments, **environment)
 
 
-def in_environment(folder: Path, arguments, environ: dict, seconds=SECONDS) -> Done:
+def in_environment(folder: Path, arguments, environ: dict, seconds=JOB) -> Done:
     """Run `python -m simgpu` with these arguments and nothing else in the environment.
 
     Args:
@@ -92,7 +80,7 @@ def in_new_python(folder: Path, *arguments, **environment: str) -> Done:
         env=_environment(environment),
         capture_output=True,
         text=True,
-        timeout=SECONDS,
+        timeout=JOB,
     )
     return Done(done.returncode, done.stdout, done.stderr)
 
@@ -118,7 +106,7 @@ def _environment(more: dict) -> dict[str, str]:
     return environ | {name: str(value) for name, value in more.items()}
 
 
-def _run(folder: Path, arguments, environs: list[dict], seconds=SECONDS) -> Done:
+def _run(folder: Path, arguments, environs: list[dict], seconds=JOB) -> Done:
     """A forked process for each environment; what they print comes together."""
     arguments = [str(argument) for argument in arguments]
     with mock.patch.dict(os.environ, shown.with_room({})):
@@ -135,7 +123,7 @@ def _run(folder: Path, arguments, environs: list[dict], seconds=SECONDS) -> Done
         late = [process for process in processes if process.is_alive()]
         for process in late:
             os.kill(process.pid, _WHERE)
-            process.join(1)  # in which it says where it stands
+            process.join(MOMENT)  # in which it says where it stands
             process.kill()
         out, error = (Path(printed, name).read_text() for name in ("1", "2"))
         assert not late, f"{len(late)} processes did not end: {error}"

@@ -3,9 +3,11 @@
 import time
 from collections.abc import Callable
 
+from support.limits import JOB
+
 
 def wait(
-    condition: Callable, what: str, seconds: float = 300, words: Callable = str
+    condition: Callable, what: str, seconds: float = JOB, words: Callable = str
 ) -> object:
     """Wait until `condition()`, and return it; `words()` are for the error."""
     late = time.monotonic() + seconds

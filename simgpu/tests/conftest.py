@@ -1,0 +1,19 @@
+"""What every run of these tests has: with the course's tests, or alone."""
+
+import functools
+from collections.abc import Callable
+
+import pytest
+
+from support import limits
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # `pytest_plugins` is for a conftest.py at the root; the course's loads it, too
+    config.pluginmanager.import_plugin("support.limits_plugin")
+
+
+@pytest.fixture
+def simulated_ranks(simulated_ranks: Callable) -> Callable:
+    """The plugin's, with a limit that fits this machine."""
+    return functools.partial(simulated_ranks, seconds=limits.JOB)
