@@ -158,6 +158,10 @@ class DryRun:
         """What `torch.compile` gives back, where its operations are fused."""
         return regions.compiled(model)
 
+    def resize(self, storage, nbytes: int, resize_: Callable) -> None:
+        """A storage changes its size; see `values.resize`."""
+        values.resize(storage, nbytes, resize_)
+
     def note_read(self, value: object) -> None:
         """The program has read a value that nobody knows."""
         self.reads[called_from(), value] += 1
