@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import simgpu
 from simgpu import _runtime as state
@@ -320,6 +321,28 @@ def test_activations_of_a_split_model_are_no_messages():
     kinds = run(Job(8), program).memory_by_kind
     assert kinds["activations"] > 2 * 8192 * 512 * 4  # of ReLU alone
     assert kinds.get("communication", 0) <= 2 * 8192 * 512 * 4
+
+
+@pytest.mark.parametrize("trains_all", [True, False])
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_frozen_weights_are_parameters(ranks, trains_all):
+    def program():
+        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4)))
+        model[:3].requires_grad_(False)
+        model.cuda()
+        if ranks > 1:
+            dist.init_process_group("nccl")
+            for part in [*model, model]:
+                fully_shard(part)
+        given = [p for p in model.parameters() if p.requires_grad or trains_all]
+        optimizer = torch.optim.SGD(given, 0.1)
+        for _ in range(2):
+            model(torch.randn(8, 1024, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    kinds = run(Job(ranks, steps=2), program).memory_by_kind
+    assert kinds["parameters"] == 4 * 4 * 1024**2 // ranks
 
 
 def test_a_program_that_leaves_the_gpu_alone_has_no_rates():
