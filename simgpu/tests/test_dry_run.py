@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 import simgpu
 from simgpu import _runtime as state
+from simgpu._device import overhead
 from simgpu._device.cards import find_card
 from simgpu._dry import command, report
 from simgpu._dry.run import Job, run
@@ -343,6 +344,34 @@ def test_frozen_weights_are_parameters(ranks, trains_all):
 
     kinds = run(Job(ranks, steps=2), program).memory_by_kind
     assert kinds["parameters"] == 4 * 4 * 1024**2 // ranks
+
+
+@pytest.mark.parametrize("memory", [None, "23.69GiB", "128MB"])
+def test_what_cuda_and_its_libraries_take_is_not_left(memory):
+    def program():
+        dist.init_process_group("nccl")
+        dist.all_reduce(torch.ones(1, device="cuda"))
+        x = torch.ones(64, 64, device="cuda")
+        assert (x @ x).shape == (64, 64)
+
+    found = run(Job(8, memory=memory), program)
+    if memory == "128MB":  # no card has so little: an example
+        assert found.used_bytes == found.reserved_bytes == 2 * 2**20
+        assert "workspaces" not in found.memory_by_kind
+        return
+    libraries = overhead.CONTEXT + overhead.NCCL_BUFFERS
+    assert found.used_bytes == found.reserved_bytes + libraries
+    assert found.memory_by_kind["workspaces"] == 32 * 2**20  # cuBLAS's, of an H100
+    left = found.total_bytes - found.used_bytes
+    assert f"fits: {left / 2**30:.2f} GiB of" in str(found)
+
+
+@pytest.mark.parametrize("free, fits", [(500, True), (400, False)])
+def test_a_smaller_card_has_a_context_too(free, fits):
+    def program():
+        torch.empty(8 * 2**30 - free * 2**20, dtype=torch.uint8, device="cuda")
+
+    assert run(Job(memory="8GiB"), program).fits is fits
 
 
 def test_a_program_that_leaves_the_gpu_alone_has_no_rates():
