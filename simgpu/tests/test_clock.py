@@ -317,6 +317,61 @@ def test_gradients_of_a_convolution_cost_as_much_each_as_it(log):
     assert ratio == pytest.approx(2, rel=0.1)
 
 
+CONVOLUTIONS = {  # layer, shape of its input -> FLOPs: 2 a weight and place
+    "1-D, dilated": (
+        lambda: nn.Conv1d(6, 9, 5, stride=2, padding=1, dilation=2, groups=3),
+        (4, 6, 33),
+        2 * 4 * 14 * (9 * 2 * 5),
+    ),
+    "2-D": (lambda: nn.Conv2d(8, 12, 3, padding=1), (2, 8, 10, 6), 2 * 2 * 60 * 864),
+    "no batch": (lambda: nn.Conv2d(8, 12, 3, padding=1), (8, 10, 6), 2 * 60 * 864),
+    "groups": (lambda: nn.Conv2d(8, 12, 3, groups=4), (2, 8, 10, 6), 2 * 2 * 32 * 216),
+    "depthwise": (
+        lambda: nn.Conv2d(8, 16, 3, groups=8, bias=False),
+        (2, 8, 10, 6),
+        2 * 2 * 32 * (16 * 9),
+    ),
+    "3-D": (
+        lambda: nn.Conv3d(4, 6, (1, 3, 3), groups=2),
+        (2, 4, 3, 8, 8),
+        2 * 2 * (3 * 6 * 6) * (6 * 2 * 9),
+    ),
+    "transposed": (  # of these, a place is one of the input
+        lambda: nn.ConvTranspose2d(8, 12, 4, stride=2, groups=4),
+        (2, 8, 5, 5),
+        2 * 2 * 25 * (8 * 3 * 16),
+    ),
+    "transposed, 3-D": (
+        lambda: nn.ConvTranspose3d(4, 6, 2, dilation=2, groups=2),
+        (1, 4, 3, 3, 3),
+        2 * 27 * (4 * 3 * 8),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+@pytest.mark.parametrize("of_input", [True, False])
+def test_each_weight_of_a_convolution_counts_once_a_place(log, name, of_input):
+    make, shape, flops = CONVOLUTIONS[name]
+    x = torch.zeros(shape, device="cuda", requires_grad=of_input)
+    layer = make().cuda()
+    with simgpu.timeline().recording() as events:
+        layer(x).sum().backward()
+    found = {event.name: event.flops for event in events if event.flops}
+    times = 2 if of_input else 1  # gradients
+    assert found == {"convolution": flops, "convolution_backward": times * flops}
+
+
+def test_cudnns_own_names_count_as_much(log):
+    x, w = torch.zeros(2, 8, 5, 5, device="cuda"), torch.zeros(8, 2, 3, 3).cuda()
+    more = [1, 1], [1, 1], [1, 1]
+    with simgpu.timeline().recording() as events:
+        torch.cudnn_convolution(x, w, *more, 4, False, False, True)
+        back = torch.cudnn_convolution_transpose
+        back(x, w, [1, 1], [0, 0], [1, 1], [1, 1], 4, False, False, True)
+    assert [event.flops for event in events] == 2 * [2 * 2 * 25 * (8 * 2 * 9)]
+
+
 @pytest.mark.parametrize(
     "run, times",
     [

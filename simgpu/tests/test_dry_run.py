@@ -8,7 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+import simgpu
+from simgpu import _runtime as state
+from simgpu._device import overhead
+from simgpu._device.cards import find_card
 from simgpu._dry import command, report
 from simgpu._dry.run import Job, run
 
@@ -83,6 +88,149 @@ def test_what_is_written_with_other_values_is_no_answer_any_more():
 
     run(Job(), program)
     assert heard == [1.0]
+
+
+# -- beside a run with values ----------------------------------------------------------
+
+
+class Residual(nn.Module):
+    """As in ResNet: a shortcut beside two convolutions."""
+
+    def __init__(self, before: int, after: int, stride: int):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(before, after, 3, stride, 1, bias=False), nn.BatchNorm2d(after),
+            nn.ReLU(inplace=True), nn.Conv2d(after, after, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(after),
+        )  # fmt: skip
+        self.shortcut = nn.Identity()
+        if stride != 1:
+            self.shortcut = nn.Conv2d(before, after, 1, stride, bias=False)
+
+    def forward(self, x):
+        return nn.functional.relu(self.layers(x) + self.shortcut(x))
+
+
+class Excitation(nn.Module):
+    """As in MobileNet: each channel times a number."""
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.AdaptiveAvgPool2d(1), nn.Conv2d(channels, 8, 1), nn.SiLU(),
+            nn.Conv2d(8, channels, 1), nn.Sigmoid(),
+        )  # fmt: skip
+
+    def forward(self, x):
+        return x * self.layers(x)
+
+
+def resnet() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 7, 2, 3, bias=False), nn.BatchNorm2d(16), nn.ReLU(True),
+        nn.MaxPool2d(3, 2, 1), Residual(16, 16, 1), Residual(16, 32, 2),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10),
+    )  # fmt: skip
+
+
+def mobilenet() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.Hardswish(),
+        nn.Conv2d(16, 16, 3, 1, 1, groups=16, bias=False), nn.BatchNorm2d(16),
+        nn.ReLU6(), Excitation(16), nn.Conv2d(16, 24, 1, bias=False),
+        nn.BatchNorm2d(24), nn.Conv2d(24, 48, 5, 2, 2, groups=24), nn.Dropout(0.1),
+        nn.AvgPool2d(2),
+    )  # fmt: skip
+
+
+def unet() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.SiLU(),
+        nn.Conv2d(16, 32, 3, 2, 1), nn.ConvTranspose2d(32, 16, 2, 2, groups=2),
+        nn.Upsample(scale_factor=2), nn.Conv2d(16, 8, 3, dilation=2),
+        nn.LayerNorm(60), nn.InstanceNorm2d(8), nn.PixelShuffle(2),
+    )  # fmt: skip
+
+
+def film() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv3d(3, 8, 3, padding=1), nn.BatchNorm3d(8), nn.ReLU(), nn.MaxPool3d(2),
+        nn.Conv3d(8, 8, (1, 3, 3), groups=8), nn.ConvTranspose3d(8, 4, 2, 2),
+    )  # fmt: skip
+
+
+def sound() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv1d(3, 16, 5, 2), nn.BatchNorm1d(16), nn.GELU(),
+        nn.Conv1d(16, 16, 3, groups=16), nn.ConvTranspose1d(16, 4, 4, 2),
+    )  # fmt: skip
+
+
+NETS = {  # a model -> a dimension of its input after channels, and their number
+    resnet: (32, 2), mobilenet: (32, 2), unet: (32, 2), film: (8, 3), sound: (512, 1),
+}  # fmt: skip
+
+
+def costs(make, last: bool, more: str) -> dict:
+    """What two steps of training take, on the GPUs of this process."""
+    model, (size, dims) = make().cuda(), NETS[make]
+    x = torch.randn(4, 3, *[size] * dims, device="cuda")
+    if last:
+        order = {2: torch.channels_last, 3: torch.channels_last_3d}[dims]
+        model, x = model.to(memory_format=order), x.to(memory_format=order)
+    if more == "frozen":  # statistics and the first layer stay what they are
+        model.eval()
+        model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    strides = []
+    for layer in model:
+        layer.register_forward_hook(lambda *its: strides.append(its[2].stride()))
+    for _ in range(2):
+        with torch.autocast("cuda", torch.float16, enabled=more == "autocast"):
+            loss = model(x).float().mean()
+        loss.backward()
+        strides += [p.grad.stride() for p in model.parameters() if p.requires_grad]
+        optimizer.step()
+        optimizer.zero_grad()
+    clock = state.current().clock
+    clock.settle()
+    kernels = [(e.name, e.nbytes, e.flops, e.end - e.start) for e in clock.events]
+    return {"peak": torch.cuda.max_memory_allocated(), "strides": strides,
+            "seconds": clock.total(), "kernels": kernels}  # fmt: skip
+
+
+@pytest.mark.parametrize("more", ["", "autocast", "frozen"])
+@pytest.mark.parametrize(
+    "make, last",
+    [(make, last) for make in NETS for last in (False, True) if make is not sound]
+    + [(sound, False)],
+    ids=lambda value: getattr(value, "__name__", ("", "last")[value is True]),
+)
+def test_images_take_the_bytes_and_the_time_that_they_take_with_values(
+    make, last, more
+):
+    simgpu.start(1, "A100", races="off")
+    try:
+        expected = costs(make, last, more)
+    finally:
+        simgpu.stop()
+    found = []
+    run(Job(card="A100", steps=9), lambda: found.append(costs(make, last, more)))
+    assert found[0]["strides"] == expected["strides"]
+    assert found[0]["peak"] == expected["peak"]
+    assert found[0]["kernels"] == expected["kernels"]
+    assert found[0]["seconds"] == pytest.approx(expected["seconds"], rel=1e-12)
+
+
+def test_mfu_counts_a_depthwise_convolution_as_much_as_it_is():
+    def program():
+        model = nn.Conv2d(32, 32, 3, padding=1, groups=32, bias=False).cuda()
+        steps(model, lambda: torch.randn(8, 32, 64, 64, device="cuda"))
+
+    found = run(Job(card="A100"), program)
+    flops = found.mfu * found.step_seconds * find_card("A100").flops["bfloat16"]
+    # forward, and the gradient of the weight
+    assert flops == pytest.approx(2 * (2 * 8 * 64 * 64 * 32 * 9))
 
 
 # -- kinds of ranks --------------------------------------------------------------------
@@ -174,6 +322,56 @@ def test_activations_of_a_split_model_are_no_messages():
     kinds = run(Job(8), program).memory_by_kind
     assert kinds["activations"] > 2 * 8192 * 512 * 4  # of ReLU alone
     assert kinds.get("communication", 0) <= 2 * 8192 * 512 * 4
+
+
+@pytest.mark.parametrize("trains_all", [True, False])
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_frozen_weights_are_parameters(ranks, trains_all):
+    def program():
+        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4)))
+        model[:3].requires_grad_(False)
+        model.cuda()
+        if ranks > 1:
+            dist.init_process_group("nccl")
+            for part in [*model, model]:
+                fully_shard(part)
+        given = [p for p in model.parameters() if p.requires_grad or trains_all]
+        optimizer = torch.optim.SGD(given, 0.1)
+        for _ in range(2):
+            model(torch.randn(8, 1024, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    kinds = run(Job(ranks, steps=2), program).memory_by_kind
+    assert kinds["parameters"] == 4 * 4 * 1024**2 // ranks
+
+
+@pytest.mark.parametrize("memory", [None, "23.69GiB", "128MB"])
+def test_what_cuda_and_its_libraries_take_is_not_left(memory):
+    def program():
+        dist.init_process_group("nccl")
+        dist.all_reduce(torch.ones(1, device="cuda"))
+        x = torch.ones(64, 64, device="cuda")
+        assert (x @ x).shape == (64, 64)
+
+    found = run(Job(8, memory=memory), program)
+    if memory == "128MB":  # no card has so little: an example
+        assert found.used_bytes == found.reserved_bytes == 2 * 2**20
+        assert "workspaces" not in found.memory_by_kind
+        return
+    libraries = overhead.CONTEXT + overhead.NCCL_BUFFERS
+    assert found.used_bytes == found.reserved_bytes + libraries
+    assert found.memory_by_kind["workspaces"] == 32 * 2**20  # cuBLAS's, of an H100
+    left = found.total_bytes - found.used_bytes
+    assert f"fits: {left / 2**30:.2f} GiB of" in str(found)
+
+
+@pytest.mark.parametrize("free, fits", [(500, True), (400, False)])
+def test_a_smaller_card_has_a_context_too(free, fits):
+    def program():
+        torch.empty(8 * 2**30 - free * 2**20, dtype=torch.uint8, device="cuda")
+
+    assert run(Job(memory="8GiB"), program).fits is fits
 
 
 def test_a_program_that_leaves_the_gpu_alone_has_no_rates():

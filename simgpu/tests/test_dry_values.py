@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
+import simgpu
 from simgpu._dry.run import Job, run
 from simgpu._dry.wide import Chunks
 from support.limits import JOB
@@ -299,3 +300,126 @@ def test_memory_of_any_size_is_had_and_what_the_machine_has_is_resized():
         return (more + 1).shape[0], torch.cuda.memory_allocated() // 2**30
 
     assert dry(sizes, card="B200")[0] == (40 * 2**30, 45)  # 1, 4 and 40 GiB
+
+
+HUGE = 60 * 2**30  # bytes: more than this machine has
+
+
+def nbytes_of(x: torch.Tensor) -> tuple[int, int]:
+    """What a storage says of its size, and what the card has for it, in GiB."""
+    torch.cuda.synchronize()
+    return x.untyped_storage().nbytes() >> 30, torch.cuda.memory_allocated() >> 30
+
+
+RESIZES = {  # what a program does to a tensor of 60 GiB -> GiB afterwards
+    "freed": (lambda x: x.untyped_storage().resize_(0), 0),
+    "freed and back": (
+        lambda x: x.untyped_storage().resize_(0).resize_(HUGE),
+        60,
+    ),
+    "freed and half of it": (
+        lambda x: x.untyped_storage().resize_(0).resize_(HUGE // 2),
+        30,
+    ),
+    "a typed one": (lambda x: x._typed_storage()._resize_(2**30), 1),
+    "an operation": (
+        lambda x: torch.ops.inductor.resize_storage_bytes_(x, 2**30),
+        1,
+    ),
+    "smaller": (lambda x: x.resize_(2**30), 60),  # the storage stays
+    "larger": (lambda x: x.resize_(HUGE + 2**30), 61),
+    "freed and larger": (
+        lambda x: (x.untyped_storage().resize_(0), x.resize_(HUGE + 2**30)),
+        61,
+    ),
+    "like another": (
+        lambda x: x.resize_as_(torch.empty(HUGE + 2**30, device="meta")),
+        61,
+    ),
+}
+
+
+@pytest.mark.parametrize("on", ["cuda", "cpu"])
+@pytest.mark.parametrize("name", RESIZES)
+def test_storages_larger_than_this_machine_change_their_size(name, on):
+    resizes, expected = RESIZES[name]
+
+    def program():
+        x = torch.empty(HUGE, dtype=torch.uint8, device=on)
+        resizes(x)
+        return nbytes_of(x)
+
+    found, _ = dry(program, card="B200")
+    assert found == (expected, expected if on == "cuda" else 0)
+
+
+def test_what_grows_beyond_this_machine():
+    def program():
+        x, y = (torch.empty(0, dtype=torch.uint8, device="cuda") for _ in range(2))
+        x.resize_(HUGE)
+        torch.add(x, 1, out=y)
+        return y.shape, nbytes_of(y)
+
+    assert dry(program, card="B200")[0] == ((HUGE,), (60, 120))
+
+
+def test_a_small_storage_that_grows_beyond_this_machine_is_refused_by_name():
+    def program():
+        x = torch.empty(4, device="cuda")
+        try:
+            x.untyped_storage().resize_(HUGE)
+        except simgpu.NotSimulated as error:  # or this machine has that much
+            return "more than this machine has" in str(error)
+        return nbytes_of(x) == (60, 60)
+
+    assert dry(program, card="B200")[0]
+
+
+def test_a_storage_that_the_program_made_keeps_pytorchs_words():
+    def program():
+        mine = torch.from_numpy(np.zeros(4)).untyped_storage()
+        with pytest.raises(RuntimeError, match="storage that is not resizable"):
+            mine.resize_(64)
+        known = torch.arange(4, device="cuda").resize_(6)
+        return known[:4].tolist()
+
+    assert dry(program)[0] == [0, 1, 2, 3]
+
+
+TRAINS = (
+    "dist.init_process_group('nccl');"
+    "torch.cuda.set_device(0);"
+    "model = {};"
+    "o = torch.optim.AdamW(model.parameters());"
+    "[(model({}).float().sum().backward(), o.step(), o.zero_grad()) for _ in range(3)]"
+)
+OF_FSDP1 = (
+    "torch.distributed.fsdp.FullyShardedDataParallel("
+    "nn.Linear({0}, {0}, bias=False, device='meta').bfloat16(), device_id=0, "
+    "param_init_fn=lambda m: m.to_empty(device='cuda', recurse=False))"
+)
+LARGE = {  # what is gathered in one piece -> ranks, the model, its input
+    "a table of Qwen 2.5 under FSDP2": (
+        8,
+        "fully_shard(nn.Embedding(152064, 3584, device='meta').bfloat16())"
+        ".to_empty(device='cuda')",
+        "torch.randint(1000, (2, 128), device='cuda')",
+    ),
+    "a unit of 2 GiB under FSDP1": (
+        8,
+        OF_FSDP1.format(2**15),
+        "torch.randn(2, 2**15, device='cuda', dtype=torch.bfloat16)",
+    ),
+    "a unit larger than this machine": (
+        1024,
+        OF_FSDP1.format(2**17),
+        "torch.randn(2, 2**17, device='cuda', dtype=torch.bfloat16)",
+    ),
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory as Linux counts it")
+@pytest.mark.parametrize("name", LARGE)
+def test_what_fsdp_gathers_may_be_of_any_size(name):
+    ranks, model, batch = LARGE[name]
+    assert megabytes(TRAINS.format(model, batch), ranks)[0] < 100

@@ -34,6 +34,7 @@ NAMES: dict[str, dict[str, str]] = {
         "raw_parse_to": "torch._C._nn._parse_to",
         "conj": "torch._conj",
         "neg_view": "torch._neg_view",
+        "suggest_memory_format": "torch._prims_common.suggest_memory_format",
     },
     "taking the GPUs away": {
         "len_function_stack": "torch.overrides._len_torch_function_stack",

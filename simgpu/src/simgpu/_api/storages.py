@@ -3,6 +3,7 @@
 import torch
 from torch.storage import UntypedStorage
 
+from simgpu import _runtime as state
 from simgpu._api.naming import as_device
 from simgpu._compat import PythonStorageBase, StorageBase
 from simgpu._dispatch.named_devices import find_gpu, kept_on
@@ -85,7 +86,11 @@ def resize_(self, size: int):
     if memory is not None and memory.arriving is not None:
         memory.arriving.settle()  # it would write to what is gone
     check_size(memory, size)
-    _raw_resize(self, size)
+    dry = state.current().dry
+    if dry is None:
+        _raw_resize(self, size)
+    else:
+        dry.resize(self, size, _raw_resize)
     if memory is not None and memory.nbytes != self.nbytes():
         memory.resize(self.nbytes())
     return self

@@ -21,6 +21,7 @@ class CardShare:
 
     Attributes:
         reserved: bytes of PyTorch's segments.
+        most: bytes that this process had at a time, its context among them.
         outside: who else of this process has how many bytes.
         has_context: whether CUDA has been used on the card; nobody else sees this
             process there before.
@@ -28,7 +29,7 @@ class CardShare:
 
     def __init__(self, total: int):
         self.total = total
-        self.reserved = 0
+        self.reserved = self.most = 0
         self.outside: dict[str, int] = {}
         self.has_context = False
         self.entry: Entry | None = None  # None: no other process has the card
@@ -74,6 +75,7 @@ class CardShare:
         if self.used + nbytes > self.total or not self._have(self.used + nbytes):
             return False
         self.reserved += nbytes
+        self.most = max(self.most, self.used)
         return True
 
     def give_back(self, nbytes: int) -> None:
@@ -86,6 +88,7 @@ class CardShare:
         if self.used + nbytes > self.total or not self._have(self.used + nbytes):
             return False
         self.outside[name] = nbytes
+        self.most = max(self.most, self.used)
         return True
 
     def give_back_outside(self, name: str) -> None:

@@ -4,7 +4,7 @@ Models: each tensor counts once where it is read and once where it is written, w
 bytes that it has; FLOPs come from PyTorch's own formulas (`torch.utils.flop_counter`).
 Operations without a formula (element-wise ones, reductions) count as bytes alone. A
 convolution is the product of its input's windows and its weight, and so is each
-gradient of it.
+gradient of it: PyTorch's formula forgets groups in the gradient of the weight.
 """
 
 import math
@@ -19,7 +19,8 @@ _MOST_KNOWN = 100_000
 _STRIDED = torch.strided
 _INDICES = (torch.int64, torch.int32, torch.bool, torch.uint8)
 _known: dict[tuple, tuple[int, Product | Attention | None]] = {}
-# operation -> the FLOPs of a call, where values decide or PyTorch has no formula
+# operation -> FLOPs and the shape of products of a call with the result `out`, where
+# values decide, or PyTorch has no formula or a wrong one: `count(call, out)`
 COUNTED: dict[str, Callable] = {}
 
 
@@ -85,14 +86,14 @@ def bytes_in(tensor: torch.Tensor) -> int:
 def arithmetic_of(call, out) -> tuple[int, Product | Attention | None]:
     """FLOPs of a call with the result `out`, and the shape of its products."""
     if call.operation.name in COUNTED:
-        return COUNTED[call.operation.name](call), None
+        return COUNTED[call.operation.name](call, out)
     func = call.operation.func
     values = (*call.args, *call.kwargs.values())
     key = (func, *(_shape(value) for value in values))
     if key not in _known:
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
-        args, shape = call.args, _product_of(call, out)
+        args, shape = call.args, _product_of(call)
         if "attention" in call.operation.name:
             args, shape = _with_all_heads(args), _attention_of(call)
         count = call.operation.flop_formula(*args, **call.kwargs, out_val=out)
@@ -128,24 +129,34 @@ def _attention_of(call) -> Attention | None:
     return Attention(batch * heads, queries, key.shape[2], width, causal)
 
 
-def _product_of(call, out) -> Product | None:
+def _product_of(call) -> Product | None:
     """The shape of the matrix product of a call, if it is one."""
     name, tensors = call.operation.name, call.tensors
     if name in ("mm", "bmm", "_scaled_mm"):
         left, right = tensors[:2]
     elif name in ("addmm", "baddbmm"):
         left, right = tensors[1:3]
-    elif name in ("convolution", "cudnn_convolution"):
-        transposed, groups = call.argument(6, "transposed"), call.argument(8, "groups")
-        return _windows(tensors[0] if transposed else out, tensors[1], groups)
-    elif name == "convolution_backward":
-        gradient, x, weight = tensors
-        transposed, groups = call.argument(7, "transposed"), call.argument(9, "groups")
-        return _windows(x if transposed else gradient, weight, groups)
     else:
         return None
     batch = left.shape[0] if left.dim() == 3 else 1
     return Product(batch, left.shape[-2], right.shape[-1], left.shape[-1])
+
+
+def _convolution(call, out) -> tuple[int, Product]:
+    """A convolution of any dimensions, also a transposed one; a bias counts nothing."""
+    transposed, groups = call.argument(6, "transposed"), call.argument(8, "groups")
+    x, weight = call.tensors[:2]
+    product = _windows(x if transposed else out, weight, groups)
+    return 2 * math.prod(product[:4]), product
+
+
+def _gradients_of_convolution(call, out) -> tuple[int, Product]:
+    """Those of its input and its weight: each has as many products as it has."""
+    transposed, groups = call.argument(7, "transposed"), call.argument(9, "groups")
+    gradient, x, weight = call.tensors[:3]
+    product = _windows(x if transposed else gradient, weight, groups)
+    asked = sum(call.argument(10, "output_mask")[:2])
+    return 2 * math.prod(product[:4]) * asked, product
 
 
 def _windows(outer, weight, groups: int) -> Product:
@@ -154,6 +165,14 @@ def _windows(outer, weight, groups: int) -> Product:
     columns = weight.shape[0] // groups
     inner = math.prod(weight.shape[1:])
     return Product(groups, places, columns, inner, convolution=True)
+
+
+COUNTED |= {
+    "convolution": _convolution,
+    "cudnn_convolution": _convolution,
+    "cudnn_convolution_transpose": _convolution,
+    "convolution_backward": _gradients_of_convolution,
+}
 
 
 def _shape(value):

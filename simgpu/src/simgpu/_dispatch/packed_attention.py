@@ -270,7 +270,7 @@ def _named(call: Call) -> dict:
     return {argument.name: value for argument, value in call.named_arguments()}
 
 
-def _flops(call: Call) -> int:
+def _count(call: Call, out) -> tuple[int, None]:
     """FLOPs of the products of all sequences; five in backward instead of two."""
     given = _named(call)
     query, key, offsets = given["query"], given["key"], given["cum_seq_q"]
@@ -288,7 +288,7 @@ def _flops(call: Call) -> int:
             )
         )
     products = 5 if "grad_out" in given else 2
-    return products * 2 * heads * width * pairs
+    return products * 2 * heads * width * pairs, None
 
 
 def _most_pairs(tokens: int, longest: int, longest_keys: int) -> int:
@@ -391,7 +391,7 @@ def _computes(name: str, formula: Callable) -> None:
             call.func = formula
         return call.run_on(gpu)
 
-    COUNTED[name] = _flops
+    COUNTED[name] = _count
 
 
 _computes(_FORWARD, _forward)

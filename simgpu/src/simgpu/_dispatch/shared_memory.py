@@ -26,7 +26,7 @@ from simgpu._device.blocks import Block
 from simgpu._device.gpu import Gpu
 from simgpu._dispatch.operation import handles
 from simgpu._dispatch.operation_call import Call, run_on_common_gpu
-from simgpu._dispatch.placement import DeviceMemory, PartMemory, memory_of
+from simgpu._dispatch.placement import DeviceMemory, PartMemory, memory_of, storage_of
 from simgpu._errors import NotSimulated
 
 _SLOTS = 10000  # sendings that one piece of counters has room for
@@ -213,3 +213,9 @@ def resize_(call: Call):
     if memory is not None and numel * tensor.element_size() > memory.nbytes:
         check_size(memory, numel * tensor.element_size())
     return run_on_common_gpu(call)
+
+
+@handles("inductor::resize_storage_bytes_")
+def resize_storage(call: Call):
+    """`storage.resize_`, as an operation: FSDP2 asks for it where it is traced."""
+    storage_of(call.tensors[0]).resize_(call.args[1])

@@ -3,18 +3,18 @@
 A tensor on a simulated GPU is then one on PyTorch's device "meta", which has a shape
 and a storage of so many bytes, but no memory; its storage is marked like any other. So
 the same operations are seen, allocated and timed, and PyTorch's own code for "meta"
-works out the shapes. Leaves out whatever the host would have to read, but for one
-assumption: `GradScaler` finds no gradient that is infinite or NaN.
+works out the shapes: see `result_shapes.py`. Leaves out whatever the host would have to
+read, but for one assumption: `GradScaler` finds no gradient that is infinite or NaN.
 """
 
 import functools
-from typing import NamedTuple
 
 import torch
 
 from simgpu._dispatch.named_devices import META
 from simgpu._dispatch.operation_call import Call
 from simgpu._dispatch.placement import storage_of, tensors_in
+from simgpu._dispatch.result_shapes import Known, Part, as_on_gpu, key_of, result_of
 from simgpu._errors import NotSimulated
 
 # operations that read values -> what a program calls them
@@ -60,9 +60,11 @@ class CallWithoutValues(Call):
             )
         if operation.size_is_read_back:
             self.read_values()
-        special = _ON_META.get(operation.name)
+        special = _NEEDS_NONE.get(operation.name)
         if special is not None:
             self.func = functools.partial(special, operation.func)
+        else:
+            self.func = as_on_gpu(func)
 
     def read_values(self) -> None:
         __tracebackhide__ = True
@@ -92,8 +94,7 @@ class CallWithoutValues(Call):
         """All that the shape of the result depends on; None if that is not known."""
         if None in self.gpus:
             return None  # a CPU scalar, whose value may be a number of the program
-        values = (*self.args, *self.kwargs.items())
-        return self.operation.func, torch.get_default_dtype(), *map(_described, values)
+        return key_of(self.operation.func, self.args, self.kwargs)
 
     def _draw(self, gpu):
         return self.func(*self.args, **self.kwargs)  # there is nothing to draw
@@ -101,8 +102,8 @@ class CallWithoutValues(Call):
 
 def _on_meta(gpu, key: tuple | None, func, *args, **kwargs):
     """The result of `func`, to which tensors say that they are on "meta"."""
-    if key in _known_results:
-        return _known_results[key].made()
+    if key in _known:
+        return _known[key].made(_new)
     gpu.alive = False
     try:
         out = func(*args, **kwargs)
@@ -115,64 +116,32 @@ def _on_meta(gpu, key: tuple | None, func, *args, **kwargs):
 
 # -- results that were worked out before -----------------------------------------------
 
-
-class _Result(NamedTuple):
-    """The result of an operation whose tensors have memory of their own."""
-
-    kind: type  # torch.Tensor, tuple or list
-    parts: list  # (shape, strides, type) of each tensor; what is no tensor, itself
-
-    def made(self):
-        """The same again, with new tensors."""
-        made = [_empty(*p) if type(p) is tuple else p for p in self.parts]
-        return made[0] if self.kind is torch.Tensor else self.kind(made)
+_known = Known()
 
 
-_MOST_KNOWN = 100_000
-_known_results: dict[tuple, _Result] = {}
-
-
-def _described(value):
-    """What a shape may depend on of an argument, as something to look up by."""
-    if isinstance(value, torch.Tensor):
-        return value.shape, value.stride(), value.dtype, value.layout
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_described, value))
-    return type(value), value  # 1, 1.0 and True are equal
-
-
-def _empty(shape, strides, dtype) -> torch.Tensor:
-    return torch.empty_strided(shape, strides, dtype=dtype, device=META)
+def _new(part: Part) -> torch.Tensor:
+    return torch.empty_strided(part.shape, part.strides, dtype=part.dtype, device=META)
 
 
 def _remember(key: tuple, out, inputs: list[torch.Tensor]) -> None:
     """Keep what can be made again: plain tensors that share no memory."""
-    parts = [out] if isinstance(out, torch.Tensor) else out
-    if not isinstance(parts, (list, tuple)):
+    if not isinstance(out, (torch.Tensor, list, tuple)):
         return
-    tensors = [part for part in parts if isinstance(part, torch.Tensor)]
+    tensors = tensors_in([out])
     storages = [storage_of(tensor) for tensor in tensors]
     others = [storage_of(tensor) for tensor in inputs]
     for i, (tensor, storage) in enumerate(zip(tensors, storages, strict=True)):
         shared = any(storage is other for other in (*storages[:i], *others))
         if shared or not tensor.is_meta or tensor.layout is not torch.strided:
             return
-        again = _empty(tensor.shape, tensor.stride(), tensor.dtype)
-        if tensor.storage_offset() or again.nbytes != storage.nbytes():
+        part = Part(tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.storage_offset() or part.nbytes != storage.nbytes():
             return
-    if len(_known_results) >= _MOST_KNOWN:
-        _known_results.clear()
-    kept = [
-        (part.shape, part.stride(), part.dtype)
-        if isinstance(part, torch.Tensor)
-        else part
-        for part in parts
-    ]
-    _known_results[key] = _Result(type(out), kept)
+    _known.keep(key, result_of(out))
 
 
-# Where PyTorch has no code for "meta", or its results are not those of a GPU tensor:
-# each function takes PyTorch's own and its arguments.
+# -- what reads values in PyTorch, and need not here -----------------------------------
+# each function takes PyTorch's own and its arguments
 
 
 def _find_no_infinity(func, gradients, found_inf, inverse_scale) -> None:
@@ -184,37 +153,7 @@ def _update_scale(func, scale, *args):
     return scale
 
 
-def _convolve(func, x, weight, *args):
-    """In channels_last if one of the two is."""
-    out = func(x, weight, *args)
-    last = torch.channels_last if out.dim() == 4 else torch.channels_last_3d
-    if out.dim() < 4 or not any(_is_only(last, tensor) for tensor in (x, weight)):
-        return out
-    return out.contiguous(memory_format=last)
-
-
-def _is_only(memory_format, tensor) -> bool:
-    return not tensor.is_contiguous() and tensor.is_contiguous(
-        memory_format=memory_format
-    )
-
-
-def _normalize_batch(func, x, weight, bias, mean, variance, training, *args):
-    """In evaluation it keeps nothing for backward."""
-    out, *kept = func(x, weight, bias, mean, variance, training, *args)
-    return out, *(kept if training else [tensor.new_empty(0) for tensor in kept])
-
-
-def _normalize_batch_backward(func, *args):
-    """Only the gradients that are asked for, which the last argument says."""
-    results = zip(func(*args), args[-1], strict=True)
-    return tuple(gradient if wanted else None for gradient, wanted in results)
-
-
-_ON_META = {
+_NEEDS_NONE = {
     "_amp_foreach_non_finite_check_and_unscale_": _find_no_infinity,
     "_amp_update_scale_": _update_scale,
-    "convolution": _convolve,
-    "native_batch_norm": _normalize_batch,
-    "native_batch_norm_backward": _normalize_batch_backward,
 }

@@ -33,6 +33,7 @@ _FOLLOWS = {"logical_or", "logical_and", "logical_xor", "logical_not", "bitwise_
             "_to_copy", "copy", "clone", "stack", "cat", "where",
             "mean", "bitwise_xor"}  # fmt: skip
 _SETS = {"zero", "fill"}
+_RESIZES = {"resize_", "resize_as_"}
 _COUNTS = {"sum", "nansum", "count_nonzero"}
 _MESSAGES = ("c10d", "_c10d_functional")
 _CHOOSES = {"topk", "max", "argmax"}
@@ -97,8 +98,10 @@ class DryCall(Call):
         if operation.silent or operation.func.namespace in _MESSAGES:
             if "empty" in operation.name:
                 found = values.result_of(self._shaper(func), args, kwargs)
-                if found is not None and found.is_huge:
-                    return found.made()
+                if found is not None and values.is_huge(found):
+                    return found.made(values.new)
+            elif operation.name in _RESIZES:
+                values.make_room(args[0], getattr(args[1], "shape", args[1]))
             return func(*args, **kwargs)
         with DisableTorchFunction(), DisableTorchDispatch():
             unknown = [tensor for tensor in tensors if values.is_unknown(tensor)]
@@ -150,7 +153,7 @@ class DryCall(Call):
     def _skip(self, operation, func, args, kwargs):
         __tracebackhide__ = True
         if not operation.makes:
-            return self._skip_in_place(operation, args, kwargs)
+            return self._skip_in_place(operation, func, args, kwargs)
         if operation.name == "index":
             args = _with_places(args)
         if self.is_dynamic(operation, args):
@@ -166,7 +169,7 @@ class DryCall(Call):
             written = self.argument(list(operation.arguments).index(name), name)
             if written is not None:
                 values.forget(written)
-        out = found.made()
+        out = found.made(values.new)
         if operation.name in _CHOOSES and state.current().dry.job.routing == "even":
             _choose_evenly(out, args)
         if (answer := self._answer(operation, args, kwargs, out)) is not None:
@@ -175,8 +178,9 @@ class DryCall(Call):
             values.forget(out, _ASSUMED[operation.name])
         return out
 
-    def _skip_in_place(self, operation, args, kwargs):
+    def _skip_in_place(self, operation, func, args, kwargs):
         """What it writes has no values afterwards; it returns what it writes."""
+        __tracebackhide__ = True
         written, by_name = [], {}
         arguments = operation.func._schema.arguments
         given = {a.name: v for a, v in zip(arguments, args, strict=False)} | kwargs
@@ -186,6 +190,9 @@ class DryCall(Call):
             value = given.get(argument.name)
             by_name[frozenset(argument.alias_info.before_set)] = value
             written += [value] if isinstance(value, torch.Tensor) else value or []
+        if any(a.is_out for a in arguments) and not all(t.numel() for t in written):
+            found = values.result_of(self._shaper(func), args, kwargs)
+            values.reshape(written, found)
         kept = _KEPT.get(operation.name, ())
         answer = None
         if len(written) == 1:

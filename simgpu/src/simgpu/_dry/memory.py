@@ -120,6 +120,7 @@ class Watch:
         """Before an optimizer steps: what are gradients, parameters, states."""
         self.memory._take_back_freed()
         self._follow()
+        self.tag_parameters(frozen=True)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 self._tag(parameter, "parameters")
@@ -127,8 +128,12 @@ class Watch:
                     self._tag(parameter.grad, "gradients")
         self._tag_states(optimizer)
 
-    def tag_parameters(self) -> None:
-        """Before any optimizer has stepped: what are parameters and gradients."""
+    def tag_parameters(self, frozen: bool = False) -> None:
+        """Before any optimizer has stepped: what are parameters and gradients.
+
+        Args:
+            frozen: of those alone that are not trained, and that no optimizer has.
+        """
         if self._ends or not self._live:
             return
         for found in gc.get_objects():
@@ -136,6 +141,8 @@ class Watch:
             if issubclass(type(found), torch.Tensor) and isinstance(
                 found, torch.nn.Parameter
             ):
+                if frozen and found.requires_grad:
+                    continue
                 self._tag(found, "parameters")
                 if found.grad is not None:
                     self._tag(found.grad, "gradients")

@@ -63,6 +63,8 @@ class DryReport:
         peak_bytes: the most that tensors took at a time.
         reserved_bytes: the most that the caching allocator held.
         total_bytes: of the card.
+        used_bytes: the most of it that was taken: reserved, CUDA's context, NCCL's
+            buffers.
         memory_by_kind: bytes at the peak: parameters, gradients, optimizer, buffers,
             activations, communication, workspaces (of cuBLAS), other.
         memory_by_line: the same by kind and line, largest first.
@@ -109,6 +111,7 @@ class DryReport:
     compiled: str = ""
     error: str = ""
     error_line: str = ""
+    used_bytes: int = 0
     kinds: list["DryReport"] = field(default_factory=list)
     drawn: Drawn | None = field(default=None, repr=False, compare=False)
 
@@ -183,6 +186,7 @@ def of(dry, full: Exception | None) -> DryReport:
         ],
         error=str(full or ""),
         error_line="" if full is None else _line_of(full),
+        used_bytes=gpu.memory.share.most,
     )  # fmt: skip
     if len(dry.moments) > 1:
         _time(made, dry)
@@ -247,6 +251,7 @@ def merged(kinds: list[DryReport]) -> DryReport:
         fits=fails is None,
         peak_bytes=highest.peak_bytes,
         reserved_bytes=max(its.reserved_bytes for its in kinds),
+        used_bytes=max(its.used_bytes for its in kinds),
         memory_by_kind=highest.memory_by_kind,
         memory_by_line=highest.memory_by_line,
         tokens=tokens,
@@ -316,18 +321,20 @@ def _time_of(seconds: float) -> str:
 def _lines(report: DryReport) -> list[str]:
     ranks = ", ".join(map(str, report.ranks))
     which = f"rank {ranks}" if len(report.ranks) == 1 else f"ranks {ranks}"
-    left = report.total_bytes - report.reserved_bytes
+    used = max(report.used_bytes, report.reserved_bytes)
     lines = [f"{which} of {report.world:,} on {report.card}, simulated, without values"]
     if report.fits:
         so_far = "" if report.steps else ", before any step of an optimizer"
         lines.append(
-            f"fits: {_bytes(left)} of {_bytes(report.total_bytes)} are left{so_far}"
+            f"fits: {_bytes(report.total_bytes - used)} of "
+            f"{_bytes(report.total_bytes)} are left{so_far}"
         )
     else:
         lines.append(f"does not fit: {report.error_line} asks for too much")
         lines.append(f"  {report.error.partition(' GPU ')[0]}")
     lines += ["", f"memory at the peak   {_bytes(report.peak_bytes):>12}"
-              f"   ({_bytes(report.reserved_bytes)} reserved)"]  # fmt: skip
+              f"   ({_bytes(report.reserved_bytes)} reserved, {_bytes(used)} of the "
+              "card in use)"]  # fmt: skip
     lines += [f"  {kind:<19}{_bytes(size):>12}"
               for kind, size in report.memory_by_kind.items()]  # fmt: skip
     lines += _largest(report)

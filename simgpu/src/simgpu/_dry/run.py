@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from simgpu import _startup as startup
+from simgpu._device import overhead
 from simgpu._device.cards import Card, find_card, parse_memory
 from simgpu._dry import files, regions, report, tokens, values
 from simgpu._dry import kinds as kinds_of_ranks
@@ -40,7 +41,8 @@ class Job:
         node: of them on a node; None: at most 8.
         rank: which one runs.
         card: of every rank.
-        memory: of it, bytes or text; None is all it has.
+        memory: of it, bytes or text; None is all it has. Of 4 GiB and more, CUDA and
+            its libraries take what they take of a card.
         network: of a node, as `Topology` takes it.
         steps: after which the program is left.
         kinds: which ranks run where ranks differ, see `kinds.parse`.
@@ -106,8 +108,8 @@ class Job:
         total = card.total_memory if self.memory is None else parse_memory(self.memory)
         if total > card.total_memory:
             raise ValueError(f"a {self.card} does not have {self.memory} of memory")
-        whole = self.memory is None
-        return Request(self.node, card, total, "off", whole, self.compile, self.host)
+        taken = total >= overhead.SMALLEST_CARD  # by CUDA and its libraries
+        return Request(self.node, card, total, "off", taken, self.compile, self.host)
 
 
 def run(job: Job, program: Callable[[], Any], progress: Progress | None = None,
@@ -157,6 +159,10 @@ class DryRun:
     def compiled(self, model):
         """What `torch.compile` gives back, where its operations are fused."""
         return regions.compiled(model)
+
+    def resize(self, storage, nbytes: int, resize_: Callable) -> None:
+        """A storage changes its size; see `values.resize`."""
+        values.resize(storage, nbytes, resize_)
 
     def note_read(self, value: object) -> None:
         """The program has read a value that nobody knows."""

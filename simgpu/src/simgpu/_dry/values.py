@@ -6,15 +6,20 @@ counters, random states, pickled objects, shapes that ranks exchange. Every othe
 storage's, so that views share it.
 """
 
+import math
 import mmap
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from simgpu._compat import DisableTorchDispatch, DisableTorchFunction
+from simgpu._compat import DisableTorchDispatch, DisableTorchFunction, TensorBase
+from simgpu._dispatch import result_shapes
+from simgpu._dispatch.host_is_full import CANNOT_ALLOCATE
 from simgpu._dispatch.named_devices import META
 from simgpu._dispatch.placement import over, storage_of, tensors_in
+from simgpu._dispatch.result_shapes import Known, Part, Result, as_on_gpu, key_of
 from simgpu._errors import NotSimulated
 
 SMALL = 2**20  # bytes up to which values are computed, and travel between ranks
@@ -102,46 +107,7 @@ def fits(nbytes: int, dtype: torch.dtype, on_host: bool) -> bool:
 
 # -- the shapes of results -------------------------------------------------------------
 
-
-class _Part(NamedTuple):
-    """A tensor among results."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        if 0 in self.shape:
-            return 0
-        last = sum(
-            (n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True)
-        )
-        return (last + 1) * self.dtype.itemsize
-
-
-class Result(NamedTuple):
-    """The results of an operation: `_Part` for each tensor, all else as it is."""
-
-    kind: type  # torch.Tensor, tuple or list
-    parts: list
-
-    def tensors(self) -> list[_Part]:
-        return [part for part in self.parts if type(part) is _Part]
-
-    @property
-    def is_huge(self) -> bool:
-        """Whether the system may refuse the memory of one."""
-        return any(part.nbytes > _PROMISED for part in self.tensors())
-
-    def made(self):
-        """New tensors of these shapes, without values."""
-        made = [_without_values(p) if type(p) is _Part else p for p in self.parts]
-        return made[0] if self.kind is torch.Tensor else self.kind(made)
-
-
-_MOST_KNOWN = 100_000
-_known: dict[tuple, Result | None] = {}
+_known = Known()
 
 
 def result_of(func, args, kwargs) -> Result | None:
@@ -151,7 +117,7 @@ def result_of(func, args, kwargs) -> Result | None:
         NotSimulated: if the shape depends on values.
     """
     try:
-        key = (func, torch.get_default_dtype(), described(args), described(kwargs))
+        key = key_of(func, args, kwargs)
         if key in _known:
             return _known[key]
     except TypeError:  # something that cannot be looked up by
@@ -163,28 +129,17 @@ def result_of(func, args, kwargs) -> Result | None:
     if kwargs.get("pin_memory"):
         kwargs["pin_memory"] = False
     try:
-        out = func(*args, **kwargs)
+        found = result_shapes.result_of(as_on_gpu(func)(*args, **kwargs))
     except NotImplementedError:
         found = None
-    else:
-        found = _result(out)
     if key is not None:
-        if len(_known) >= _MOST_KNOWN:
-            _known.clear()
-        _known[key] = found
+        _known.keep(key, found)
     return found
 
 
-def described(value):
-    """What a shape may depend on of an argument, as something to look up by."""
-    if isinstance(value, torch.Tensor):
-        return value.shape, value.stride(), value.dtype, value.layout
-    if isinstance(value, (list, tuple)):
-        return tuple(map(described, value))
-    if isinstance(value, dict):
-        return tuple((name, described(item)) for name, item in value.items())
-    hash(value)
-    return type(value), value  # 1, 1.0 and True are equal
+def is_huge(result: Result) -> bool:
+    """Whether the system may refuse the memory of a tensor in it."""
+    return any(part.nbytes > _PROMISED for part in result.tensors())
 
 
 def on_meta(value):
@@ -204,35 +159,85 @@ def on_meta(value):
     return value
 
 
-def _result(out) -> Result:
-    parts = [out] if isinstance(out, torch.Tensor) else out
-    if not isinstance(parts, (list, tuple)):
-        parts = [parts]
-    return Result(
-        type(out) if isinstance(out, (list, tuple)) else torch.Tensor,
-        [
-            _Part(tuple(p.shape), tuple(p.stride()), p.dtype)
-            if isinstance(p, torch.Tensor)
-            else p
-            for p in parts
-        ],
-    )
-
-
-def _without_values(part: _Part) -> torch.Tensor:
+def new(part: Part) -> torch.Tensor:
     """A tensor in memory that nobody touches; a small one is zeros."""
     try:
         made = torch.empty_strided(part.shape, part.strides, dtype=part.dtype)
     except RuntimeError:  # Linux refuses at once what is more than the machine has, ...
         if not _NO_RESERVE:
             raise
-        # ... unless it is asked not to keep any for it; this cannot be resized
+        # ... unless it is asked not to keep any for it
         memory = mmap.mmap(-1, part.nbytes, flags=_NO_RESERVE)
         storage = storage_of(torch.frombuffer(memory, dtype=torch.uint8))
+        storage._simgpu_mapped = part.nbytes
         return forget(over(storage, part.dtype, 0, part.shape, part.strides))
     if part.nbytes <= _ZEROED:
         made.zero_()
     return forget(made)
+
+
+# -- other sizes -----------------------------------------------------------------------
+
+
+def resize(storage, nbytes: int, resize_: Callable) -> None:
+    """Give a storage another size; what is large keeps no values, and copies none.
+
+    Args:
+        storage: of any device.
+        nbytes: that it has from now on.
+        resize_: PyTorch's own `UntypedStorage.resize_`.
+
+    Raises:
+        NotSimulated: if it grows to more than this machine has.
+        RuntimeError: for what a program has made that cannot be resized.
+    """
+    mapped = getattr(storage, "_simgpu_mapped", None)
+    if mapped is not None and nbytes <= mapped:
+        # PyTorch cannot resize it, and it takes no memory: it only says another size
+        storage.nbytes = lambda: nbytes
+        return
+    if mapped is None and not _has_values(storage, nbytes):
+        resize_(storage, 0)  # or PyTorch would copy what is there, page by page
+        storage._simgpu_unknown = _Unknown(None)
+    try:
+        resize_(storage, nbytes)
+    except RuntimeError as error:
+        if mapped is None and CANNOT_ALLOCATE not in str(error):
+            raise
+        raise NotSimulated(
+            f"a storage that grows in place to {nbytes / 2**30:.1f} GiB, more than "
+            "this machine has, in a dry run",
+            "Make it that large, and shrink it: that takes no memory.",
+        ) from None
+
+
+def make_room(tensor: torch.Tensor, shape: Sequence[int]) -> None:
+    """Before `tensor.resize_(shape)`: a large storage has room for it."""
+    storage = storage_of(tensor)
+    count = tensor.storage_offset() + math.prod(shape)
+    nbytes = count * tensor.element_size()
+    if nbytes <= storage.nbytes() or _has_values(storage, nbytes):
+        return
+    try:
+        storage.resize_(nbytes)
+    except NotSimulated:
+        huge = new(Part((nbytes,), (1,), torch.uint8))
+        with DisableTorchFunction(), DisableTorchDispatch(), torch.no_grad():
+            TensorBase.set_(tensor, storage_of(huge), tensor.storage_offset(), (0,))
+
+
+def reshape(tensors: list[torch.Tensor], result: Result | None) -> None:
+    """Give what `out=` named the shapes of a result."""
+    for tensor, part in zip(tensors, result.tensors() if result else (), strict=False):
+        if tensor.shape != part.shape:
+            make_room(tensor, part.shape)
+            tensor.resize_(part.shape)
+
+
+def _has_values(storage, nbytes: int) -> bool:
+    """Whether a storage has values that one of so many bytes would keep."""
+    known = getattr(storage, "_simgpu_unknown", None) is None
+    return known and max(storage.nbytes(), nbytes) <= _SMALL_WHOLE
 
 
 def tensors_of(args, kwargs) -> list[torch.Tensor]:
