@@ -3,6 +3,7 @@
 import atexit
 import copy
 import functools
+import inspect
 import operator
 import os
 import sys
@@ -18,12 +19,13 @@ from simgpu._compat import (
     ensure_backend,
     fake_backend,
     is_absent,
+    process_group_name,
     process_groups,
     raw_get_backend,
     raw_new_process_group,
     raw_object_device,
 )
-from simgpu._distributed import fingerprints, flight_recorder, watchdog
+from simgpu._distributed import fingerprints, flight_recorder, group_calls, watchdog
 from simgpu._distributed.cluster import Cluster
 from simgpu._distributed.communicator import Communicator
 from simgpu._distributed.group_calls import GroupCall
@@ -36,10 +38,16 @@ NCCL_VERSION = (2, 28, 9)  # what PyTorch 2.11 for CUDA 13.0 comes with
 _LOOPBACK_ADDRESSES = ("localhost", "127.0.0.1", "::1")
 # PyTorch's own backend that does nothing: it stands where NCCL's would
 _STAND_IN = "fake"
+_NO = ("", "0", "false", "FALSE", "no", "n")  # what C++ takes for false
 
 _raw_shutdown = dist.ProcessGroup.shutdown
 _raw_barrier = dist.ProcessGroup.barrier
 _raw_rendezvous = distributed_c10d.rendezvous
+# since 2.15 the parts of `split_group` keep their order, and outsiders are told so
+_KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
+_TELLS_OUTSIDERS = "NonGroupMember" in str(
+    inspect.signature(dist.split_group).return_annotation
+)
 
 
 def nccl_version() -> tuple[int, int, int]:
@@ -52,8 +60,11 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
     runtime = state.current()
     ranks = [operator.index(one) for one in ranks]  # NumPy's, too
     spec = str(backend)
-    call = _note_call(runtime, name, ranks)
     engine = next(filter(_is_engine, _backends(spec).values()), None)
+    call = _note_call(runtime, name, ranks, engine)
+    if "gloo" in _backends(spec).values():
+        its = call if engine is None else None
+        _wait_for_members(runtime, name, ranks, its, kwargs["timeout"])
     if engine is None and runtime.peers is not None:
         fake_backend()
         backend = distributed_c10d.Backend(_STAND_IN)
@@ -95,9 +106,11 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
     members = ranks or list(range(size))
     options._timeout, options.group_name = kwargs["timeout"], name
     options.global_ranks_in_group = ranks
-    communicator = _communicate(runtime, group, name, members, rank, bound, options)
+    is_split = call is not None and call.number != name
+    called = call.number if is_split else name
+    communicator = _communicate(runtime, group, called, members, rank, bound, options)
     communicator.engine, communicator.call = engine, call
-    communicator.is_split = call is not None and _is_bound(dist.group.WORLD)
+    communicator.is_split = is_split
     if fingerprints.wanted():
         communicator.fingerprints = fingerprints.Fingerprints(communicator)
     if "gloo" in _backends(spec).values():
@@ -109,11 +122,43 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
     return group, its_store
 
 
-def _note_call(runtime, name: str, ranks: list[int]) -> GroupCall | None:
-    """This rank makes a group, or takes no part in it; None if nobody counts it."""
+def _note_call(runtime, name: str, ranks: list[int], engine) -> GroupCall | None:
+    """This rank makes a group, or takes no part in it; None if nobody counts it.
+
+    NCCL splits what is made from a bound group of all ranks: in the order of the calls,
+    whatever PyTorch's number. All others meet in the store, under that number.
+    """
     if not ranks or runtime.cluster is None or not name.isdecimal() or runtime.peers:
         return None
+    everyone = communicator_of(dist.group.WORLD)
+    bound = everyone is not None and _is_bound(dist.group.WORLD)
+    if bound and engine == everyone.engine:
+        everyone.made += 1
+        name = f"{everyone.made} of those split from all ranks"
     return GroupCall(runtime.cluster.board, name, ranks, called_from())
+
+
+def _wait_for_members(runtime, name: str, ranks, call: GroupCall | None, limit) -> None:
+    """Until all members make a group of gloo, which would wait for them unnamed.
+
+    Raises:
+        torch.distributed.DistBackendError: if one never does.
+    """
+    __tracebackhide__ = True
+    cluster = runtime.cluster
+    if cluster is None or runtime.peers is not None or cluster.rank not in ranks:
+        return
+    if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in _NO:
+        return
+    members, where = ", ".join(map(str, ranks)), called_from()
+    doing = f"rank {cluster.rank}: a group of gloo ({where}) of ranks {members}"
+    if call is not None:
+        call.compare(False, doing, limit.total_seconds())
+        return
+    life = runtime.lives[f"gloo {name}"] = runtime.lives.get(f"gloo {name}", 0) + 1
+    cluster.board.post(f"gloo/{name}/{life}/{cluster.rank}", where)
+    keys = {f"gloo/{name}/{life}/{rank}": rank for rank in ranks}
+    cluster.board.read(keys, doing, limit.total_seconds())
 
 
 def _is_bound(group: dist.ProcessGroup) -> bool:
@@ -303,7 +348,17 @@ def split_source(group: dist.ProcessGroup, *args) -> None:
 
 def split_group(parent_pg=None, split_ranks=None, timeout=None, pg_options=None,
                 group_desc=None, **kwargs):  # fmt: skip
-    """`split_group`: this rank's part of a group, as a group of its own."""
+    """`split_group`: this rank's part of a group, as a group of its own.
+
+    Returns:
+        The group; on ranks of no part, what this PyTorch gives them.
+
+    Raises:
+        ValueError: for parts that are none, in PyTorch's words.
+        torch.distributed.DistBackendError: if a member of the parent never calls it, or
+            calls it with other parts.
+    """
+    __tracebackhide__ = True
     parent = parent_pg or dist.group.WORLD
     communicator = communicator_of(parent)
     if communicator is None or communicator.bound is None:
@@ -316,26 +371,46 @@ def split_group(parent_pg=None, split_ranks=None, timeout=None, pg_options=None,
     backend = kwargs.get("backend")
     if backend is not None:
         _check_part_of(str(backend), backends_of(parent))
-    parts = [sorted(part) for part in split_ranks]
-    members = [rank for part in parts for rank in part]
-    if len(members) != len(set(members)) or not all(parts):
-        raise ValueError("the split groups must not be empty nor share a rank")
-    mine = [part for part in parts if communicator.member in part]
+    parts = [list(part) if _KEEPS_ORDER else sorted(part) for part in split_ranks]
+    _check_parts(parts)
+    mine = next((part for part in parts if communicator.member in part), None)
     if group_desc is None:
         group_desc = f"{parent.group_desc}:split:{communicator.splits}"
     communicator.splits += 1  # what new_group() calls it is not the same on all ranks
-    if not mine:
-        return None
-    thread = state.current().thread
-    thread.name_of_group = f"{communicator.name}/split {communicator.splits}/{mine}"
+    name = f"{communicator.name}/split {communicator.splits}"
+    runtime = state.current()
+    if runtime.peers is None:
+        group_calls.compare_split(communicator, name, mine, called_from())
+    if mine is None:  # PyTorch counts groups on all ranks
+        process_group_name(parts[0], True)
+        return dist.GroupMember.NON_GROUP_MEMBER if _TELLS_OUTSIDERS else None
+    runtime.thread.name_of_group = f"{name}/{mine}"
     try:
         return dist.new_group(
-            [communicator.ranks[member] for member in mine[0]], timeout, backend,
+            [communicator.ranks[member] for member in mine], timeout, backend,
             use_local_synchronization=True, group_desc=group_desc,
             device_id=communicator.bound, pg_options=copy.deepcopy(pg_options),
+            **({"sort_ranks": False} if _KEEPS_ORDER else {}),
         )  # fmt: skip
     finally:
-        thread.name_of_group = None
+        runtime.thread.name_of_group = None
+
+
+def _check_parts(parts: list[list[int]]) -> None:
+    """Raise unless each part is one, and no rank is in two."""
+    for part in parts:
+        if not part:
+            raise ValueError("the split group cannot be empty")
+        if len(part) > dist.get_world_size():
+            raise ValueError(
+                "the split group's size should be less or equal to the world_size set "
+                "by init_process_group"
+            )
+        if len(part) != len(set(part)):
+            raise ValueError("the split group cannot have duplicate ranks")
+    members = [rank for part in parts for rank in part]
+    if len(members) != len(set(members)):
+        raise ValueError("the split groups must not share a rank")
 
 
 def _check_part_of(backend: str, of_parent: dict[str, str]) -> None:
