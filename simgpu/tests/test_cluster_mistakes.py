@@ -366,7 +366,7 @@ def leave_one_waiting(how: str) -> None:
 WAITING = {
     "split": r"rank 0: split_group \(\S+\) of all ranks,? waits for rank 2",
     "other parts": r"do not split a group in the same way:\n  rank \d: into a part of ",
-    "gloo": r"rank 0: a group of gloo \(\S+\) of ranks 0, 1: new_group.* waits for rank 1",
+    "gloo": r"rank 0: a group of gloo \(\S+\) of ranks 0, 1: new_group.* for rank 1",
     "local": r"rank 0: a group of gloo \(\S+\) of ranks 0, 1,? waits for rank 1",
 }
 
