@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import simgpu
+from simgpu._dispatch.placement import memory_of
 from support import programs
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -560,3 +561,14 @@ def test_a_nan_is_found_on_the_gpu(group):
     assert check(torch.ones(3, device="cuda")) is None
     with pytest.raises(RuntimeError, match="NaN found in input tensor"):
         check(torch.tensor([1, float("nan")], device="cuda"))
+
+
+@pytest.mark.skipif(TORCH < (2, 15), reason="PyTorch waits for one at a time")
+def test_several_tensors_are_waited_for_at_once(group):
+    ops, name = torch.ops._c10d_functional, dist.group.WORLD.group_name
+    x = torch.ones(1 << 24, device="cuda")
+    torch.cuda.synchronize()
+    outs = [ops.all_reduce(x, "sum", name) for _ in range(2)]
+    waited = ops.wait_tensors(outs)
+    assert all(one is other for one, other in zip(waited, outs, strict=True))
+    assert [memory_of(out).awaited for out in outs] == [None, None]

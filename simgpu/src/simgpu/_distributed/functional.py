@@ -36,8 +36,8 @@ def run_functional(call: Call):
     """An operation of `_c10d_functional`."""
     __tracebackhide__ = True
     name = call.func._schema.name.partition("::")[2]
-    if name == "wait_tensor":
-        return _wait_tensor(call)
+    if name in ("wait_tensor", "wait_tensors"):
+        return _wait(call)
     gpu = next(filter(None, call.gpus), None)
     named = {argument.name: value for argument, value in call.named_arguments()}
     communicator = _communicator(named)
@@ -232,12 +232,14 @@ _RUN = {
 }
 
 
-def _wait_tensor(call: Call):
-    tensor = call.args[0]
-    memory = memory_of(tensor)
-    if memory is None:
-        return call.func(*call.args, **call.kwargs)
-    if memory.awaited is not None:
-        awaited, memory.awaited = memory.awaited, None
-        awaited.wait()
-    return tensor
+def _wait(call: Call):
+    """`wait_tensor`, or `wait_tensors` (since 2.15), which has a list."""
+    given = call.args[0]
+    for tensor in given if isinstance(given, (list, tuple)) else [given]:
+        memory = memory_of(tensor)
+        if memory is None:
+            return call.func(*call.args, **call.kwargs)
+        if memory.awaited is not None:
+            awaited, memory.awaited = memory.awaited, None
+            awaited.wait()
+    return given
