@@ -82,7 +82,7 @@ def refused_names() -> set[str]:
     apart = {"send", "recv_", "check_for_nan"} | set(checks._ABSENT)
     known = {
         "c10d": {*operations._READERS, *apart},
-        "_c10d_functional": functional._RUN,
+        "_c10d_functional": set(functional._RUN),
     }
     for schema in torch._C._jit_get_all_schemas():
         space, _, name = schema.name.partition("::")

@@ -1,9 +1,7 @@
 """Process groups: where one would use NCCL, the simulator carries the values."""
 
 import atexit
-import copy
 import functools
-import inspect
 import operator
 import os
 import sys
@@ -19,13 +17,12 @@ from simgpu._compat import (
     ensure_backend,
     fake_backend,
     is_absent,
-    process_group_name,
     process_groups,
     raw_get_backend,
     raw_new_process_group,
     raw_object_device,
 )
-from simgpu._distributed import fingerprints, flight_recorder, group_calls, watchdog
+from simgpu._distributed import fingerprints, flight_recorder, watchdog
 from simgpu._distributed.cluster import Cluster
 from simgpu._distributed.communicator import Communicator
 from simgpu._distributed.group_calls import GroupCall
@@ -43,11 +40,6 @@ _NO = ("", "0", "false", "FALSE", "no", "n")  # what C++ takes for false
 _raw_shutdown = dist.ProcessGroup.shutdown
 _raw_barrier = dist.ProcessGroup.barrier
 _raw_rendezvous = distributed_c10d.rendezvous
-# since 2.15 the parts of `split_group` keep their order, and outsiders are told so
-_KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
-_TELLS_OUTSIDERS = "NonGroupMember" in str(
-    inspect.signature(dist.split_group).return_annotation
-)
 
 
 def nccl_version() -> tuple[int, int, int]:
@@ -60,9 +52,9 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
     runtime = state.current()
     ranks = [operator.index(one) for one in ranks]  # NumPy's, too
     spec = str(backend)
-    engine = next(filter(_is_engine, _backends(spec).values()), None)
+    engine = next(filter(_is_engine, backends_named(spec).values()), None)
     call = _note_call(runtime, name, ranks, engine)
-    if "gloo" in _backends(spec).values():
+    if "gloo" in backends_named(spec).values():
         its = call if engine is None else None
         _wait_for_members(runtime, name, ranks, its, kwargs["timeout"])
     if engine is None and runtime.peers is not None:
@@ -81,12 +73,12 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
         )
     fake_backend()
 
-    if "gloo" in _backends(spec).values() and runtime.peers is None:
+    if "gloo" in backends_named(spec).values() and runtime.peers is None:
         _bind_to_loopback()
     alone = runtime.peers is not None
     stand_in = ",".join(
         f"{device}:{_STAND_IN if alone or _is_engine(its) else its}"
-        for device, its in _backends(spec).items()
+        for device, its in backends_named(spec).items()
     )
     group, its_store = raw_new_process_group(
         size, rank, ranks, distributed_c10d.Backend(stand_in), store, name, *args,
@@ -98,7 +90,7 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
     getattr(process_groups, "pg_flight_recorder_hooks", {}).pop(group, None)
     _call_it_nccl(group)
     process_groups.pg_map[group] = (spec, its_store)  # for get_backend()
-    config = ",".join(f"{kind}:{its}" for kind, its in _backends(spec).items())
+    config = ",".join(f"{kind}:{its}" for kind, its in backends_named(spec).items())
     process_groups.pg_backend_config[group] = config
     if not ranks:
         _begin_job(runtime, store, rank, size)
@@ -113,7 +105,7 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
     communicator.is_split = is_split
     if fingerprints.wanted():
         communicator.fingerprints = fingerprints.Fingerprints(communicator)
-    if "gloo" in _backends(spec).values():
+    if "gloo" in backends_named(spec).values():
         runtime.gloo_groups.append(group)
     if bound is not None:
         runtime.initialize_in_cpp()
@@ -285,7 +277,7 @@ def _bind_to_loopback() -> None:
 
 
 @functools.cache
-def _backends(spec: str) -> dict[str, str]:
+def backends_named(spec: str) -> dict[str, str]:
     """Kind of device -> backend, for what a script has asked for."""
     if spec == "undefined":  # nothing: PyTorch takes what the machine has
         return {"cpu": "gloo", "cuda": "nccl"}
@@ -295,7 +287,7 @@ def _backends(spec: str) -> dict[str, str]:
 
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
     spec, _ = process_groups.pg_map.get(group, ("gloo", None))
-    return _backends(str(spec))
+    return backends_named(str(spec))
 
 
 def communicator_of(group: dist.ProcessGroup) -> Communicator | None:
@@ -344,97 +336,6 @@ def shutdown(group: dist.ProcessGroup) -> None:
 
 def split_source(group: dist.ProcessGroup, *args) -> None:
     """`_get_split_source`: a new group is never made by NCCL's split of another."""
-
-
-def split_group(parent_pg=None, split_ranks=None, timeout=None, pg_options=None,
-                group_desc=None, **kwargs):  # fmt: skip
-    """`split_group`: this rank's part of a group, as a group of its own.
-
-    Returns:
-        The group; on ranks of no part, what this PyTorch gives them.
-
-    Raises:
-        ValueError: for parts that are none, in PyTorch's words.
-        torch.distributed.DistBackendError: if a member of the parent never calls it, or
-            calls it with other parts.
-    """
-    __tracebackhide__ = True
-    parent = parent_pg or dist.group.WORLD
-    communicator = communicator_of(parent)
-    if communicator is None or communicator.bound is None:
-        raise RuntimeError(
-            "No device associated with the default pg, not safe to split any process "
-            "groups"
-        )
-    if not split_ranks:
-        raise ValueError("split_ranks cannot be None or empty")
-    backend = kwargs.get("backend")
-    if backend is not None:
-        _check_part_of(str(backend), backends_of(parent))
-    parts = [list(part) if _KEEPS_ORDER else sorted(part) for part in split_ranks]
-    _check_parts(parts)
-    mine = next((part for part in parts if communicator.member in part), None)
-    if group_desc is None:
-        group_desc = f"{parent.group_desc}:split:{communicator.splits}"
-    communicator.splits += 1  # what new_group() calls it is not the same on all ranks
-    name = f"{communicator.name}/split {communicator.splits}"
-    runtime = state.current()
-    if runtime.peers is None:
-        group_calls.compare_split(communicator, name, mine, called_from())
-    if mine is None:  # PyTorch counts groups on all ranks
-        process_group_name(parts[0], True)
-        return dist.GroupMember.NON_GROUP_MEMBER if _TELLS_OUTSIDERS else None
-    runtime.thread.name_of_group = f"{name}/{mine}"
-    try:
-        return dist.new_group(
-            [communicator.ranks[member] for member in mine], timeout, backend,
-            use_local_synchronization=True, group_desc=group_desc,
-            device_id=communicator.bound, pg_options=copy.deepcopy(pg_options),
-            **({"sort_ranks": False} if _KEEPS_ORDER else {}),
-        )  # fmt: skip
-    finally:
-        runtime.thread.name_of_group = None
-
-
-def _check_parts(parts: list[list[int]]) -> None:
-    """Raise unless each part is one, and no rank is in two."""
-    for part in parts:
-        if not part:
-            raise ValueError("the split group cannot be empty")
-        if len(part) > dist.get_world_size():
-            raise ValueError(
-                "the split group's size should be less or equal to the world_size set "
-                "by init_process_group"
-            )
-        if len(part) != len(set(part)):
-            raise ValueError("the split group cannot have duplicate ranks")
-    members = [rank for part in parts for rank in part]
-    if len(members) != len(set(members)):
-        raise ValueError("the split groups must not share a rank")
-
-
-def _check_part_of(backend: str, of_parent: dict[str, str]) -> None:
-    """Raise unless a group has all the backends that its part asks for."""
-    for device, name in _backends(backend).items():
-        if device not in of_parent:
-            raise ValueError(
-                f"Requested backend for device '{device}' is not present in the parent "
-                f"process group (parent backends: {of_parent})"
-            )
-        if name != of_parent[device]:
-            raise ValueError(
-                f"Backend mismatch for device '{device}': parent has "
-                f"'{of_parent[device]}', requested '{name}'. Backend names must match "
-                "exactly when filtering split_group backends."
-            )
-
-
-def split_of(group: dist.ProcessGroup, ranks: list[int], timeout=None, opts=None,
-             group_name=None, group_desc=None, device_types=None):  # fmt: skip
-    """`ProcessGroup.split_group`: one part of it; None on all other ranks."""
-    if communicator_of(group) is None:
-        raise RuntimeError("No backend of this process group supports splitting")
-    return split_group(group, [list(ranks)], timeout, opts, group_desc)
 
 
 def supports_coalescing(backend) -> bool:

@@ -287,39 +287,8 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 
 def since_2_14() -> dict[str, object]:
-    """What `ProcessGroup` has in newer PyTorch alone."""
-    known = dist.ProcessGroup
-    found: dict[str, object] = {}
-    if _raw_set_timeout is not None:
-        found["set_timeout"] = set_timeout
-    for name in ("new_window", "get_reconfigure_handle", "reconfigure"):
-        if hasattr(known, name):
-            found[name] = _refused(name, getattr(known, name))
-    for name in ("supports_window", "supports_reconfigure"):
-        if hasattr(known, name):
-            found[name] = property(_unsupported(getattr(known, name)))
-    return found
-
-
-def _refused(name: str, raw: Callable) -> Callable:
-    """A method of `ProcessGroup` that is refused where the group has NCCL."""
-
-    @functools.wraps(raw)
-    def refused(group: dist.ProcessGroup, *args, **kwargs):
-        if groups.communicator_of(group) is None:
-            return raw(group, *args, **kwargs)
-        raise NotSimulated(f"{_class_of('nccl').__name__}.{name}")
-
-    return refused
-
-
-def _unsupported(raw: property) -> Callable:
-    """Whether a group can do it: with NCCL, not here."""
-
-    def supports(group: dist.ProcessGroup) -> bool:
-        return groups.communicator_of(group) is None and raw.fget(group)
-
-    return supports
+    """Methods of `ProcessGroup` that older PyTorch does not have."""
+    return {} if _raw_set_timeout is None else {"set_timeout": set_timeout}
 
 
 def flattens(communicator: Communicator) -> bool:
