@@ -297,6 +297,94 @@ def test_groups_that_ranks_may_make_alone(simulated_ranks, how, bound):
     assert [value for (value,) in found] == ALIKE[how, bound]
 
 
+def summed(group, device: str = "cuda") -> float | None:
+    """What the ranks of a group have together: the sum of their numbers."""
+    if group is None or group == dist.GroupMember.NON_GROUP_MEMBER:
+        return None
+    x = torch.full((2,), float(dist.get_rank()), device=device)
+    dist.all_reduce(x, group=group)
+    return x[0].item()
+
+
+def leave_some_out(how: str) -> None:
+    """Groups of which some of four ranks are no members."""
+    rank = dist.get_rank()
+    if how in ("split", "again"):
+        if how == "again":
+            dist.destroy_process_group()
+            join(device_id=torch.device("cuda", rank))
+        parts = [[1, 0]], [[3]], [[1, 2]], [[0, 1], [2]]
+        found = [summed(dist.split_group(split_ranks=part)) for part in parts]
+        assert found == [[1, None, None, 1], [1, None, 3, 1], [None, None, 3, 2],
+                         [None, 3, None, None]][rank]  # fmt: skip
+    elif how == "subgroups":
+        group, _ = dist.new_subgroups_by_enumeration([[0, 3], [1]])
+        assert summed(group) == [3, 1, None, 3][rank]
+    elif how == "sliced":
+        mesh = dist.init_device_mesh("cuda", (2, 2), mesh_dim_names=("a", "b"))
+        assert summed(mesh["a"].get_group()) == [2, 4, 2, 4][rank]
+    elif how == "destroyed":
+        group = dist.new_group([0, 1, 2, 3])
+        if summed(group) and rank < 2:
+            dist.destroy_process_group(group)
+    else:
+        for parts in ([], [[]], [[0, 0]], [[0, 1], [1, 2]]):
+            with pytest.raises(ValueError, match="split"):
+                dist.split_group(split_ranks=parts)
+
+
+def make_later_groups() -> list[list[float | None]]:
+    """After each way to leave ranks out: sums of groups of every other kind."""
+    join(device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
+    found = []
+    for how in ("split", "subgroups", "sliced", "destroyed", "no parts", "again"):
+        leave_some_out(how)
+        found.append([
+            summed(dist.new_group([0, 1, 2, 3])), summed(dist.new_group([0, 3])),
+            summed(dist.new_group([0, 1, 3], backend="gloo"), "cpu"),
+            summed(dist.split_group(split_ranks=[[0, 3], [1]])),
+        ])  # fmt: skip
+    return found
+
+
+def test_groups_after_one_that_leaves_ranks_out(simulated_ranks):
+    found = simulated_ranks(make_later_groups, 4, seconds=60)
+    expected = [[6, 3, 4, 3], [6, None, 4, 1], [6, None, None, None], [6, 3, 4, 3]]
+    assert found == [[one] * 6 for one in expected]
+
+
+def leave_one_waiting(how: str) -> None:
+    """Three ranks: the last one, or the second one, never comes."""
+    rank = join(device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
+    if how == "split":
+        if rank < 2:
+            dist.split_group(split_ranks=[[0, 1]])
+    elif how == "other parts":
+        dist.split_group(split_ranks=[[0, 1] if rank else [0, 1, 2]])
+    elif how == "gloo":
+        if rank != 1:
+            dist.new_group([0, 1], backend="gloo")
+    elif rank != 1:
+        dist.new_group([0, 1], backend="gloo", use_local_synchronization=True)
+    if rank == 2:
+        dist.all_reduce(ones())
+        torch.cuda.synchronize()
+
+
+WAITING = {
+    "split": r"rank 0: split_group \(\S+\) of all ranks,? waits for rank 2",
+    "other parts": r"do not split a group in the same way:\n  rank \d: into a part of ",
+    "gloo": r"rank 0: a group of gloo \(\S+\) of ranks 0, 1: new_group.* for rank 1",
+    "local": r"rank 0: a group of gloo \(\S+\) of ranks 0, 1,? waits for rank 1",
+}
+
+
+@pytest.mark.parametrize("how", WAITING)
+def test_a_group_that_a_rank_does_not_make_names_it(simulated_ranks, how):
+    found = failures(simulated_ranks, leave_one_waiting, how)
+    assert re.search(WAITING[how], found[0])
+
+
 # -- ranks that call different things --------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 """Ranks with simulated GPUs: NCCL's rules, DDP, what spawned processes see."""
 
+import math
 import os
 from datetime import timedelta
 from pathlib import Path
@@ -9,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import simgpu
+from simgpu._dispatch.placement import memory_of
 from support import programs
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -519,3 +521,55 @@ def test_a_rank_ends_as_python_would_end_it(tmp_path, end, status, shown):
     assert said == SAID.format("1 rank") and error[-1:] == shown
     lines = [line for line in error if ", line " in line]
     assert all("ends.py" in line for line in lines), error  # the learner's own lines
+
+
+# -- operations of C++ that call a group by themselves ---------------------------------
+
+CUTS = [  # shape, from which dimension to which
+    ((4, 8), 0, 1), ((8, 4), 1, 0), ((5, 7), 0, 1), ((3, 2), 1, 0),
+    ((4, 3, 8), 0, 2), ((5, 6, 7), 2, 1), ((2, 1, 9), 1, 2),
+]  # fmt: skip
+
+
+def cut_along_another_dimension() -> list:
+    """This rank's parts of DTensors, as lists."""
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    mesh = dist.init_device_mesh("cuda", (dist.get_world_size(),))
+    found = []
+    for shape, old, new in CUTS:
+        x = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
+        cut = distribute_tensor(x.to("cuda"), mesh, [Shard(old)]).requires_grad_()
+        part = cut.redistribute(mesh, [Shard(new)])
+        (gradient,) = torch.autograd.grad((part * part).sum(), cut)
+        assert torch.equal(gradient.full_tensor().cpu(), 2 * x)
+        found.append(part.to_local().tolist())
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_dtensor_cut_along_another_dimension(simulated_ranks, ranks):
+    found = simulated_ranks(cut_along_another_dimension, ranks, seconds=60)
+    for rank, its in enumerate(found):
+        for (shape, _, new), part in zip(CUTS, its, strict=True):
+            x = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
+            pieces = [*x.chunk(ranks, new), *[x.narrow(new, 0, 0)] * ranks]
+            assert part == pieces[rank].tolist()
+
+
+def test_a_nan_is_found_on_the_gpu(group):
+    check = torch.ops.c10d.check_for_nan
+    assert check(torch.ones(3, device="cuda")) is None
+    with pytest.raises(RuntimeError, match="NaN found in input tensor"):
+        check(torch.tensor([1, float("nan")], device="cuda"))
+
+
+@pytest.mark.skipif(TORCH < (2, 15), reason="PyTorch waits for one at a time")
+def test_several_tensors_are_waited_for_at_once(group):
+    ops, name = torch.ops._c10d_functional, dist.group.WORLD.group_name
+    x = torch.ones(1 << 24, device="cuda")
+    torch.cuda.synchronize()
+    outs = [ops.all_reduce(x, "sum", name) for _ in range(2)]
+    waited = ops.wait_tensors(outs)
+    assert all(one is other for one, other in zip(waited, outs, strict=True))
+    assert [memory_of(out).awaited for out in outs] == [None, None]

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 import simgpu
 from simgpu import _runtime as state
@@ -16,6 +17,7 @@ from simgpu._device import overhead
 from simgpu._device.cards import find_card
 from simgpu._dry import command, report
 from simgpu._dry.run import Job, run
+from simgpu._messages import Messages
 
 
 def steps(model, make_batch, count: int = 3) -> None:
@@ -252,6 +254,38 @@ def test_ranks_of_which_some_run_meet_in_the_group_of_all():
     found = run(Job(8, node=2, kinds="pp=2"), program)
     assert found.ranks == [0, 4]
     assert found.steps == 3
+
+
+def test_a_dtensor_cut_along_another_dimension_is_a_message():
+    """It counts its bytes, and takes as long as such an all-to-all, and some copies."""
+    took, given = [], []
+
+    def program():
+        dist.init_process_group("nccl")
+        torch.cuda.set_device(0)
+        mesh = init_device_mesh("cuda", (16,))
+        x = DTensor.from_local(
+            torch.ones(256, 4096, device="cuda"), mesh, [Shard(0)], run_check=False
+        )
+        flat = torch.ones(256 * 4096, device="cuda")
+        calls = (lambda: dist.all_to_all_single(torch.empty_like(flat), flat),
+                 lambda: x.redistribute(mesh, [Shard(1)]))  # fmt: skip
+        for call in calls:
+            call()  # connects
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            with Messages() as messages:
+                begin.record()
+                out = call()
+                end.record()
+            end.synchronize()
+            took.append(begin.elapsed_time(end))
+            given.append([(m.name, m.nbytes, m.ranks) for m in messages.log])
+        assert out.to_local().shape == (4096, 256)
+        torch.ops.c10d.check_for_nan(x.to_local())
+
+    run(Job(16), program)
+    assert given == [[("all_to_all", 4 << 20, 16)]] * 2
+    assert took[0] < took[1] < 3 * took[0]
 
 
 def test_a_loaders_thread_may_pin_while_a_collective_is_launched():

@@ -304,6 +304,30 @@ def test_symmetric_memory_is_refused_at_every_door(group):
             raise AssertionError(name)
 
 
+def test_what_nccl_can_and_is_not_modelled_is_refused_by_name():
+    """Flags must not let PyTorch say that no backend can do it."""
+    join(device_id=torch.device("cuda", 0))
+    try:
+        c10d, world = dist.distributed_c10d, dist.group.WORLD
+        backend = world._get_backend(CUDA)
+        assert backend.supports_shrinking
+        calls = {"shrink": lambda: backend.shrink([0])}
+        if hasattr(c10d, "_time_estimator"):
+            calls["_start_time_estimate"] = lambda: c10d._time_estimator().__enter__()
+        if hasattr(c10d, "_new_window"):
+            assert not c10d._supports_window() and not c10d._supports_reconfigure()
+            calls |= {
+                "new_window": lambda: c10d._new_window(ones(2)),
+                "get_reconfigure_handle": c10d._get_reconfigure_handle,
+                "reconfigure": lambda: c10d._reconfigure(1, ["a"]),
+            }
+        for name, call in calls.items():
+            with pytest.raises(NotSimulated, match=rf"ProcessGroupNCCL2?\.{name} "):
+                call()
+    finally:
+        leave()
+
+
 def test_a_group_beside_those_of_torch_distributed(group):
     options = dist.ProcessGroupNCCL.Options()
     other = dist.ProcessGroupNCCL(dist.HashStore(), 0, 1, options)

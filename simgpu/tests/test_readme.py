@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import simgpu
 from support.limits import JOB
@@ -63,6 +64,46 @@ def test_each_list_of_the_cards_has_them_all():
         if (lacks := [n for n in simgpu.CARDS if not re.search(rf"\b{n}\b", text)])
     }
     assert missing == {}
+
+
+def refused_names() -> set[str]:
+    """What raises `NotSimulated`, of all that has a name: "torch.cuda.CUDAGraph"."""
+    from simgpu import _patches, _runtime
+    from simgpu._distributed import checks, functional, nccl, operations
+
+    names = {f"ProcessGroupNCCL.{name}" for name in nccl._LEFT_OUT}
+    simgpu.start(1)
+    try:
+        table = _patches.table(_runtime.current())
+    finally:
+        simgpu.stop()
+    names |= {
+        f"{p.owner.__name__}.{p.name}" for p in table if p.reason == "not simulated"
+    }
+    apart = {"send", "recv_", "check_for_nan"} | set(checks._ABSENT)
+    known = {
+        "c10d": {*operations._READERS, *apart},
+        "_c10d_functional": set(functional._RUN),
+    }
+    for schema in torch._C._jit_get_all_schemas():
+        space, _, name = schema.name.partition("::")
+        takes = {argument.name for argument in schema.arguments}
+        if space in known and takes & {"process_group", "group_name"}:
+            if not {name, name.replace("_coalesced", "")} & known[space]:
+                names.add(schema.name)
+    for file in Path(simgpu.__file__).parent.rglob("*.py"):
+        for call in re.findall(
+            r"NotSimulated\(\s*\"([\w.]+\.\w+)\"", file.read_text(encoding="utf-8")
+        ):
+            names.add(call)
+    return names
+
+
+def test_what_runs_lists_every_name_that_is_refused():
+    page = (PROJECT / "WHAT-RUNS.md").read_text(encoding="utf-8")
+    told = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", page))))
+    missing = {n for n in refused_names() if re.split(r"\.|::", n)[-1] not in told}
+    assert missing == set()
 
 
 @pytest.mark.slow

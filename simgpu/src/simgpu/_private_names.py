@@ -156,6 +156,7 @@ NAMES: dict[str, dict[str, str]] = {
         "ErrorType": "torch._C._distributed_c10d.ErrorType",
         "work_from_future": "torch._C._distributed_c10d._create_work_from_future",
         "process_group_named": "torch._C._distributed_c10d._resolve_process_group",
+        "process_group_name": "torch.distributed.distributed_c10d._process_group_name",
         "process_groups": "torch.distributed.distributed_c10d._world",
         "raw_new_process_group": (
             "torch.distributed.distributed_c10d._new_process_group_helper"

@@ -9,6 +9,7 @@ import os
 import torch
 
 from simgpu import _runtime as state
+from simgpu._cuda_errors import words_of_cuda
 from simgpu._dispatch.named_devices import gpu_named
 from simgpu._errors import NotSimulated
 from simgpu._timing.events import StreamPosition
@@ -92,7 +93,8 @@ class Event:
 
         Raises:
             ValueError: if one of them does not keep time or was not recorded.
-            RuntimeError: if the GPU has not reached them yet, or they are on two GPUs.
+            RuntimeError: if the GPU has not reached them yet.
+            torch.AcceleratorError: if they are of two GPUs, in CUDA's words.
         """
         if not (self.enable_timing and end_event.enable_timing):
             raise ValueError(
@@ -102,15 +104,16 @@ class Event:
             raise ValueError(
                 "Both events must be recorded before calculating elapsed time."
             )
-        if self._index != end_event._index:
-            raise RuntimeError(
-                f"Event device {self._index} does not match other's device "
-                f"{end_event._index}."
-            )
         clock = state.current().clock
         if not (clock.reached(self._position) and clock.reached(end_event._position)):
             raise RuntimeError(
                 "Both events must be completed before calculating elapsed time."
+            )
+        if self._index != end_event._index:
+            raise torch.AcceleratorError(
+                words_of_cuda(
+                    "invalid resource handle", "cudaErrorInvalidResourceHandle"
+                )
             )
         return clock.between(self._position, end_event._position) * 1e3
 

@@ -53,7 +53,8 @@ def handles(*names: str) -> Callable:
     """The decorated function `run(call)` runs these operations.
 
     Args:
-        names: of operations of aten ("copy_"), or of a whole namespace ("c10d::").
+        names: of operations of aten ("copy_"), others with their namespace, or a whole
+            namespace ("c10d::").
     """
 
     def register(run: Callable) -> Callable:
@@ -116,6 +117,8 @@ class Operation:
         self.in_parts = handler in [_handlers.get(name) for name in names]
 
     def _find_handler(self, func) -> Callable:
+        if func.namespace != "aten" and self.name in _handlers:
+            return _handlers[self.name]
         namespace = _handlers.get(f"{func.namespace}::")
         if namespace is not None:
             return namespace

@@ -54,7 +54,7 @@ class CallWithoutValues(Call):
                     f"{operation.name} of a tensor that is not on the estimated card",
                     "Pass it, or its module or optimizer, to simgpu.estimate.",
                 )
-        if operation.func.namespace in ("c10d", "_c10d_functional"):
+        if operation.func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
             raise NotSimulated(
                 f"{operation.name} in simgpu.estimate", "Use estimate_collective."
             )

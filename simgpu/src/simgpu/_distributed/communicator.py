@@ -77,6 +77,7 @@ class Communicator:
         self.guessed = False  # nothing but a barrier has used it, on a likely GPU
         self.attempts = 0  # to be connected
         self.splits = 0  # groups that have been split from it
+        self.made = 0  # groups that `new_group` has made of it
         self.buckets = Buckets()  # of DDP
         self.fingerprints = None  # TORCH_DISTRIBUTED_DEBUG=DETAIL
         self.stashed: list = []  # collectives that nobody may have waited for

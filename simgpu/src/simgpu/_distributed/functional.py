@@ -1,4 +1,4 @@
-"""Functional collectives: `_c10d_functional`, which DTensor and its like call.
+"""Operations that call a group by themselves: `_c10d_functional`, DTensor's own.
 
 They return new tensors, and `wait_tensor` makes the current stream wait for one.
 """
@@ -36,8 +36,8 @@ def run_functional(call: Call):
     """An operation of `_c10d_functional`."""
     __tracebackhide__ = True
     name = call.func._schema.name.partition("::")[2]
-    if name == "wait_tensor":
-        return _wait_tensor(call)
+    if name in ("wait_tensor", "wait_tensors"):
+        return _wait(call)
     gpu = next(filter(None, call.gpus), None)
     named = {argument.name: value for argument, value in call.named_arguments()}
     communicator = _communicator(named)
@@ -59,6 +59,54 @@ def run_functional(call: Call):
         run(_Functional(call, communicator, gpu, named), tensor) for tensor in inputs
     ]
     return outputs if several else outputs[0]
+
+
+@handles("_dtensor::shard_dim_alltoall")
+def run_shard_dim_alltoall(call: Call):
+    """A DTensor's part, cut along another dimension: an all-to-all, and its wait.
+
+    As in PyTorch's C++: the parts for the ranks, along `shard_dim`, are copied;
+    what comes is put together along `gather_dim`.
+    """
+    __tracebackhide__ = True
+    named = {argument.name: value for argument, value in call.named_arguments()}
+    tensor, gpu = named["input"], call.gpus[0]
+    communicator = _communicator(named)
+    if gpu is None or communicator is None:
+        made = call.func(*call.args, **call.kwargs)
+        return place(made, gpu)
+    checks.check_dtype("alltoall_", [tensor], gpu)
+    f = _Functional(call, communicator, gpu, named)
+    shard_dim, gather_dim = named["shard_dim"], named["gather_dim"]
+    length = tensor.shape[shard_dim] // f.size
+    given = f.on_gpu(lambda: [
+        tensor.narrow(shard_dim, i * length, length).contiguous()
+        for i in range(f.size)
+    ])  # fmt: skip
+    taken = f.on_gpu(lambda: [torch.empty_like(part) for part in given])
+    with exchanges.plain():
+        exchange = exchanges.all_to_all(f.size, f.rank, taken, given)
+    launched = collectives.launch(call.runtime, communicator, gpu, exchange)
+    if communicator.record is not None:
+        sides = [flight_entries.told(one) for one in (given, taken)]
+        flight_recorder.note(
+            call.runtime, communicator, "alltoall_", tuple(sides), [launched]
+        )
+    work.Launched([launched], taken).wait()
+    return f.on_gpu(lambda: torch.cat(taken, gather_dim))
+
+
+@handles("c10d::check_for_nan")
+def run_check_for_nan(call: Call):
+    """A kernel that looks for NaN in a tensor; it has no group.
+
+    Raises:
+        RuntimeError: if there is one, in the words that PyTorch has for the CPU.
+    """
+    __tracebackhide__ = True
+    if call.runtime.peers is not None:
+        return None  # in a dry run all is well
+    return call.run_on(call.common_gpu())
 
 
 def _communicator(named: dict):
@@ -184,12 +232,14 @@ _RUN = {
 }
 
 
-def _wait_tensor(call: Call):
-    tensor = call.args[0]
-    memory = memory_of(tensor)
-    if memory is None:
-        return call.func(*call.args, **call.kwargs)
-    if memory.awaited is not None:
-        awaited, memory.awaited = memory.awaited, None
-        awaited.wait()
-    return tensor
+def _wait(call: Call):
+    """`wait_tensor`, or `wait_tensors` (since 2.15), which has a list."""
+    given = call.args[0]
+    for tensor in given if isinstance(given, (list, tuple)) else [given]:
+        memory = memory_of(tensor)
+        if memory is None:
+            return call.func(*call.args, **call.kwargs)
+        if memory.awaited is not None:
+            awaited, memory.awaited = memory.awaited, None
+            awaited.wait()
+    return given

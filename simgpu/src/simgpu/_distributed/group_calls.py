@@ -3,8 +3,8 @@
 PyTorch numbers the groups of a job as each rank makes them, and NCCL's ranks meet under
 that number. Models: who meets whom. Two groups under one number, or one group under two
 numbers, would hang or connect the wrong ranks; here both calls are named. Leaves out:
-groups whose names do not come from counting (`use_local_synchronization=True`,
-`split_group`), which need no order.
+groups whose names do not come from counting (`use_local_synchronization=True`), which
+need no order. `split_group` waits for all ranks of the parent, those of no part, too.
 """
 
 import torch.distributed as dist
@@ -17,6 +17,12 @@ _DIFFERENT = (
     "NCCL would hang, or connect the wrong ranks. Every rank must call new_group() for "
     "every group, also for those that it is not in, in the same order; or pass "
     "use_local_synchronization=True, and let the members alone call it."
+)
+_OTHER_PARTS = (
+    "the ranks do not split a group in the same way:\n"
+    "  rank {}: into a part of {} ({})\n  rank {}: into a part of {} ({})\n"
+    "NCCL would hang, or connect the wrong ranks. Every rank of the group must call "
+    "split_group() with the same parts, also those that are in none."
 )
 
 
@@ -77,3 +83,31 @@ class GroupCall:
         text = _DIFFERENT.format(self.number, *said[0], *said[1])
         self.board.post("verdict", text)
         raise dist.DistBackendError(text)
+
+
+def compare_split(communicator, name: str, part: list[int] | None, where: str) -> None:
+    """One call of `split_group`: for NCCL, a collective of all ranks of the parent.
+
+    Args:
+        communicator: of the parent.
+        name: of this split, alike on all its ranks.
+        part: the members of this rank's part, as numbers in the parent; None: no part.
+        where: the line of the program.
+
+    Raises:
+        torch.distributed.DistBackendError: if a rank never calls it, or means another
+            part by this call.
+    """
+    __tracebackhide__ = True
+    board, ranks = communicator.cluster.board, communicator.ranks
+    board.post(f"{name}/{communicator.member}", (part, where))
+    keys = {f"{name}/{i}": rank for i, rank in communicator.present.items()}
+    doing = f"rank {board.rank}: split_group ({where}) of {communicator.title}"
+    found = board.read(keys, doing, communicator.limit)
+    for member, (its, line) in zip(communicator.present, found, strict=True):
+        if member in (part or ()) and its != part:
+            text = _OTHER_PARTS.format(
+                board.rank, part, where, ranks[member], its, line
+            )
+            board.post("verdict", text)
+            raise dist.DistBackendError(text)

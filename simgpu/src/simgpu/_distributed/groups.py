@@ -1,7 +1,6 @@
 """Process groups: where one would use NCCL, the simulator carries the values."""
 
 import atexit
-import copy
 import functools
 import operator
 import os
@@ -36,6 +35,7 @@ NCCL_VERSION = (2, 28, 9)  # what PyTorch 2.11 for CUDA 13.0 comes with
 _LOOPBACK_ADDRESSES = ("localhost", "127.0.0.1", "::1")
 # PyTorch's own backend that does nothing: it stands where NCCL's would
 _STAND_IN = "fake"
+_NO = ("", "0", "false", "FALSE", "no", "n")  # what C++ takes for false
 
 _raw_shutdown = dist.ProcessGroup.shutdown
 _raw_barrier = dist.ProcessGroup.barrier
@@ -52,8 +52,11 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
     runtime = state.current()
     ranks = [operator.index(one) for one in ranks]  # NumPy's, too
     spec = str(backend)
-    call = _note_call(runtime, name, ranks)
-    engine = next(filter(_is_engine, _backends(spec).values()), None)
+    engine = next(filter(_is_engine, backends_named(spec).values()), None)
+    call = _note_call(runtime, name, ranks, engine)
+    if "gloo" in backends_named(spec).values():
+        its = call if engine is None else None
+        _wait_for_members(runtime, name, ranks, its, kwargs["timeout"])
     if engine is None and runtime.peers is not None:
         fake_backend()
         backend = distributed_c10d.Backend(_STAND_IN)
@@ -70,12 +73,12 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
         )
     fake_backend()
 
-    if "gloo" in _backends(spec).values() and runtime.peers is None:
+    if "gloo" in backends_named(spec).values() and runtime.peers is None:
         _bind_to_loopback()
     alone = runtime.peers is not None
     stand_in = ",".join(
         f"{device}:{_STAND_IN if alone or _is_engine(its) else its}"
-        for device, its in _backends(spec).items()
+        for device, its in backends_named(spec).items()
     )
     group, its_store = raw_new_process_group(
         size, rank, ranks, distributed_c10d.Backend(stand_in), store, name, *args,
@@ -87,7 +90,7 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
     getattr(process_groups, "pg_flight_recorder_hooks", {}).pop(group, None)
     _call_it_nccl(group)
     process_groups.pg_map[group] = (spec, its_store)  # for get_backend()
-    config = ",".join(f"{kind}:{its}" for kind, its in _backends(spec).items())
+    config = ",".join(f"{kind}:{its}" for kind, its in backends_named(spec).items())
     process_groups.pg_backend_config[group] = config
     if not ranks:
         _begin_job(runtime, store, rank, size)
@@ -95,12 +98,14 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
     members = ranks or list(range(size))
     options._timeout, options.group_name = kwargs["timeout"], name
     options.global_ranks_in_group = ranks
-    communicator = _communicate(runtime, group, name, members, rank, bound, options)
+    is_split = call is not None and call.number != name
+    called = call.number if is_split else name
+    communicator = _communicate(runtime, group, called, members, rank, bound, options)
     communicator.engine, communicator.call = engine, call
-    communicator.is_split = call is not None and _is_bound(dist.group.WORLD)
+    communicator.is_split = is_split
     if fingerprints.wanted():
         communicator.fingerprints = fingerprints.Fingerprints(communicator)
-    if "gloo" in _backends(spec).values():
+    if "gloo" in backends_named(spec).values():
         runtime.gloo_groups.append(group)
     if bound is not None:
         runtime.initialize_in_cpp()
@@ -109,11 +114,43 @@ def new_group(size, rank, ranks, backend, store, name, *args, **kwargs):
     return group, its_store
 
 
-def _note_call(runtime, name: str, ranks: list[int]) -> GroupCall | None:
-    """This rank makes a group, or takes no part in it; None if nobody counts it."""
+def _note_call(runtime, name: str, ranks: list[int], engine) -> GroupCall | None:
+    """This rank makes a group, or takes no part in it; None if nobody counts it.
+
+    NCCL splits what is made from a bound group of all ranks: in the order of the calls,
+    whatever PyTorch's number. All others meet in the store, under that number.
+    """
     if not ranks or runtime.cluster is None or not name.isdecimal() or runtime.peers:
         return None
+    everyone = communicator_of(dist.group.WORLD)
+    bound = everyone is not None and _is_bound(dist.group.WORLD)
+    if bound and engine == everyone.engine:
+        everyone.made += 1
+        name = f"{everyone.made} of those split from all ranks"
     return GroupCall(runtime.cluster.board, name, ranks, called_from())
+
+
+def _wait_for_members(runtime, name: str, ranks, call: GroupCall | None, limit) -> None:
+    """Until all members make a group of gloo, which would wait for them unnamed.
+
+    Raises:
+        torch.distributed.DistBackendError: if one never does.
+    """
+    __tracebackhide__ = True
+    cluster = runtime.cluster
+    if cluster is None or runtime.peers is not None or cluster.rank not in ranks:
+        return
+    if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in _NO:
+        return
+    members, where = ", ".join(map(str, ranks)), called_from()
+    doing = f"rank {cluster.rank}: a group of gloo ({where}) of ranks {members}"
+    if call is not None:
+        call.compare(False, doing, limit.total_seconds())
+        return
+    life = runtime.lives[f"gloo {name}"] = runtime.lives.get(f"gloo {name}", 0) + 1
+    cluster.board.post(f"gloo/{name}/{life}/{cluster.rank}", where)
+    keys = {f"gloo/{name}/{life}/{rank}": rank for rank in ranks}
+    cluster.board.read(keys, doing, limit.total_seconds())
 
 
 def _is_bound(group: dist.ProcessGroup) -> bool:
@@ -240,7 +277,7 @@ def _bind_to_loopback() -> None:
 
 
 @functools.cache
-def _backends(spec: str) -> dict[str, str]:
+def backends_named(spec: str) -> dict[str, str]:
     """Kind of device -> backend, for what a script has asked for."""
     if spec == "undefined":  # nothing: PyTorch takes what the machine has
         return {"cpu": "gloo", "cuda": "nccl"}
@@ -250,7 +287,7 @@ def _backends(spec: str) -> dict[str, str]:
 
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
     spec, _ = process_groups.pg_map.get(group, ("gloo", None))
-    return _backends(str(spec))
+    return backends_named(str(spec))
 
 
 def communicator_of(group: dist.ProcessGroup) -> Communicator | None:
@@ -299,67 +336,6 @@ def shutdown(group: dist.ProcessGroup) -> None:
 
 def split_source(group: dist.ProcessGroup, *args) -> None:
     """`_get_split_source`: a new group is never made by NCCL's split of another."""
-
-
-def split_group(parent_pg=None, split_ranks=None, timeout=None, pg_options=None,
-                group_desc=None, **kwargs):  # fmt: skip
-    """`split_group`: this rank's part of a group, as a group of its own."""
-    parent = parent_pg or dist.group.WORLD
-    communicator = communicator_of(parent)
-    if communicator is None or communicator.bound is None:
-        raise RuntimeError(
-            "No device associated with the default pg, not safe to split any process "
-            "groups"
-        )
-    if not split_ranks:
-        raise ValueError("split_ranks cannot be None or empty")
-    backend = kwargs.get("backend")
-    if backend is not None:
-        _check_part_of(str(backend), backends_of(parent))
-    parts = [sorted(part) for part in split_ranks]
-    members = [rank for part in parts for rank in part]
-    if len(members) != len(set(members)) or not all(parts):
-        raise ValueError("the split groups must not be empty nor share a rank")
-    mine = [part for part in parts if communicator.member in part]
-    if group_desc is None:
-        group_desc = f"{parent.group_desc}:split:{communicator.splits}"
-    communicator.splits += 1  # what new_group() calls it is not the same on all ranks
-    if not mine:
-        return None
-    thread = state.current().thread
-    thread.name_of_group = f"{communicator.name}/split {communicator.splits}/{mine}"
-    try:
-        return dist.new_group(
-            [communicator.ranks[member] for member in mine[0]], timeout, backend,
-            use_local_synchronization=True, group_desc=group_desc,
-            device_id=communicator.bound, pg_options=copy.deepcopy(pg_options),
-        )  # fmt: skip
-    finally:
-        thread.name_of_group = None
-
-
-def _check_part_of(backend: str, of_parent: dict[str, str]) -> None:
-    """Raise unless a group has all the backends that its part asks for."""
-    for device, name in _backends(backend).items():
-        if device not in of_parent:
-            raise ValueError(
-                f"Requested backend for device '{device}' is not present in the parent "
-                f"process group (parent backends: {of_parent})"
-            )
-        if name != of_parent[device]:
-            raise ValueError(
-                f"Backend mismatch for device '{device}': parent has "
-                f"'{of_parent[device]}', requested '{name}'. Backend names must match "
-                "exactly when filtering split_group backends."
-            )
-
-
-def split_of(group: dist.ProcessGroup, ranks: list[int], timeout=None, opts=None,
-             group_name=None, group_desc=None, device_types=None):  # fmt: skip
-    """`ProcessGroup.split_group`: one part of it; None on all other ranks."""
-    if communicator_of(group) is None:
-        raise RuntimeError("No backend of this process group supports splitting")
-    return split_group(group, [list(ranks)], timeout, opts, group_desc)
 
 
 def supports_coalescing(backend) -> bool:

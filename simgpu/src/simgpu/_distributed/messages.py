@@ -1,6 +1,7 @@
 """What a rank gives to a collective: its kind, its bytes, the size of its group.
 
-Models: the operations of `c10d` and `_c10d_functional` as a dispatch mode sees them.
+Models: the operations of `c10d`, `_c10d_functional` and `_dtensor` as a dispatch mode
+sees them.
 Leaves out: barriers, and what a rank receives.
 """
 
@@ -38,6 +39,7 @@ _FUNCTIONAL = {
     "all_to_all": "all_to_all",
     "broadcast": "broadcast",
     "isend": "send",
+    "shard_dim_alltoall": "all_to_all",  # of _dtensor
 }
 
 
@@ -78,7 +80,7 @@ def message_of(op, args, kwargs=None) -> Message | None:
         if name:
             size = 2 if name == "send" else group_in(args).size()
             return _message(name, args[place], size)
-    elif op.namespace == "_c10d_functional":
+    elif op.namespace in ("_c10d_functional", "_dtensor"):
         for prefix, name in _FUNCTIONAL.items():
             if _name_of(op).startswith(prefix):
                 return _message(name, args[0], _size_of_named(name, args, kwargs))

@@ -93,8 +93,9 @@ class _Engine:
     own_name: str  # what `name()` says
     Options = Options
     supports_splitting = supports_coalescing = True
-    supports_time_estimate = _supports_time_estimate = supports_shrinking = False
     supports_window = supports_reconfigure = False
+    # PyTorch must come to the method, which is refused by name
+    supports_time_estimate = _supports_time_estimate = supports_shrinking = True
 
     def __init__(self, store, rank: int, size: int, options=None):
         options = copy.deepcopy(options) if isinstance(options, Options) else options
