@@ -348,7 +348,7 @@ def make_later_groups() -> list[list[float | None]]:
 
 
 def test_groups_after_one_that_leaves_ranks_out(simulated_ranks):
-    found = simulated_ranks(make_later_groups, 4, seconds=60)
+    found = simulated_ranks(make_later_groups, 4)
     expected = [[6, 3, 4, 3], [6, None, 4, 1], [6, None, None, None], [6, 3, 4, 3]]
     assert found == [[one] * 6 for one in expected]
 

@@ -549,7 +549,7 @@ def cut_along_another_dimension() -> list:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_dtensor_cut_along_another_dimension(simulated_ranks, ranks):
-    found = simulated_ranks(cut_along_another_dimension, ranks, seconds=60)
+    found = simulated_ranks(cut_along_another_dimension, ranks)
     for rank, its in enumerate(found):
         for (shape, _, new), part in zip(CUTS, its, strict=True):
             x = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
