@@ -8,11 +8,12 @@ that has failed says so in a line. Nothing here needs PyTorch.
 import json
 import math
 import os
-import sys
 import time
 import traceback
 from pathlib import Path
 from types import TracebackType
+
+from simgpu._lines import write_line
 
 ENDED = " with an error"  # how a rank ends that fails, for those that wait for it
 # errors that the simulator raises on purpose: they are the program's
@@ -44,7 +45,7 @@ def report(kind, error, trace, show, folder: str | None = None) -> None:
     rank = os.environ.get("RANK")
     if follows:
         text = str(error)  # which names the ranks, and this one's line
-        print(text, file=sys.stderr, flush=True)
+        write_line(text)
     else:
         if kind.__name__ in _ON_PURPOSE:
             error = error.with_traceback(trace := of_program(trace))
@@ -101,4 +102,4 @@ def show_first(folder: Path) -> None:
     found = [json.loads(path.read_text(encoding="utf-8")) for path in folder.iterdir()]
     if found:
         _, rank, text = min(found)
-        print(f"\nThe first error, of {rank}:\n{text}", file=sys.stderr, flush=True)
+        write_line(f"\nThe first error, of {rank}:\n{text}")

@@ -11,7 +11,6 @@ files. The results, which nobody gets to see, are those of indices that are zero
 
 import os
 import re
-import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -19,6 +18,7 @@ import torch
 
 from simgpu._cuda_errors import words_of_cuda
 from simgpu._frames import called_from
+from simgpu._lines import write_line
 
 _INDEX = '"index out of bounds"'
 _SCATTER = f"idx_dim >= 0 && idx_dim < index_size && {_INDEX}"
@@ -147,13 +147,11 @@ def _fail(call, index: int, assertion: _Assertion, error: Exception) -> None:
     runtime = call.runtime
     if index not in runtime.failed:
         file, function, condition = assertion
-        print(
+        write_line(
             f"/pytorch/aten/src/ATen/native/cuda/{file}: {function}: block: [0,0,0], "
             f"thread: [0,0,0] Assertion `{condition}` failed.\n"
             f"simgpu: on cuda:{index}, {call.operation.name} in {called_from()}: "
-            f"{str(error).splitlines()[0]}",
-            file=sys.stderr,
-            flush=True,
+            f"{str(error).splitlines()[0]}"
         )
         if not runtime.failed:
             _watch(runtime.clock, runtime.failed)

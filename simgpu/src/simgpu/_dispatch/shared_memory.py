@@ -8,7 +8,6 @@ before that waits "in limbo".
 
 import contextlib
 import os
-import sys
 from collections import deque
 from multiprocessing import util
 from typing import NamedTuple
@@ -28,6 +27,7 @@ from simgpu._dispatch.operation import handles
 from simgpu._dispatch.operation_call import Call, run_on_common_gpu
 from simgpu._dispatch.placement import DeviceMemory, PartMemory, memory_of
 from simgpu._errors import NotSimulated
+from simgpu._lines import write_line
 
 _SLOTS = 10000  # sendings that one piece of counters has room for
 _AFTER_CHILDREN = -100  # multiprocessing has joined them before it calls what has this
@@ -102,7 +102,7 @@ class Sharing:
             for slot in list(self.received):
                 slot.release()
             if any(any(counters) for counters in self._counters):
-                print(_PRODUCER_ENDED, file=sys.stderr, flush=True)
+                write_line(_PRODUCER_ENDED)
 
     def collect(self) -> None:
         """Free what is dead here and that no receiver holds any more."""

@@ -14,7 +14,6 @@ import json
 import os
 import pickle
 import select
-import sys
 import threading
 import time
 from collections import deque
@@ -26,6 +25,7 @@ import torch
 from simgpu import _runtime as state
 from simgpu._distributed.flight_entries import Entry, Group, Sides, told
 from simgpu._distributed.profiling import NAMES as PROFILED
+from simgpu._lines import write_line
 
 VERSION = "2.10"  # of the format, in PyTorch 2.11 to 2.15
 _SIZE = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
@@ -157,7 +157,7 @@ class Recorder:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(pickle.dumps(self.described(True, frames, only_active), 2))
         except OSError as error:
-            print(f"flight recorder: cannot write {path}: {error}", file=sys.stderr)
+            write_line(f"flight recorder: cannot write {path}: {error}")
 
     # -- dumps that others ask for -----------------------------------------------------
 

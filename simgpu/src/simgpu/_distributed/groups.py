@@ -5,7 +5,6 @@ import copy
 import functools
 import operator
 import os
-import sys
 
 import torch
 import torch.distributed as dist
@@ -29,6 +28,7 @@ from simgpu._distributed.communicator import Communicator
 from simgpu._distributed.group_calls import GroupCall
 from simgpu._errors import NotSimulated
 from simgpu._frames import called_from
+from simgpu._lines import write_line
 from simgpu._loopback import LOOPBACK
 from simgpu._timing.topology import Topology
 
@@ -213,11 +213,7 @@ def _begin_job(runtime, store, rank: int, size: int) -> None:
     atexit.register(_warn_of_leak)
     if rank == 0 and runtime.jobs == 1 and runtime.peers is None:
         ranks = "1 rank" if size == 1 else f"{size} ranks"
-        print(
-            f"{ranks} on simulated GPUs: no NCCL, one simulated time for all",
-            file=sys.stderr,
-            flush=True,
-        )
+        write_line(f"{ranks} on simulated GPUs: no NCCL, one simulated time for all")
 
 
 def _warn_of_leak() -> None:

@@ -8,13 +8,13 @@ the words of the engine that came with 2.14.
 """
 
 import os
-import sys
 import time
 
 import torch
 
 from simgpu import _runtime as state
 from simgpu._distributed import flight_entries, flight_recorder
+from simgpu._lines import write_line
 
 _LATE = (
     "[Rank {}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum={}, "
@@ -154,5 +154,4 @@ def _print(kind: str, rank: int, *lines: str) -> None:
     date = f"{kind}{when.tm_mon}{when.tm_mday:02}"
     clock = f"{time.strftime('%H:%M:%S', when)}.{now % 10**9:09}"
     for line in lines:
-        print(f"[rank{rank}]:[{date} {clock} ProcessGroupNCCL.cpp] {line}",
-              file=sys.stderr, flush=True)  # fmt: skip
+        write_line(f"[rank{rank}]:[{date} {clock} ProcessGroupNCCL.cpp] {line}")

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from simgpu._lines import write_line
 from simgpu._locking import one_at_a_time
 from simgpu._sanitizer.handler import new_handler
 from simgpu._sanitizer.host_copies import HostCopies
@@ -226,7 +227,7 @@ class StreamSanitizer:
                 continue
             self._warned.add(lines)
             if self.is_first(str(lines)):
-                print(warning(error), file=sys.stderr, flush=True)
+                write_line(warning(error))
 
     @one_at_a_time
     def used_since(self, number: int, tensor, block) -> bool:
