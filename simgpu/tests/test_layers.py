@@ -20,6 +20,7 @@ LAYERS = [
         "_locking",
         "_private_names",
         "_frames",
+        "_lines",
         "_loopback",
         "_rank_variables",
         "_switch",
