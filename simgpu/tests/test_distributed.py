@@ -573,3 +573,6 @@ def test_several_tensors_are_waited_for_at_once(group):
     waited = ops.wait_tensors(outs)
     assert all(one is other for one, other in zip(waited, outs, strict=True))
     assert [memory_of(out).awaited for out in outs] == [None, None]
+    outs = [torch.ones(1), ops.all_reduce(x, "sum", name)]  # the first is the host's
+    ops.wait_tensors(outs)
+    assert memory_of(outs[1]).awaited is None

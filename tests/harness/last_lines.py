@@ -18,11 +18,16 @@ from tests.harness import numbers, versions
 
 WIDTH = 60  # characters of a line that differs
 MOST = 12  # failures that are run again: where more fail, it is no accident
-# what a limit of time, or the death of a process, says of itself
+# what a limit of time, or the death of a process, says of itself: an exception's line
 ACCIDENT = re.compile(
-    r"\bTimeoutExpired\b|\b\w*TimeoutError\b|\bTimeout of \d+ seconds exceeded"
-    r"|\bTimeout \(?>\s*\d+|the kernel (died|did not start)|worker '\w+' crashed"
+    r"(\w+\.)*(?P<what>TimeoutExpired|\w*TimeoutError)\b"
+    r"|(\w+: )?(?P<late>Command .* timed out after [\d.]+ seconds$"
+    r"|Timeout of [\d.]+ seconds exceeded|Timeout \(?>\s*[\d.]+s?"
+    r"|Timed out waiting for idle kernel|the kernel (died|did not start)|worker '\w+' crashed)"
 )
+# the first line of an exception in a traceback, such as "ValueError: no such rank"
+RAISED = re.compile(r"^(?:\w+\.)*[A-Z]\w*(?:: .*)?$", re.MULTILINE)
+COLOURS = re.compile(r"\x1b\[[\d;]*m")
 
 
 # -- one failure -----------------------------------------------------------------------
@@ -51,6 +56,22 @@ def first_difference(fresh: list, stored: list, view: Callable[[str], str]) -> s
     return "other kinds of output than stored"
 
 
+def exception_line(error: Exception) -> str:
+    """Returns the line of what stopped a cell: its exception's, if it raised one."""
+    said = str(error).partition("\n")[0]
+    raised = RAISED.findall(COLOURS.sub("", getattr(error, "inner_traceback", "") or ""))
+    return raised[-1] if raised and said.endswith("caused an exception") else said
+
+
+def accident(report: pytest.TestReport) -> str | None:
+    """Returns which limit or death failed a test; None if something else did."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    said = crash.message if crash else str(report.longrepr)
+    said = dict(report.user_properties).get(CAUSE, said).partition("\n")[0]
+    found = ACCIDENT.match(said)
+    return found and (found["what"] or found["late"])
+
+
 def cell_line(notebook: str, cell: int, what: str) -> str:
     """Returns the line of a cell that failed, with the command that repeats it."""
     torch = versions.installed()
@@ -64,6 +85,7 @@ def cell_line(notebook: str, cell: int, what: str) -> str:
 # -- all of a run ----------------------------------------------------------------------
 
 LINE = "line"  # property of a report: what to say of it in the end
+CAUSE = "cause"  # and what stopped a cell; "" if its outputs differ
 AGAIN = pytest.StashKey[list[str]]()  # lines about what was run once more
 
 
@@ -82,9 +104,9 @@ def pytest_sessionfinish(session):
         return
     failed = _failed(config.pluginmanager.getplugin("terminalreporter"))
     accidents = {
-        _what_to_run(report.nodeid): found[0]
+        _what_to_run(report.nodeid): said
         for report in failed
-        if (found := ACCIDENT.search(str(report.longrepr)))
+        if (said := accident(report))
     }
     if not 0 < len(accidents) <= MOST:
         return

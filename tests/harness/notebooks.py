@@ -218,12 +218,13 @@ def pytest_runtest_makereport(item, call):
     report = yield
     if isinstance(item, IPyNbCell) and report.failed and call.when != "teardown":
         error = call.excinfo.value
-        what = item.difference or str(error).splitlines()[0]
+        differ = isinstance(error, NbCellError) and "outputs differ" in str(error)
+        cause = "" if differ else last_lines.exception_line(error)
+        what = item.difference or cause
         line = last_lines.cell_line(item.path.name, item.cell_num, what)
-        report.user_properties.append((last_lines.LINE, line))
-        if not (isinstance(error, NbCellError) and "outputs differ" in str(error)):
-            reason = str(error).splitlines()[0]
-            item.parent.broken = f"cell {item.cell_num} stopped this notebook: {reason}"
+        report.user_properties += [(last_lines.LINE, line), (last_lines.CAUSE, cause)]
+        if not differ:
+            item.parent.broken = f"cell {item.cell_num} stopped this notebook: {cause}"
     return report
 
 

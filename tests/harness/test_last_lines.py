@@ -1,5 +1,7 @@
 """The last lines of a run, and what is run once more: seen in runs of small courses."""
 
+from types import SimpleNamespace
+
 import pytest
 from nbformat.v4 import new_output
 
@@ -38,20 +40,48 @@ def test_the_line_has_the_command_and_the_versions(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "said, accident",
+    "said, what",
     [
-        ("subprocess.TimeoutExpired: Command 'x' timed out after 5 seconds", True),
-        ("TimeoutError: no answer in 3 s", True),
-        ("Timeout of 400 seconds exceeded while executing cell", True),
-        ("Failed: Timeout (>600.0s) from pytest-timeout.", True),
-        ("the kernel died (exit status -9, SIGKILL)", True),
-        ("worker 'gw0' crashed while running 'tests/test_a.py::test_b'", True),
-        ("AssertionError: assert 3 == 4", False),
-        ("Cell outputs differ", False),
+        ("subprocess.TimeoutExpired: Command 'x' timed out", "TimeoutExpired"),
+        ("TimeoutError: no answer in 3 s", "TimeoutError"),
+        (
+            "AssertionError: Command 'x' timed out after 9.5 seconds",
+            "Command 'x' timed out after 9.5 seconds",
+        ),
+        ("Failed: Timeout (>600.0s) from pytest-timeout.", "Timeout (>600.0s"),
+        ("AssertionError: assert 3 == 4\n  TimeoutError: no answer", None),
+        ("AssertionError: assert 'TimeoutError' in 'no answer'", None),
+        ("AssertionError: assert 'the kernel died' in ''", None),
     ],
 )
-def test_only_limits_and_dead_processes_are_accidents(said, accident):
-    assert bool(last_lines.ACCIDENT.search(said)) is accident
+def test_only_an_exceptions_own_line_tells_an_accident(said, what):
+    crash = SimpleNamespace(reprcrash=SimpleNamespace(message=said))
+    report = SimpleNamespace(longrepr=crash, user_properties=[])
+    assert last_lines.accident(report) == what
+
+
+@pytest.mark.parametrize(
+    "cause, what",
+    [
+        ("Timeout of 400 seconds exceeded executing cell", "Timeout of 400 seconds"),
+        ("the kernel died (exit status -9, SIGKILL)", "the kernel died"),
+        ("TimeoutError: no answer in 3 s", "TimeoutError"),
+        ("RankError: rank 1: TimeoutError", None),
+        ("", None),  # outputs differ
+    ],
+)
+def test_a_cell_is_judged_by_what_stopped_it(cause, what):
+    report = SimpleNamespace(
+        longrepr="TimeoutError", user_properties=[(last_lines.CAUSE, cause)]
+    )
+    said = last_lines.accident(report)
+    assert said is what if what is None else said.startswith(what)
+
+
+def test_a_worker_that_died_is_an_accident():
+    died = "worker 'gw0' crashed while running 'tests/test_a.py::test_b'"
+    report = SimpleNamespace(longrepr=died, user_properties=[])
+    assert last_lines.accident(report) == "worker 'gw0' crashed"
 
 
 ONCE = """
@@ -85,3 +115,17 @@ def test_what_differs_is_not_run_again(course, pytester):
     text = done.stdout.str()
     assert "once more" not in text
     assert '01, cell 0: stored "old", now "new" (torch' in text
+
+
+SAYS = """
+print("TimeoutError: no answer in 3 s")
+raise ValueError("no such rank")
+"""
+
+
+def test_the_line_of_a_cell_that_raised_has_its_exception(course, pytester):
+    course.add("01", cell(SAYS))
+    done = pytester.runpytest_subprocess(*PLAIN, "--once-more", "notebooks")
+    text = done.stdout.str()
+    assert "once more" not in text
+    assert "01, cell 0: ValueError: no such rank (torch" in text

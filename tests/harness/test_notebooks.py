@@ -150,7 +150,7 @@ def test_a_cell_that_stops_its_notebook_stops_no_other(course, run):
         "the kernel died (exit status -11, SIGSEGV)",
         "the kernel died (exit status 3)",
         "cell 1 stopped this notebook: the kernel died",
-        "cell 1 stopped this notebook: Cell execution caused an exc",
+        "cell 1 stopped this notebook: ZeroDivisionError: division by zero",
         "the kernel did not start",
         "no kernel today",
     ):

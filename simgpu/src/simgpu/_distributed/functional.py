@@ -235,11 +235,12 @@ _RUN = {
 def _wait(call: Call):
     """`wait_tensor`, or `wait_tensors` (since 2.15), which has a list."""
     given = call.args[0]
+    foreign = False  # something is not a simulated GPU's, so PyTorch knows of its work
     for tensor in given if isinstance(given, (list, tuple)) else [given]:
         memory = memory_of(tensor)
         if memory is None:
-            return call.func(*call.args, **call.kwargs)
-        if memory.awaited is not None:
+            foreign = True
+        elif memory.awaited is not None:
             awaited, memory.awaited = memory.awaited, None
             awaited.wait()
-    return given
+    return call.func(*call.args, **call.kwargs) if foreign else given
