@@ -23,7 +23,8 @@ ACCIDENT = re.compile(
     r"(\w+\.)*(?P<what>TimeoutExpired|\w*TimeoutError)\b"
     r"|(\w+: )?(?P<late>Command .* timed out after [\d.]+ seconds$"
     r"|Timeout of [\d.]+ seconds exceeded|Timeout \(?>\s*[\d.]+s?"
-    r"|Timed out waiting for idle kernel|the kernel (died|did not start)|worker '\w+' crashed)"
+    r"|Timed out waiting for idle kernel|the kernel (died|did not start)"
+    r"|worker '\w+' crashed)"
 )
 # the first line of an exception in a traceback, such as "ValueError: no such rank"
 RAISED = re.compile(r"^(?:\w+\.)*[A-Z]\w*(?:: .*)?$", re.MULTILINE)
@@ -59,7 +60,8 @@ def first_difference(fresh: list, stored: list, view: Callable[[str], str]) -> s
 def exception_line(error: Exception) -> str:
     """Returns the line of what stopped a cell: its exception's, if it raised one."""
     said = str(error).partition("\n")[0]
-    raised = RAISED.findall(COLOURS.sub("", getattr(error, "inner_traceback", "") or ""))
+    traceback = getattr(error, "inner_traceback", None) or ""
+    raised = RAISED.findall(COLOURS.sub("", traceback))
     return raised[-1] if raised and said.endswith("caused an exception") else said
 
 
