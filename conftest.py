@@ -1,3 +1,7 @@
 # At the top of the repository on purpose: only from here is a conftest loaded for
 # `pytest`, `pytest --nbval notebooks` and `cd notebooks && pytest --nbval` alike.
-pytest_plugins = ["tests.harness.last_lines", "tests.harness.notebooks"]
+pytest_plugins = [
+    "tests.harness.last_lines",
+    "tests.harness.progress",
+    "tests.harness.notebooks",
+]

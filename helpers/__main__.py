@@ -328,12 +328,14 @@ def test(arguments: list[str]) -> int:
 
     Args:
         arguments: Options for pytest. Without any, the tests are shared out to
-            `WORKERS` processes, where there is more than one core. What a limit of
-            time has failed runs once more (tests/harness/last_lines.py).
+            `WORKERS` processes, where there is more than one core, and a line says
+            every half minute how far they are (tests/harness/progress.py). What a
+            limit of time has failed runs once more (tests/harness/last_lines.py).
     """
     set_up(LESSONS_VENV)
-    if not arguments and (os.cpu_count() or 1) > 1:
-        arguments = ["-n", str(WORKERS)]
+    if not arguments:
+        several = (os.cpu_count() or 1) > 1
+        arguments = ["--progress", *(["-n", str(WORKERS)] if several else [])]
     return become(LESSONS_VENV, "-m", "pytest", "--once-more", *arguments)
 
 

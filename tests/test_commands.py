@@ -173,7 +173,8 @@ def test_works_from_another_folder_and_shares_the_tests_out(course, tmp_path):
     _, out, _ = run(course, "test", cwd=tmp_path, PYTHONPATH=str(course))
     workers = [] if (os.cpu_count() or 1) == 1 else ["-n", str(commands.WORKERS)]
     called, env = out.splitlines()
-    assert called == f"called __main__ {['--once-more', *workers]} {course}"
+    arguments = ["--once-more", "--progress", *workers]
+    assert called == f"called __main__ {arguments} {course}"
     assert env == f"env {course / '.venv'} None"  # PYTHONPATH would bring others in
 
 

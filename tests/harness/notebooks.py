@@ -11,6 +11,7 @@
 * The last test of a notebook is its budget (budgets.py). It ends the kernel.
 * No process outlives its notebook (processes.py).
 * `-n 2` keeps the cells of a notebook together, and shares out the tests of long files.
+* A line every half minute says how far a run is (progress.py).
 * A run ends with a line for each cell that failed (last_lines.py).
 * A run ends with the number of outputs compared and with what each notebook took.
 * A run of everything leaves the slow tests out, unless `-m` asks for some.
