@@ -20,8 +20,8 @@ from simgpu._request import DRY_COMPILE
 FITS, FAILED, WRONG, FULL = 0, 1, 2, 3
 _WITH_VALUE = {
     "--world", "--node", "--rank", "--card", "--memory", "--network", "--steps",
-    "--kinds", "--routing", "--tokens", "--json", "--timeline", "--memory-snapshot",
-    "--compile", "--host",
+    "--kinds", "--routing", "--tokens", "--samples", "--json", "--timeline",
+    "--memory-snapshot", "--compile", "--host",
 }  # fmt: skip
 _NEVER = (
     "the program ended after {} of {} steps: a step is a call of Optimizer.step, and "
@@ -41,8 +41,9 @@ def parser() -> argparse.ArgumentParser:
         prog="simgpu dry-run",
         usage="%(prog)s --world N [--node N] [--card CARD] [--network BANDWIDTH] "
         "[--rank R] [--memory SIZE] [--kinds KINDS] [--routing HOW] [--steps N] "
-        "[--tokens N] [--host KIND] [--compile HOW] [--json FILE] [--timeline FILE] "
-        "[--memory-snapshot FILE] (SCRIPT | -m MODULE | LAUNCHER ...) [ARGUMENT ...]",
+        "[--tokens N] [--samples N] [--host KIND] [--compile HOW] [--json FILE] "
+        "[--timeline FILE] [--memory-snapshot FILE] "
+        "(SCRIPT | -m MODULE | LAUNCHER ...) [ARGUMENT ...]",
         description="Run a training script as one rank of any number, without values: "
         "what memory it needs, and how long a step takes.",
         allow_abbrev=False,
@@ -66,6 +67,9 @@ def parser() -> argparse.ArgumentParser:
         help="of tokens to experts: even (default), or refuse")  # fmt: skip
     add("--tokens", type=int, metavar="N",
         help="of a step, of the whole job (default: counted at the embedding)"
+    )  # fmt: skip
+    add("--samples", type=int, metavar="N",
+        help="the same, of samples (default: counted where the model is called)"
     )  # fmt: skip
     add("--host", default="bare", metavar="KIND",
         help="what a launch and a collective cost it: bare (default), or fast or slow, "
@@ -133,7 +137,7 @@ def job_of(options):
     return Job(
         options.world, options.node, options.rank, options.card, options.memory,
         options.network, options.steps, options.kinds, options.routing,
-        options.compile, options.tokens, options.host,
+        options.compile, options.tokens, options.host, options.samples,
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from simgpu._dry.drawn import Drawn, timeline_of
+from simgpu._dry.fed import Fed
 from simgpu._frames import is_program_code, shown
 from simgpu._pictures import dry_runs
 from simgpu._pictures.picture import Picture
@@ -25,7 +26,7 @@ class Moment(NamedTuple):
     time: float  # simulated seconds
     events: int  # until then
     recomputed: int  # floating-point operations of forward done again, until then
-    tokens: int  # of the step, of this rank
+    fed: Fed  # in the step, to this rank
 
 
 class Kept(NamedTuple):
@@ -78,6 +79,9 @@ class DryReport:
         binds: "memory", "computing", "messages" or "the host".
         tokens: of a step of the whole job; None if that is not known.
         tokens_per_second: of the whole job.
+        samples: of a step of the whole job, rows of a batch; None if that is not known.
+        samples_per_second: of the whole job.
+        samples_are: "images" or "samples".
         mfu: floating-point operations of the model, without those that activation
             checkpoints do again, over what the card could do in the time; of several
             ranks that ran, their mean.
@@ -106,6 +110,9 @@ class DryReport:
     binds: str = ""
     tokens: int | None = None
     tokens_per_second: float | None = None
+    samples: int | None = None
+    samples_per_second: float | None = None
+    samples_are: str = "samples"
     mfu: float | None = None
     unknown_reads: list[dict] = field(default_factory=list)
     compiled: str = ""
@@ -120,6 +127,17 @@ class DryReport:
         made = dataclasses.asdict(dataclasses.replace(self, kinds=[], drawn=None))
         del made["drawn"]
         return made | {"kinds": [its.as_dict() for its in self.kinds]}
+
+    def rates(self) -> list[tuple[float, int, str]]:
+        """(a second, a step, of what): tokens, or else samples; images always."""
+        found = []
+        if self.tokens_per_second and self.tokens:
+            found.append((self.tokens_per_second, self.tokens, "tokens"))
+        if self.samples_per_second and self.samples:
+            if not found or self.samples_are == "images":
+                row = self.samples_per_second, self.samples, self.samples_are
+                found.append(row)
+        return found
 
     def timeline(self) -> JobTimeline:
         """The last step of the ranks that ran, on one axis; it draws itself.
@@ -226,11 +244,16 @@ def _time(made: DryReport, dry) -> None:
     if not seconds:  # nothing ran on the GPU
         return
     made.mfu = flops / seconds / rate
-    made.tokens = dry.job.tokens
-    if made.tokens is None and now.tokens:
-        made.tokens = now.tokens * dry.job.world // dry.tokens.sharing
+    ranks = dry.job.world // dry.fed.sharing
+    made.tokens = dry.job.tokens or now.fed.tokens * ranks or None
     if made.tokens is not None:
         made.tokens_per_second = made.tokens / seconds
+    counted = now.fed.samples * ranks // dry.fed.cutting
+    made.samples = dry.job.samples or counted or None
+    if made.samples is not None:
+        made.samples_per_second = made.samples / seconds
+    if now.fed.images:
+        made.samples_are = "images"
 
 
 def merged(kinds: list[DryReport]) -> DryReport:
@@ -239,6 +262,8 @@ def merged(kinds: list[DryReport]) -> DryReport:
     busiest = max(kinds, key=lambda its: its.compute_seconds or 0.0)
     fails = next((its for its in kinds if not its.fits), None)
     tokens = max((its.tokens or 0 for its in kinds), default=0) or None
+    samples = max((its.samples or 0 for its in kinds), default=0) or None
+    first = max(kinds, key=lambda its: its.samples_are == "images")
     seconds = busiest.step_seconds
     done = [its.mfu * its.step_seconds for its in kinds if its.mfu]
     reads: dict[tuple, int] = Counter()
@@ -256,6 +281,9 @@ def merged(kinds: list[DryReport]) -> DryReport:
         memory_by_line=highest.memory_by_line,
         tokens=tokens,
         tokens_per_second=tokens / seconds if tokens and seconds else None,
+        samples=samples,
+        samples_per_second=samples / seconds if samples and seconds else None,
+        samples_are=first.samples_are,
         mfu=sum(done) / len(kinds) / seconds if done and seconds else None,
         binds=busiest.binds if fails is None else "memory",
         unknown_reads=[
@@ -312,6 +340,10 @@ def _spans(pieces) -> list[tuple[float, float]]:
 
 def _bytes(size: float) -> str:
     return f"{size / _GIB:.2f} GiB" if size >= _GIB / 10 else f"{size / _MIB:.1f} MiB"
+
+
+def _rate(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:,.3g}"
 
 
 def _time_of(seconds: float) -> str:
@@ -403,11 +435,10 @@ def _step(report: DryReport) -> list[str]:
               for name, part in list(report.exposed_by_group.items())[:4]]  # fmt: skip
     lines.append(share("the host keeps it waiting", report.host_seconds or 0.0))
     lines.append(f"  what binds: {report.binds}")
-    if report.tokens_per_second:
-        each = report.tokens_per_second / report.world
+    for rate, count, name in report.rates():
         lines.append(
-            f"  {report.tokens_per_second:,.0f} tokens/s, {each:,.0f} of a rank "
-            f"({report.tokens:,} tokens a step)"
+            f"  {_rate(rate)} {name}/s, {_rate(rate / report.world)} of a rank "
+            f"({count:,} {name} a step)"
         )
     lines.append(
         f"  MFU {report.mfu:.1%}" if report.mfu else "  MFU: no matrix product"

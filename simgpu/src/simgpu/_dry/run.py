@@ -12,7 +12,7 @@ import torch
 from simgpu import _startup as startup
 from simgpu._device import overhead
 from simgpu._device.cards import Card, find_card, parse_memory
-from simgpu._dry import files, regions, report, tokens, values
+from simgpu._dry import fed, files, regions, report, values
 from simgpu._dry import kinds as kinds_of_ranks
 from simgpu._dry.call import DryCall
 from simgpu._dry.drawn import drawn_of
@@ -50,8 +50,9 @@ class Job:
             evenly, as a router's would be; "refuse": they are not known.
         compile: what `torch.compile` does: "refuse" and "eager", as `simgpu.start`
             takes them, or "fuse": chains of operations are one kernel, see `fusing.py`.
-        tokens: of a step of the whole job; None: counted, see `tokens.py`.
+        tokens: of a step of the whole job; None: counted, see `fed.py`.
         host: what launches and collectives cost it, one of `cost.HOSTS`.
+        samples: of a step of the whole job; None: counted, as tokens are.
 
     Raises:
         ValueError: for what cannot be, with what to do.
@@ -69,6 +70,7 @@ class Job:
     compile: str = "refuse"
     tokens: int | None = None
     host: str = "bare"
+    samples: int | None = None
     found: kinds_of_ranks.Kinds = field(init=False, repr=False)
 
     def __post_init__(self):
@@ -154,7 +156,7 @@ class DryRun:
         self.moments: list[report.Moment] = []  # the end of each step
         self.events: list = []
         self.recomputed = 0  # floating-point operations of forward done again
-        self.tokens = tokens.Counted()
+        self.fed = fed.Counted()
 
     def compiled(self, model):
         """What `torch.compile` gives back, where its operations are fused."""
@@ -186,7 +188,7 @@ class DryRun:
         full = None
         torch.optim.SGD([torch.zeros(1)])  # what the first optimizer of all imports
         with (
-            _environment(environ), self.tokens.watching(), objects_of(job.found),
+            _environment(environ), self.fed.watching(), objects_of(job.found),
             narrowed(), files.without_values(), startup.apart(self.runtime),
         ):  # fmt: skip
             self.watch = Watch(self.gpu, keep.snapshot is not None)
@@ -222,9 +224,10 @@ class DryRun:
         clock = self.runtime.clock
         if self.runtime.cluster is not None:
             self.runtime.cluster.settle()
-        counted = self.tokens.take()
         self.moments.append(
-            report.Moment(clock.total(), len(self.events), self.recomputed, counted)
+            report.Moment(
+                clock.total(), len(self.events), self.recomputed, self.fed.take()
+            )
         )
         self.watch.step_is_over(optimizer)
 
