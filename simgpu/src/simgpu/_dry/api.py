@@ -28,7 +28,7 @@ def dry_run(
     compile: str = "refuse", tokens: int | None = None,
     timeline: str | os.PathLike | None = None,
     memory_snapshot: str | os.PathLike | None = None, seconds: float = _SECONDS,
-    host: str = "bare", samples: int | None = None,
+    host: str | float = "bare", samples: int | None = None,
 ) -> DryReport:  # fmt: skip
     """Run a program as one rank of any number, without its values.
 
@@ -64,7 +64,8 @@ def dry_run(
         memory_snapshot: a file for PyTorch's viewer of memory.
         seconds: that a script may take.
         host: "bare": a launch takes what a small operation alone does; "fast" and
-            "slow": what it takes in a trainer, with its own Python.
+            "slow": what it takes in a trainer, with its own Python; or microseconds of
+            a launch.
         samples: of a step of the whole job; None: counted where the model is called.
 
     Returns:

@@ -76,6 +76,17 @@ class DryCall(Call):
         self._fusing.run(self, gpu, out)
         return out
 
+    def computed(self, func, *args):
+        return self._execute(func, args, {})
+
+    def _run_on_host(self):
+        __tracebackhide__ = True
+        out = super()._run_on_host()
+        if self.is_logged() and not self.operation.is_factory:
+            if sum(t.nbytes for t in self.tensors) > values.SMALL:
+                self.runtime.dry.host_computes(self, out)
+        return out
+
     def log(self, gpu, out, outputs, blocks) -> None:
         super().log(gpu, out, outputs, blocks)
         dry, name = self.runtime.dry, self.operation.name

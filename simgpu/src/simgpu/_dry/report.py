@@ -16,6 +16,7 @@ from simgpu._pictures.picture import Picture
 from simgpu._timing.job import JobTimeline, log_of
 
 _MIB, _GIB = 2**20, 2**30
+_LOW_MFU = 0.05  # at which one asks what the card computes
 _LINES = 12  # that a report shows of each table
 _MATMUL = ("bfloat16", "float16")
 
@@ -27,6 +28,7 @@ class Moment(NamedTuple):
     events: int  # until then
     recomputed: int  # floating-point operations of forward done again, until then
     fed: Fed  # in the step, to this rank
+    host_seconds: float  # in which the host computed, until then
 
 
 class Kept(NamedTuple):
@@ -76,6 +78,8 @@ class DryReport:
         exposed_seconds: in which nothing but messages did.
         exposed_by_group: the same by collective and group, longest first.
         host_seconds: in which the card waited for the program.
+        host_computes_seconds: in which the host computed with tensors of its own, as an
+            optimizer does whose state is offloaded, whether or not the card waited.
         binds: "memory", "computing", "messages" or "the host".
         tokens: of a step of the whole job; None if that is not known.
         tokens_per_second: of the whole job.
@@ -107,6 +111,7 @@ class DryReport:
     exposed_seconds: float | None = None
     exposed_by_group: dict[str, float] = field(default_factory=dict)
     host_seconds: float | None = None
+    host_computes_seconds: float | None = None
     binds: str = ""
     tokens: int | None = None
     tokens_per_second: float | None = None
@@ -234,6 +239,7 @@ def _time(made: DryReport, dry) -> None:
     made.exposed_seconds = sum(made.exposed_by_group.values())
     rest = seconds - made.compute_seconds - made.exposed_seconds
     made.host_seconds = max(rest, 0.0)
+    made.host_computes_seconds = now.host_seconds - before.host_seconds
     parts = {"computing": made.compute_seconds, "messages": made.exposed_seconds,
              "the host": made.host_seconds}  # fmt: skip
     made.binds = max(parts, key=parts.__getitem__)
@@ -434,6 +440,9 @@ def _step(report: DryReport) -> list[str]:
     lines += [f"    {_briefly(name):<38}{_time_of(part):>14}"
               for name, part in list(report.exposed_by_group.items())[:4]]  # fmt: skip
     lines.append(share("the host keeps it waiting", report.host_seconds or 0.0))
+    if report.host_computes_seconds:
+        name = "the host computes"
+        lines.append(f"    {name:<38}{_time_of(report.host_computes_seconds):>14}")
     lines.append(f"  what binds: {report.binds}")
     for rate, count, name in report.rates():
         lines.append(
@@ -443,6 +452,9 @@ def _step(report: DryReport) -> list[str]:
     lines.append(
         f"  MFU {report.mfu:.1%}" if report.mfu else "  MFU: no matrix product"
     )
+    if report.binds == "computing" and 0 < (report.mfu or 0) < _LOW_MFU:
+        lines.append("  of which matrix products take little: does the program mean to "
+                     "compute so?")  # fmt: skip
     if report.compiled == "eager":
         lines.append("  torch.compile gave back what it was given (--no-compile)")
     elif report.compiled == "fuse":
