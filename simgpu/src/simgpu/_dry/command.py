@@ -5,11 +5,12 @@ line that cannot be.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -80,9 +81,9 @@ def parser() -> argparse.ArgumentParser:
         "reductions as one kernel")  # fmt: skip
     add("--no-compile", dest="compile", action="store_const", const="eager",
         help="--compile eager")  # fmt: skip
-    add(
-        "--json", type=Path, metavar="FILE", help="the report for programs; - is stdout"
-    )
+    add("--json", type=Path, metavar="FILE",
+        help="the report for programs; - is stdout, and the program's own prints go to "
+        "stderr")  # fmt: skip
     add("--timeline", type=Path, metavar="FILE", help="a trace, for ui.perfetto.dev")
     add("--memory-snapshot", type=Path, metavar="FILE",
         help="for PyTorch's viewer, pytorch.org/memory_viz")  # fmt: skip
@@ -184,8 +185,10 @@ def main(words: Sequence[str]) -> int:
     )
     to = options.json and (options.json if str(options.json) == "-" else
                            options.json.absolute())  # fmt: skip
+    aside = _aside() if str(to) == "-" else contextlib.nullcontext()
     try:
-        found = run.run(job, program_of(options), Progress(), keep)
+        with aside:
+            found = run.run(job, program_of(options), Progress(), keep)
     except kinds.KindFailed as error:
         print(error, file=sys.stderr)
         return _failed(str(error), to)
@@ -205,6 +208,21 @@ def main(words: Sequence[str]) -> int:
         print(_NEVER.format(found.steps, job.steps), file=sys.stderr)
         return FAILED
     return FITS if found.fits else FULL
+
+
+@contextlib.contextmanager
+def _aside() -> Iterator[None]:
+    """What the program and its children print goes to stderr, not to stdout."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _failed(why: str, to: Path | None) -> int:
