@@ -172,6 +172,14 @@ def test_nvidia_smi_lists_the_cards_of_the_node():
     assert shutil.which("nvidia-smi") == before
 
 
+def large_product():
+    weight = nn.Parameter(torch.randn(8192, 8192, device="cuda").bfloat16())
+    optimizer = torch.optim.SGD([weight])
+    for _ in range(3):
+        (weight @ weight).sum().backward()
+        optimizer.step()
+
+
 def test_computing_at_a_low_mfu_is_asked_about():
     def program():
         x = torch.randn(2**28, device="cuda", requires_grad=True)
@@ -183,4 +191,9 @@ def test_computing_at_a_low_mfu_is_asked_about():
 
     found = run(Job(), program)
     assert found.binds == "computing" and found.mfu < 0.05
-    assert "take little" in str(found)
+    longest = next(iter(found.seconds_by_kernel.items()))
+    assert longest[0] == "mul" and 0 < longest[1] < found.compute_seconds
+    after = str(found).partition("can that be?")[2].splitlines()
+    assert after[1].split()[0] == "mul"
+    usual = run(Job(), large_product)
+    assert usual.mfu > 0.05 and "can that be?" not in str(usual)

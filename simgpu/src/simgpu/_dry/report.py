@@ -72,6 +72,7 @@ class DryReport:
         step_seconds: of the last one; None if fewer than two were seen. So of all
             that follow.
         compute_seconds: of it in which a kernel ran or a copy.
+        seconds_by_kernel: the same by the operation's name, the five longest.
         exposed_seconds: in which nothing but messages did.
         exposed_by_group: the same by collective and group, longest first.
         host_seconds: in which the card waited for the program.
@@ -105,6 +106,7 @@ class DryReport:
     steps: int = 0
     step_seconds: float | None = None
     compute_seconds: float | None = None
+    seconds_by_kernel: dict[str, float] = field(default_factory=dict)
     exposed_seconds: float | None = None
     exposed_by_group: dict[str, float] = field(default_factory=dict)
     host_seconds: float | None = None
@@ -233,6 +235,11 @@ def _time(made: DryReport, dry) -> None:
     events = dry.events[before.events : now.events]
     made.step_seconds = seconds = now.time - before.time
     made.compute_seconds, made.exposed_by_group = _split(events, before.time, now.time)
+    kernels: Counter[str] = Counter()
+    for event in events:
+        if event.kind == "kernel":
+            kernels[event.name] += event.end - event.start
+    made.seconds_by_kernel = dict(kernels.most_common(5))
     made.exposed_seconds = sum(made.exposed_by_group.values())
     rest = seconds - made.compute_seconds - made.exposed_seconds
     made.host_seconds = max(rest, 0.0)

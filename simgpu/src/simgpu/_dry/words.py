@@ -119,9 +119,10 @@ def _step(report: "DryReport") -> list[str]:
     lines.append(
         f"  MFU {report.mfu:.1%}" if report.mfu else "  MFU: no matrix product"
     )
-    if report.binds == "computing" and 0 < (report.mfu or 0) < _LOW_MFU:
-        lines.append("  of which matrix products take little: does the program mean to "
-                     "compute so?")  # fmt: skip
+    if report.binds == "computing" and 0.0 < (report.mfu or 0.0) < _LOW_MFU:
+        longest = [*report.seconds_by_kernel.items()][:3]
+        lines.append("  can that be? of the time of kernels, the most have")
+        lines += [share(f"  {name}"[:26], part) for name, part in longest]
     if report.compiled == "eager":
         lines.append("  torch.compile gave back what it was given (--no-compile)")
     elif report.compiled == "fuse":
