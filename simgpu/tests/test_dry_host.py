@@ -15,6 +15,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from simgpu import _runtime as state
 from simgpu._dry.run import Job, run
 from simgpu._timing import cost
 from support.limits import SHORT
@@ -109,6 +110,19 @@ def test_a_loader_takes_no_time_of_the_host(by_loader):
     by_the_program = 2 * 1024 * 512 * 4 / cost.HOST_COMPUTE
     expected = 0.0 if by_loader else by_the_program
     assert found.host_computes_seconds == pytest.approx(expected)
+
+
+def test_initial_weights_are_drawn_in_no_time():
+    """Before the first step, as a job has it once; a step has other work."""
+    ends = []
+
+    def program():
+        model = nn.Linear(WIDE, WIDE)
+        ends.append(state.current().clock.host)
+        train(model.cuda())
+
+    run(Job(), program)
+    assert ends == [0.0]
 
 
 # -- launches --------------------------------------------------------------------------

@@ -82,7 +82,8 @@ class DryCall(Call):
     def _run_on_host(self):
         __tracebackhide__ = True
         out = super()._run_on_host()
-        if self.is_logged() and not self.operation.is_factory:
+        made = self.operation.is_factory or self.operation.random  # a model's beginning
+        if self.is_logged() and not made:
             if sum(t.nbytes for t in self.tensors) > values.SMALL:
                 self.runtime.dry.host_computes(self, out)
         return out
