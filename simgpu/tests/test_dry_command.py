@@ -239,6 +239,20 @@ def test_buckets_that_are_larger_than_this_machine(dry_run, tmp_path, layers, st
     assert "activations" not in found or found["activations"] < 2**30
 
 
+@pytest.mark.parametrize("way", ["print", "a child", "in a loop, not flushed"])
+def test_a_report_on_stdout_stands_alone(dry_run, tmp_path, way):
+    """What the program prints is on stderr, where a person can read it."""
+    prints = {
+        "print": "print('said')",
+        "a child": "import subprocess; subprocess.run(['echo', 'said'])",
+        "in a loop, not flushed": "import sys; sys.__stdout__.write('said\\n')",
+    }
+    (tmp_path / "train.py").write_text(f"{prints[way]}\n{TRAIN}")
+    done = dry_run("--world", 8, "--json", "-", "train.py")
+    assert json.loads(done.stdout)["fits"] is True
+    assert "said" in done.stderr.splitlines()
+
+
 def test_programs_hear_that_a_script_failed(dry_run, tmp_path):
     (tmp_path / "train.py").write_text("raise OSError('no data')")
     done = dry_run("--world", 8, "--json", "-", "train.py")

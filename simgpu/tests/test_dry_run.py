@@ -15,7 +15,7 @@ import simgpu
 from simgpu import _runtime as state
 from simgpu._device import overhead
 from simgpu._device.cards import find_card
-from simgpu._dry import command, report
+from simgpu._dry import command, words
 from simgpu._dry.run import Job, run
 from simgpu._messages import Messages
 
@@ -425,7 +425,7 @@ def test_a_program_that_leaves_the_gpu_alone_has_no_rates():
     ],
 )
 def test_a_group_of_many_ranks_is_named_briefly(name, expected):
-    assert report._briefly(name) == expected
+    assert words.briefly(name) == expected
 
 
 # -- the command -----------------------------------------------------------------------

@@ -235,6 +235,21 @@ def test_large_tensors_on_the_host_take_no_memory():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory as Linux counts it")
+def test_offloaded_parameters_take_no_memory():
+    program = (
+        "from torch.distributed.fsdp import CPUOffloadPolicy;"
+        "dist.init_process_group('nccl');"
+        "m = nn.Linear(30_000, 30_000, device='meta');"
+        "fully_shard(m, offload_policy=CPUOffloadPolicy()); m.to_empty(device='cpu');"
+        "o = torch.optim.AdamW(m.parameters(), fused=True);"
+        "step = lambda: (m(torch.ones(1, 30_000, device='cuda')).sum().backward(),"
+        " o.step());"
+        "step(); step()"
+    )
+    assert megabytes(program, 2)[0] < 150  # of 1.8 GB, four times
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory as Linux counts it")
 def test_what_is_larger_than_this_machine_is_like_any_other_tensor():
     def program():
         huge = torch.ones(2**33, device="cuda", requires_grad=True) * 2  # 32 GiB

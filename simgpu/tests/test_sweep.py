@@ -115,6 +115,19 @@ def test_the_table_has_the_fastest_first_and_what_it_costs():
     assert lines[-2:] == ["fastest: tp 7", "cheapest: tp 2"]
 
 
+def test_samples_are_the_rate_of_what_has_no_tokens():
+    def of_images(number: int, rate: float) -> Row:
+        its = row(number, FITS)
+        its.report |= {"samples_per_second": rate, "samples_are": "images"}
+        return its
+
+    ordered = judge([of_images(1, 30.0), of_images(2, 40.0)], price=2.0)
+    assert [its.layout.number for its in ordered] == [2, 1]
+    head, first, *_ = table(ordered, ["tp"], None).splitlines()
+    assert "images/s" in head and first.split()[5] == "40"
+    assert ordered[0].cost is None
+
+
 class Fake:
     """What a dry run of so many samples would leave; 4 do not fit."""
 

@@ -20,7 +20,7 @@ class Request(NamedTuple):
     races: str  # one of RACES
     overhead: bool = False  # whether CUDA and its libraries take memory, too
     compile: str = "refuse"  # one of COMPILE
-    host: str = "bare"  # one of `cost.HOSTS`
+    host: str = "bare"  # as `cost.launches` takes it
 
 
 def check_request(

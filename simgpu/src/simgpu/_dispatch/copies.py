@@ -3,6 +3,8 @@
 What a copy costs is in `_timing/cost.py`; when it runs, in `_timing/clock.py`.
 """
 
+import torch
+
 from simgpu import _runtime as state
 from simgpu._dispatch import cpp_tensors, host_memory, sanitizing
 from simgpu._dispatch.named_devices import HOST, find_gpu, kept_on
@@ -16,6 +18,8 @@ from simgpu._dispatch.placement import (
     place,
     place_all,
 )
+
+aten = torch.ops.aten
 
 
 @handles("_to_copy")
@@ -149,7 +153,7 @@ def ask_is_pinned(call: Call) -> bool:
 @handles("_pin_memory")
 def pin_memory(call: Call):
     """A copy in pinned memory; the host makes it."""
-    out = call.tensors[0].clone()
+    out = call.computed(aten.clone.default, call.tensors[0])
     pin(out)
     if not call.runtime.thread.unlogged:
         call.runtime.clock.pin(bytes_in(out))

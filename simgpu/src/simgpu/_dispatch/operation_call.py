@@ -130,6 +130,10 @@ class Call:
         except NotImplementedError as error:
             return compute_as_cuda(self, error)
 
+    def computed(self, func, *args):
+        """What another operation makes on the host, in the course of this one."""
+        return func(*args)
+
     def _run_on_host(self):
         if self.operation.random:
             random_numbers.check_generator(self.runtime, self.generator, None)

@@ -10,10 +10,11 @@
     steps.py     where a training step begins and ends
     memory.py    what the memory of the card held when it held most
     report.py    what came out of it
+    words.py     the same in words
     command.py   `simgpu dry-run`
     kinds.py     which ranks run, and their processes
     run.py       one rank from its start to its report
-    tokens.py    how many tokens a step has
+    fed.py       how many tokens and samples a step has
     progress.py  the line on the screen meanwhile
     drawn.py     what a report keeps for its pictures, which are in `_pictures/`
     api.py       `simgpu.dry_run`, and pytest's `simulated_dry_run`

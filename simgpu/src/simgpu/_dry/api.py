@@ -28,7 +28,7 @@ def dry_run(
     compile: str = "refuse", tokens: int | None = None,
     timeline: str | os.PathLike | None = None,
     memory_snapshot: str | os.PathLike | None = None, seconds: float = _SECONDS,
-    host: str = "bare",
+    host: str | float = "bare", samples: int | None = None,
 ) -> DryReport:  # fmt: skip
     """Run a program as one rank of any number, without its values.
 
@@ -64,7 +64,9 @@ def dry_run(
         memory_snapshot: a file for PyTorch's viewer of memory.
         seconds: that a script may take.
         host: "bare": a launch takes what a small operation alone does; "fast" and
-            "slow": what it takes in a trainer, with its own Python.
+            "slow": what it takes in a trainer, with its own Python; or microseconds of
+            a launch.
+        samples: of a step of the whole job; None: counted where the model is called.
 
     Returns:
         What it needs; `fits` says whether the memory is enough.
@@ -80,7 +82,7 @@ def dry_run(
     if callable(program):
         return _function(
             lambda: program(*arguments), files, world, node, rank, card, memory,
-            network, steps, kinds, routing, compile, tokens, host,
+            network, steps, kinds, routing, compile, tokens, host, samples,
         )  # fmt: skip
     if isinstance(network, float | int):
         network = f"{network:.0f} B/s"
@@ -96,7 +98,7 @@ def dry_run(
         "world": world, "node": node, "rank": rank, "card": _name_of(card),
         "memory": memory, "network": network, "steps": steps, "kinds": kinds,
         "routing": routing, "compile": compile, "tokens": tokens, "host": host,
-        "timeline": files[0],
+        "samples": samples, "timeline": files[0],
         "memory-snapshot": files[1],
     }  # fmt: skip
     words = [f"--{name}={its}" for name, its in options.items() if its is not None]

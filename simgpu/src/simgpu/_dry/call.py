@@ -18,7 +18,7 @@ from simgpu._compat import (
 from simgpu._dispatch.operation import operation_of
 from simgpu._dispatch.operation_call import Call
 from simgpu._dispatch.placement import storage_of
-from simgpu._dry import values
+from simgpu._dry import fed, values
 from simgpu._errors import NotSimulated
 from simgpu._frames import called_from
 
@@ -76,13 +76,25 @@ class DryCall(Call):
         self._fusing.run(self, gpu, out)
         return out
 
+    def computed(self, func, *args):
+        return self._execute(func, args, {})
+
+    def _run_on_host(self):
+        __tracebackhide__ = True
+        out = super()._run_on_host()
+        made = self.operation.is_factory or self.operation.random  # a model's beginning
+        if self.is_logged() and not made:
+            if sum(t.nbytes for t in self.tensors) > values.SMALL:
+                self.runtime.dry.host_computes(self, out)
+        return out
+
     def log(self, gpu, out, outputs, blocks) -> None:
         super().log(gpu, out, outputs, blocks)
         dry, name = self.runtime.dry, self.operation.name
         if dry.fusing is not None and dry.fusing.region is not None:
             dry.fusing.note_written(outputs or self.tensors[:1])
         if name == "embedding" and current_graph_task_id() == -1:
-            dry.tokens.note(*self.args[:2])
+            dry.fed.note(*self.args[:2])
         if current_graph_task_id() != -1 and torch.is_grad_enabled():
             # a forward pass in backward: of an activation checkpoint
             dry.recomputed += dry.events[-1].flops if dry.events else 0
@@ -110,9 +122,13 @@ class DryCall(Call):
                     return self._read(unknown[0])
                 return func(*args, **kwargs)
         if not unknown and self._is_small(operation, func, tensors, args, kwargs):
-            return func(*args, **kwargs)
-        with DisableTorchFunction(), DisableTorchDispatch(), torch.no_grad():
-            return self._skip(operation, func, args, kwargs)
+            out = func(*args, **kwargs)
+        else:
+            with DisableTorchFunction(), DisableTorchDispatch(), torch.no_grad():
+                out = self._skip(operation, func, args, kwargs)
+        with DisableTorchFunction():
+            fed.follow(operation, tensors, out)
+        return out
 
     # -- what is computed --------------------------------------------------------------
 

@@ -5,11 +5,12 @@ line that cannot be.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,8 +21,8 @@ from simgpu._request import DRY_COMPILE
 FITS, FAILED, WRONG, FULL = 0, 1, 2, 3
 _WITH_VALUE = {
     "--world", "--node", "--rank", "--card", "--memory", "--network", "--steps",
-    "--kinds", "--routing", "--tokens", "--json", "--timeline", "--memory-snapshot",
-    "--compile", "--host",
+    "--kinds", "--routing", "--tokens", "--samples", "--json", "--timeline",
+    "--memory-snapshot", "--compile", "--host",
 }  # fmt: skip
 _NEVER = (
     "the program ended after {} of {} steps: a step is a call of Optimizer.step, and "
@@ -41,8 +42,9 @@ def parser() -> argparse.ArgumentParser:
         prog="simgpu dry-run",
         usage="%(prog)s --world N [--node N] [--card CARD] [--network BANDWIDTH] "
         "[--rank R] [--memory SIZE] [--kinds KINDS] [--routing HOW] [--steps N] "
-        "[--tokens N] [--host KIND] [--compile HOW] [--json FILE] [--timeline FILE] "
-        "[--memory-snapshot FILE] (SCRIPT | -m MODULE | LAUNCHER ...) [ARGUMENT ...]",
+        "[--tokens N] [--samples N] [--host KIND] [--compile HOW] [--json FILE] "
+        "[--timeline FILE] [--memory-snapshot FILE] "
+        "(SCRIPT | -m MODULE | LAUNCHER ...) [ARGUMENT ...]",
         description="Run a training script as one rank of any number, without values: "
         "what memory it needs, and how long a step takes.",
         allow_abbrev=False,
@@ -67,18 +69,21 @@ def parser() -> argparse.ArgumentParser:
     add("--tokens", type=int, metavar="N",
         help="of a step, of the whole job (default: counted at the embedding)"
     )  # fmt: skip
+    add("--samples", type=int, metavar="N",
+        help="the same, of samples (default: counted where the model is called)"
+    )  # fmt: skip
     add("--host", default="bare", metavar="KIND",
-        help="what a launch and a collective cost it: bare (default), or fast or slow, "
-        "as in trainers")  # fmt: skip
+        help="what a launch and a collective cost it: bare (default, 10 us), fast or "
+        "slow, as in trainers (36 us), or microseconds of a launch: 20")  # fmt: skip
     add("--compile", default="refuse", choices=DRY_COMPILE,
         metavar="HOW", help="what torch.compile does: refuse (default); eager: give "
         "back what it is given; fuse: count a chain of pointwise operations and "
         "reductions as one kernel")  # fmt: skip
     add("--no-compile", dest="compile", action="store_const", const="eager",
         help="--compile eager")  # fmt: skip
-    add(
-        "--json", type=Path, metavar="FILE", help="the report for programs; - is stdout"
-    )
+    add("--json", type=Path, metavar="FILE",
+        help="the report for programs; - is stdout, and the program's own prints go to "
+        "stderr")  # fmt: skip
     add("--timeline", type=Path, metavar="FILE", help="a trace, for ui.perfetto.dev")
     add("--memory-snapshot", type=Path, metavar="FILE",
         help="for PyTorch's viewer, pytorch.org/memory_viz")  # fmt: skip
@@ -133,7 +138,7 @@ def job_of(options):
     return Job(
         options.world, options.node, options.rank, options.card, options.memory,
         options.network, options.steps, options.kinds, options.routing,
-        options.compile, options.tokens, options.host,
+        options.compile, options.tokens, options.host, options.samples,
     )  # fmt: skip
 
 
@@ -180,8 +185,10 @@ def main(words: Sequence[str]) -> int:
     )
     to = options.json and (options.json if str(options.json) == "-" else
                            options.json.absolute())  # fmt: skip
+    aside = _aside() if str(to) == "-" else contextlib.nullcontext()
     try:
-        found = run.run(job, program_of(options), Progress(), keep)
+        with aside:
+            found = run.run(job, program_of(options), Progress(), keep)
     except kinds.KindFailed as error:
         print(error, file=sys.stderr)
         return _failed(str(error), to)
@@ -201,6 +208,21 @@ def main(words: Sequence[str]) -> int:
         print(_NEVER.format(found.steps, job.steps), file=sys.stderr)
         return FAILED
     return FITS if found.fits else FULL
+
+
+@contextlib.contextmanager
+def _aside() -> Iterator[None]:
+    """What the program and its children print goes to stderr, not to stdout."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _failed(why: str, to: Path | None) -> int:

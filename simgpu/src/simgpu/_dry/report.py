@@ -2,20 +2,19 @@
 
 import dataclasses
 import pickle
-import re
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from simgpu._dry import words
 from simgpu._dry.drawn import Drawn, timeline_of
+from simgpu._dry.fed import Fed
 from simgpu._frames import is_program_code, shown
 from simgpu._pictures import dry_runs
 from simgpu._pictures.picture import Picture
 from simgpu._timing.job import JobTimeline, log_of
 
-_MIB, _GIB = 2**20, 2**30
-_LINES = 12  # that a report shows of each table
 _MATMUL = ("bfloat16", "float16")
 
 
@@ -25,7 +24,8 @@ class Moment(NamedTuple):
     time: float  # simulated seconds
     events: int  # until then
     recomputed: int  # floating-point operations of forward done again, until then
-    tokens: int  # of the step, of this rank
+    fed: Fed  # in the step, to this rank
+    host_seconds: float  # in which the host computed, until then
 
 
 class Kept(NamedTuple):
@@ -72,12 +72,18 @@ class DryReport:
         step_seconds: of the last one; None if fewer than two were seen. So of all
             that follow.
         compute_seconds: of it in which a kernel ran or a copy.
+        seconds_by_kernel: the same by the operation's name, the five longest.
         exposed_seconds: in which nothing but messages did.
         exposed_by_group: the same by collective and group, longest first.
         host_seconds: in which the card waited for the program.
+        host_computes_seconds: in which the host computed with tensors of its own, as an
+            optimizer does whose state is offloaded, whether or not the card waited.
         binds: "memory", "computing", "messages" or "the host".
         tokens: of a step of the whole job; None if that is not known.
         tokens_per_second: of the whole job.
+        samples: of a step of the whole job, rows of a batch; None if that is not known.
+        samples_per_second: of the whole job.
+        samples_are: "images" or "samples".
         mfu: floating-point operations of the model, without those that activation
             checkpoints do again, over what the card could do in the time; of several
             ranks that ran, their mean.
@@ -100,12 +106,17 @@ class DryReport:
     steps: int = 0
     step_seconds: float | None = None
     compute_seconds: float | None = None
+    seconds_by_kernel: dict[str, float] = field(default_factory=dict)
     exposed_seconds: float | None = None
     exposed_by_group: dict[str, float] = field(default_factory=dict)
     host_seconds: float | None = None
+    host_computes_seconds: float | None = None
     binds: str = ""
     tokens: int | None = None
     tokens_per_second: float | None = None
+    samples: int | None = None
+    samples_per_second: float | None = None
+    samples_are: str = "samples"
     mfu: float | None = None
     unknown_reads: list[dict] = field(default_factory=list)
     compiled: str = ""
@@ -120,6 +131,17 @@ class DryReport:
         made = dataclasses.asdict(dataclasses.replace(self, kinds=[], drawn=None))
         del made["drawn"]
         return made | {"kinds": [its.as_dict() for its in self.kinds]}
+
+    def rates(self) -> list[tuple[float, int, str]]:
+        """(a second, a step, of what): tokens, or else samples; images always."""
+        found = []
+        if self.tokens_per_second and self.tokens:
+            found.append((self.tokens_per_second, self.tokens, "tokens"))
+        if self.samples_per_second and self.samples:
+            if not found or self.samples_are == "images":
+                row = self.samples_per_second, self.samples, self.samples_are
+                found.append(row)
+        return found
 
     def timeline(self) -> JobTimeline:
         """The last step of the ranks that ran, on one axis; it draws itself.
@@ -159,7 +181,7 @@ class DryReport:
         return dry_runs.table(self)
 
     def __str__(self) -> str:
-        return "\n".join(_lines(self))
+        return "\n".join(words.lines(self))
 
 
 def of_dict(values: dict[str, Any]) -> DryReport:
@@ -213,9 +235,15 @@ def _time(made: DryReport, dry) -> None:
     events = dry.events[before.events : now.events]
     made.step_seconds = seconds = now.time - before.time
     made.compute_seconds, made.exposed_by_group = _split(events, before.time, now.time)
+    kernels: Counter[str] = Counter()
+    for event in events:
+        if event.kind == "kernel":
+            kernels[event.name] += event.end - event.start
+    made.seconds_by_kernel = dict(kernels.most_common(5))
     made.exposed_seconds = sum(made.exposed_by_group.values())
     rest = seconds - made.compute_seconds - made.exposed_seconds
     made.host_seconds = max(rest, 0.0)
+    made.host_computes_seconds = now.host_seconds - before.host_seconds
     parts = {"computing": made.compute_seconds, "messages": made.exposed_seconds,
              "the host": made.host_seconds}  # fmt: skip
     made.binds = max(parts, key=parts.__getitem__)
@@ -226,11 +254,16 @@ def _time(made: DryReport, dry) -> None:
     if not seconds:  # nothing ran on the GPU
         return
     made.mfu = flops / seconds / rate
-    made.tokens = dry.job.tokens
-    if made.tokens is None and now.tokens:
-        made.tokens = now.tokens * dry.job.world // dry.tokens.sharing
+    ranks = dry.job.world // dry.fed.sharing
+    made.tokens = dry.job.tokens or now.fed.tokens * ranks or None
     if made.tokens is not None:
         made.tokens_per_second = made.tokens / seconds
+    counted = now.fed.samples * ranks // dry.fed.cutting
+    made.samples = dry.job.samples or counted or None
+    if made.samples is not None:
+        made.samples_per_second = made.samples / seconds
+    if now.fed.images:
+        made.samples_are = "images"
 
 
 def merged(kinds: list[DryReport]) -> DryReport:
@@ -239,6 +272,8 @@ def merged(kinds: list[DryReport]) -> DryReport:
     busiest = max(kinds, key=lambda its: its.compute_seconds or 0.0)
     fails = next((its for its in kinds if not its.fits), None)
     tokens = max((its.tokens or 0 for its in kinds), default=0) or None
+    samples = max((its.samples or 0 for its in kinds), default=0) or None
+    first = max(kinds, key=lambda its: its.samples_are == "images")
     seconds = busiest.step_seconds
     done = [its.mfu * its.step_seconds for its in kinds if its.mfu]
     reads: dict[tuple, int] = Counter()
@@ -256,6 +291,9 @@ def merged(kinds: list[DryReport]) -> DryReport:
         memory_by_line=highest.memory_by_line,
         tokens=tokens,
         tokens_per_second=tokens / seconds if tokens and seconds else None,
+        samples=samples,
+        samples_per_second=samples / seconds if samples and seconds else None,
+        samples_are=first.samples_are,
         mfu=sum(done) / len(kinds) / seconds if done and seconds else None,
         binds=busiest.binds if fails is None else "memory",
         unknown_reads=[
@@ -305,116 +343,3 @@ def _spans(pieces) -> list[tuple[float, float]]:
         else:
             found.append((start, end))
     return found
-
-
-# -- words -----------------------------------------------------------------------------
-
-
-def _bytes(size: float) -> str:
-    return f"{size / _GIB:.2f} GiB" if size >= _GIB / 10 else f"{size / _MIB:.1f} MiB"
-
-
-def _time_of(seconds: float) -> str:
-    return f"{seconds * 1e3:,.1f} ms" if seconds < 100 else f"{seconds:,.1f} s"
-
-
-def _lines(report: DryReport) -> list[str]:
-    ranks = ", ".join(map(str, report.ranks))
-    which = f"rank {ranks}" if len(report.ranks) == 1 else f"ranks {ranks}"
-    used = max(report.used_bytes, report.reserved_bytes)
-    lines = [f"{which} of {report.world:,} on {report.card}, simulated, without values"]
-    if report.fits:
-        so_far = "" if report.steps else ", before any step of an optimizer"
-        lines.append(
-            f"fits: {_bytes(report.total_bytes - used)} of "
-            f"{_bytes(report.total_bytes)} are left{so_far}"
-        )
-    else:
-        lines.append(f"does not fit: {report.error_line} asks for too much")
-        lines.append(f"  {report.error.partition(' GPU ')[0]}")
-    lines += ["", f"memory at the peak   {_bytes(report.peak_bytes):>12}"
-              f"   ({_bytes(report.reserved_bytes)} reserved, {_bytes(used)} of the "
-              "card in use)"]  # fmt: skip
-    lines += [f"  {kind:<19}{_bytes(size):>12}"
-              for kind, size in report.memory_by_kind.items()]  # fmt: skip
-    lines += _largest(report)
-    if report.step_seconds is None:
-        words = "no step to time: fewer than two calls of Optimizer.step were seen"
-        lines += ["", words]
-    elif not report.step_seconds:
-        lines += ["", "nothing ran on the GPU between the last two steps"]
-    else:
-        lines += _step(report)
-    if report.unknown_reads:
-        lines += ["", "values that were read and are not known here:"]
-        for read in report.unknown_reads[:_LINES]:
-            times = "" if read["times"] == 1 else f", {read['times']:,} times"
-            lines.append(f"  {read['line']}: {read['value']}{times}")
-        if more := report.unknown_reads[_LINES:]:
-            lines.append(f"  and on {len(more)} other lines")
-    if len(report.kinds) > 1:
-        lines += ["", "each rank that ran        peak     computing      messages"]
-        for its in report.kinds:
-            times = [its.compute_seconds or 0.0, its.exposed_seconds or 0.0]
-            shown = "".join(f"{_time_of(t):>14}" for t in times)
-            lines.append(
-                f"  rank {its.ranks[0]:<10}{_bytes(its.peak_bytes):>13}{shown}"
-            )
-    return lines
-
-
-def _briefly(name: str) -> str:
-    """A collective and its group: "ranks 0 to 24 by 8" for "ranks 0, 8, 16, 24"."""
-    many = re.search(r"\d+(, \d+){3,}", name)
-    if many is None:
-        return name
-    ranks = [int(word) for word in many[0].split(", ")]
-    by = ranks[1] - ranks[0]
-    if ranks == list(range(ranks[0], ranks[-1] + 1, by or 1)):
-        short = f"{ranks[0]} to {ranks[-1]}" + (f" by {by}" if by != 1 else "")
-    else:
-        short = f"{ranks[0]}, {ranks[1]}, ... {ranks[-1]} ({len(ranks)})"
-    return name.replace(many[0], short)
-
-
-def _largest(report: DryReport) -> list[str]:
-    rows = [
-        row for row in report.memory_by_line if row["bytes"] > report.peak_bytes / 50
-    ]
-    if not rows:
-        return []
-    return ["  the lines that hold most:"] + [
-        f"    {row['line']:<28}{row['kind']:<15}{_bytes(row['bytes']):>12}"
-        for row in rows[:_LINES]
-    ]
-
-
-def _step(report: DryReport) -> list[str]:
-    seconds = report.step_seconds
-    assert seconds is not None
-
-    def share(words: str, part: float) -> str:
-        return f"  {words:<26}{_time_of(part):>14}  {part / seconds:4.0%}"
-
-    lines = ["", f"a step                    {_time_of(seconds):>16}"]
-    lines.append(share("computing", report.compute_seconds or 0.0))
-    lines.append(share("messages, nothing else", report.exposed_seconds or 0.0))
-    lines += [f"    {_briefly(name):<38}{_time_of(part):>14}"
-              for name, part in list(report.exposed_by_group.items())[:4]]  # fmt: skip
-    lines.append(share("the host keeps it waiting", report.host_seconds or 0.0))
-    lines.append(f"  what binds: {report.binds}")
-    if report.tokens_per_second:
-        each = report.tokens_per_second / report.world
-        lines.append(
-            f"  {report.tokens_per_second:,.0f} tokens/s, {each:,.0f} of a rank "
-            f"({report.tokens:,} tokens a step)"
-        )
-    lines.append(
-        f"  MFU {report.mfu:.1%}" if report.mfu else "  MFU: no matrix product"
-    )
-    if report.compiled == "eager":
-        lines.append("  torch.compile gave back what it was given (--no-compile)")
-    elif report.compiled == "fuse":
-        lines.append("  torch.compile: chains of pointwise operations and reductions "
-                     "counted as one kernel (--compile fuse)")  # fmt: skip
-    return lines

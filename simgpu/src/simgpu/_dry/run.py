@@ -2,17 +2,22 @@
 
 import contextlib
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 
 from simgpu import _startup as startup
-from simgpu._device import overhead
-from simgpu._device.cards import Card, find_card, parse_memory
-from simgpu._dry import files, regions, report, tokens, values
+from simgpu._device import measured, overhead
+from simgpu._device.cards import CARDS, Card, find_card, parse_memory
+from simgpu._dispatch.kernel_work import work_of
+from simgpu._dispatch.placement import tensors_in
+from simgpu._dry import fed, files, regions, report, values
 from simgpu._dry import kinds as kinds_of_ranks
 from simgpu._dry.call import DryCall
 from simgpu._dry.drawn import drawn_of
@@ -23,12 +28,14 @@ from simgpu._dry.progress import Progress
 from simgpu._dry.steps import Over, Steps
 from simgpu._dry.wide import narrowed
 from simgpu._frames import called_from
+from simgpu._nvidia_smi import on_path
 from simgpu._rank_variables import Place
-from simgpu._request import DRY_COMPILE, Request
+from simgpu._request import DRY_COMPILE, MOST_GPUS, Request
 from simgpu._runtime import Runtime
-from simgpu._timing.cost import HOSTS
+from simgpu._timing.cost import host_seconds, launches
 from simgpu._timing.topology import Topology
 
+_LOADERS = str(Path(torch.utils.data.__file__).parent)
 ROUTING = ("even", "refuse")
 
 
@@ -50,8 +57,9 @@ class Job:
             evenly, as a router's would be; "refuse": they are not known.
         compile: what `torch.compile` does: "refuse" and "eager", as `simgpu.start`
             takes them, or "fuse": chains of operations are one kernel, see `fusing.py`.
-        tokens: of a step of the whole job; None: counted, see `tokens.py`.
-        host: what launches and collectives cost it, one of `cost.HOSTS`.
+        tokens: of a step of the whole job; None: counted, see `fed.py`.
+        host: what launches and collectives cost it, as `cost.launches` takes it.
+        samples: of a step of the whole job; None: counted, as tokens are.
 
     Raises:
         ValueError: for what cannot be, with what to do.
@@ -68,7 +76,8 @@ class Job:
     routing: str = "even"
     compile: str = "refuse"
     tokens: int | None = None
-    host: str = "bare"
+    host: str | float = "bare"
+    samples: int | None = None
     found: kinds_of_ranks.Kinds = field(init=False, repr=False)
 
     def __post_init__(self):
@@ -95,8 +104,8 @@ class Job:
             raise ValueError(f"routing={self.routing!r}; use one of {ROUTING}")
         if self.compile not in DRY_COMPILE:
             raise ValueError(f"compile={self.compile!r}; use one of {DRY_COMPILE}")
-        if self.host not in HOSTS:
-            raise ValueError(f"host={self.host!r}; use one of {', '.join(HOSTS)}")
+        object.__setattr__(self, "host", str(self.host))  # frozen; it may be a number
+        launches(self.host)
         object.__setattr__(self, "node", node)  # frozen
         found = kinds_of_ranks.parse(self.kinds, world, self.rank)
         object.__setattr__(self, "found", found)
@@ -109,7 +118,9 @@ class Job:
         if total > card.total_memory:
             raise ValueError(f"a {self.card} does not have {self.memory} of memory")
         taken = total >= overhead.SMALLEST_CARD  # by CUDA and its libraries
-        return Request(self.node, card, total, "off", taken, self.compile, self.host)
+        return Request(
+            self.node, card, total, "off", taken, self.compile, str(self.host)
+        )
 
 
 def run(job: Job, program: Callable[[], Any], progress: Progress | None = None,
@@ -153,8 +164,9 @@ class DryRun:
         self.reads: Counter[tuple[str, object]] = Counter()
         self.moments: list[report.Moment] = []  # the end of each step
         self.events: list = []
+        self.host_seconds = 0.0  # in which the host computes
         self.recomputed = 0  # floating-point operations of forward done again
-        self.tokens = tokens.Counted()
+        self.fed = fed.Counted()
 
     def compiled(self, model):
         """What `torch.compile` gives back, where its operations are fused."""
@@ -163,6 +175,16 @@ class DryRun:
     def resize(self, storage, nbytes: int, resize_: Callable) -> None:
         """A storage changes its size; see `values.resize`."""
         values.resize(storage, nbytes, resize_)
+
+    def host_computes(self, call: DryCall, out) -> None:
+        """The host computes with large tensors of its own; a loader is left out."""
+        if _is_loading():
+            return
+        outputs = [out] if isinstance(out, torch.Tensor) else tensors_in(out or ())
+        nbytes = work_of(call, out, outputs).nbytes
+        seconds = host_seconds(nbytes)
+        self.host_seconds += seconds
+        self.runtime.clock.busy(seconds, "compute on the host")
 
     def note_read(self, value: object) -> None:
         """The program has read a value that nobody knows."""
@@ -186,7 +208,8 @@ class DryRun:
         full = None
         torch.optim.SGD([torch.zeros(1)])  # what the first optimizer of all imports
         with (
-            _environment(environ), self.tokens.watching(), objects_of(job.found),
+            _with_nvidia_smi(job) as path, _environment(environ | {"PATH": path}),
+            self.fed.watching(), objects_of(job.found),
             narrowed(), files.without_values(), startup.apart(self.runtime),
         ):  # fmt: skip
             self.watch = Watch(self.gpu, keep.snapshot is not None)
@@ -222,9 +245,14 @@ class DryRun:
         clock = self.runtime.clock
         if self.runtime.cluster is not None:
             self.runtime.cluster.settle()
-        counted = self.tokens.take()
         self.moments.append(
-            report.Moment(clock.total(), len(self.events), self.recomputed, counted)
+            report.Moment(
+                clock.total(),
+                len(self.events),
+                self.recomputed,
+                self.fed.take(),
+                self.host_seconds,
+            )
         )
         self.watch.step_is_over(optimizer)
 
@@ -232,6 +260,28 @@ class DryRun:
         if torch.distributed.is_initialized():
             with contextlib.suppress(Exception):
                 torch.distributed.destroy_process_group()
+
+
+def _with_nvidia_smi(job: Job) -> contextlib.AbstractContextManager[str]:
+    """A PATH with the stand-in, which finds its card by name."""
+    named = job.card
+    if isinstance(named, Card):
+        named = next((name for name, its in CARDS.items() if its == named), "")
+    if not named:
+        return contextlib.nullcontext(os.environ.get("PATH", os.defpath))
+    total = job.request().total_memory
+    number = min(job.node or 1, MOST_GPUS)
+    return on_path(
+        {"number": number, "card": measured.absolute(named), "memory": total}
+    )
+
+
+def _is_loading() -> bool:
+    """Whether a `DataLoader` of PyTorch is at work in this thread."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.startswith(_LOADERS):
+        frame = frame.f_back
+    return frame is not None
 
 
 @contextlib.contextmanager

@@ -55,8 +55,16 @@ class Row:
 
     @property
     def rate(self) -> float | None:
-        """Tokens of the whole job in a second."""
-        return self.report.get("tokens_per_second")
+        """Tokens of the whole job in a second, or samples where there are none."""
+        of = "tokens_per_second", "samples_per_second"
+        return next((self.report[key] for key in of if self.report.get(key)), None)
+
+    @property
+    def rate_of(self) -> str:
+        """What the rate counts: "tokens", "samples" or "images"."""
+        if self.report.get("tokens_per_second") or self.rate is None:
+            return "tokens"
+        return self.report.get("samples_are", "samples")
 
     def as_dict(self) -> dict[str, Any]:
         """For programs: the layout, and the report's figures beside it."""

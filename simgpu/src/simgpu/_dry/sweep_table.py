@@ -8,8 +8,8 @@ _ORDER = {FITS: 0, FULL: 1, SKIPPED: 2, FAILED: 3}
 _GIB = 2**30
 _LONGEST = 70  # letters of an error
 _TOKENS = (
-    "How many tokens a step has is not known, so the layouts are sorted by the time of "
-    "a step; --tokens N says it, of the whole job."
+    "How many tokens or samples a step has is not known, so the layouts are sorted by "
+    "the time of a step; --tokens N or --samples N says it, of the whole job."
 )
 _BEATEN = "beaten by: a layout that is as fast, with no more memory and no more cards"
 
@@ -22,7 +22,8 @@ def judge(rows: Sequence[Row], price: float | None) -> list[Row]:
         price: dollars for a card and an hour.
     """
     for row in rows:
-        if price is not None and row.state == FITS and row.rate:
+        counts_tokens = row.rate_of == "tokens"
+        if price is not None and row.state == FITS and row.rate and counts_tokens:
             cards = row.report["world"]
             row.cost = price * cards / 3600 / row.rate * 1e9
     ordered = sorted(rows, key=_rank)
@@ -50,7 +51,8 @@ def _beats(row: Row, other: Row) -> bool:
 def table(rows: Sequence[Row], axes: Sequence[str], price: float | None) -> str:
     """The rows of `judge` as text."""
     place = {id(row): number for number, row in enumerate(rows, 1)}
-    heads = ["", *axes, "fits", "peak GiB", "step ms", "tokens/s", "MFU", "what binds"]
+    rates = [f"{row.rate_of}/s" for row in rows if row.rate] or ["tokens/s"]
+    heads = ["", *axes, "fits", "peak GiB", "step ms", rates[0], "MFU", "what binds"]
     heads += ["$ for 1e9 tokens"] if price is not None else []
     beaten = any(row.beaten_by is not None for row in rows)
     heads += ["beaten by"] if beaten else []

@@ -121,10 +121,9 @@ def _times(report: Any) -> list[str]:
     for (words, fill), part in zip(_TIMES.items(), parts, strict=True):
         share = (part or 0.0) / (seconds or 1.0)
         rows.append(_row(words, f"{(part or 0.0) * 1e3:,.1f} ms", fill, share))
-    if report.tokens_per_second:
-        each = f"{report.tokens_per_second / report.world:,.0f} of a rank"
-        rate = f"{report.tokens_per_second:,.0f}"
-        rows.append(_row("tokens in a second", rate, "", None, each))
+    for rate, _, name in report.rates():
+        each = f"{rate / report.world:,.0f} of a rank"
+        rows.append(_row(f"{name} in a second", f"{rate:,.0f}", "", None, each))
     if report.mfu:
         rows.append(_row("MFU", f"{report.mfu:.1%}"))
     return rows

@@ -4,7 +4,7 @@ Kernels are in `kernel_cost.py`, collectives in `collective_cost.py`.
 
 Models: a copy takes its bytes over the slowest link on its way. Leaves out: what the
 first use of CUDA, of each kernel and of each segment costs, and what the host computes
-itself (the CPU's own operations cost nothing here).
+itself (the CPU's own operations cost nothing here), but in a dry run.
 
 The constants are assumed, not measured, unless a source is given. A card that was
 measured (`simgpu measure`) brings some of its own, as `Card.host`.
@@ -40,14 +40,23 @@ OF_PEAK_BYTES = 0.8  # of a link's bandwidth: pinned and peer copies
 # "bare" has what a small operation alone takes. Trainers take longer, for their own
 # Python, modules, hooks and autograd functions: "fast" is fitted to half of the runs
 # of Megatron-LM on A100 (tests/recordings, vtrain_node), "slow" to those of a model of
-# 1B in nanotron on H100 (ultrascale)
+# 1B in nanotron on H100 (ultrascale). They differ in collectives alone: a job without
+# any takes as long with both
 HOSTS = {
     "bare": Launches(LAUNCH, LAUNCH),
     "fast": Launches(36e-6, 79e-6),
     "slow": Launches(36e-6, 256e-6),
 }
+_A_CALL = HOSTS["fast"].call / HOSTS["fast"].launch  # in launches, of a host between
 CHANNELS = 16  # multiprocessors that a collective takes (NCCL starts 8 to 32 blocks)
 HOST_COPY = 10e9  # bytes a second that the host copies in its own memory
+# Bytes a second that operations of a rank's host move, such as those of an optimizer
+# whose state is offloaded; by one thread, which torchrun gives a rank. On a machine of
+# 8 H100, PyTorch's loop over 537e6 parameters took a rank 1.93 s (ISEEKYAN/Megatron-LM,
+# issue 188), if it moves the 84 bytes for each that AdamW does in float32. With more
+# threads and older hosts it is 17e9 to 40e9: 11.6e9 parameters in 56 s, or in 8.2 s by
+# DeepSpeed's one kernel, which moves 28 bytes (DeepSpeed's pull request 735)
+HOST_COMPUTE = 23e9
 # Pinning: chosen so that x.pin_memory().to(gpu) takes twice as long as x.to(gpu), the
 # worst that PyTorch's tutorial "A guide on good usage of non_blocking and pin_memory"
 # measured
@@ -62,17 +71,41 @@ def host_of(card: Card | None) -> Host:
     return (card and card.host) or ASSUMED
 
 
+def launches(host: str) -> Launches:
+    """What launches take of a host.
+
+    Args:
+        host: a key of `HOSTS`, or microseconds of a launch as text: "20". A collective
+            then takes as many launches as with "fast".
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if host in HOSTS:
+        return HOSTS[host]
+    try:
+        launch = float(host.removesuffix("us").removesuffix("µs")) * 1e-6
+    except ValueError:
+        launch = 0.0
+    if not 0 < launch < 1:
+        raise ValueError(
+            f"host={host!r}; use one of {', '.join(HOSTS)}, or microseconds of a "
+            'launch: "20"'
+        )
+    return Launches(launch, launch * _A_CALL)
+
+
 def launch_times(host: str, card: Card | None) -> tuple[float, float, float]:
     """Seconds of a launch, of a collective's call, and until a kernel starts.
 
     Args:
-        host: a key of `HOSTS`; "bare" is the machine around the card.
+        host: as `launches` takes it; "bare" is the machine around the card.
         card: None where there is none.
     """
     machine = host_of(card)
     if host == "bare":
         return machine.launch, machine.launch, machine.start
-    return *HOSTS[host], machine.start
+    return *launches(host), machine.start
 
 
 def copy_seconds(source, target, nbytes: int, pinned: bool) -> float:
@@ -96,6 +129,11 @@ def copy_bandwidth(source, target, pinned: bool) -> float:
     if pinned or len(ends) == 2:
         return link
     return min(link, host_of(ends[0].card).copy_bandwidth)
+
+
+def host_seconds(nbytes: int) -> float:
+    """Seconds in which the host reads and writes so much with operations of its own."""
+    return nbytes / HOST_COMPUTE
 
 
 def pin_seconds(nbytes: int) -> float:
