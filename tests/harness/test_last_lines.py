@@ -85,3 +85,9 @@ def test_what_differs_is_not_run_again(course, pytester):
     text = done.stdout.str()
     assert "once more" not in text
     assert '01, cell 0: stored "old", now "new" (torch' in text
+
+
+def test_a_file_that_cannot_be_collected_is_an_error_and_no_more(course, pytester):
+    (course.root / "notebooks" / "01.ipynb").write_text("{")
+    done = pytester.runpytest_inprocess(*PLAIN, "notebooks")
+    done.assert_outcomes(errors=1)
