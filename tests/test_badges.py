@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from support import checkout
 from support.limits import SHORT
 from tests.lessons import as_parameters, lessons
 from tests.tools import badges
@@ -53,14 +54,12 @@ def test_links_name_this_repository_and_existing_notebooks(file):
 
 
 def test_no_other_file_names_the_repository():
-    """Else `badges` would leave it behind. Of what git knows: yours may name it."""
-    command = ["git", "grep", "-lF", badges.REPOSITORY]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if listed.returncode not in (0, 1):
-        pytest.skip("not a git checkout")
+    """Else `badges` would leave it behind."""
+    name = badges.REPOSITORY.encode()
+    naming = [path for path in checkout.files(ROOT) if name in path.read_bytes()]
     moved = {"README.md", TOOL, *badges.PAGES}
     moved |= {f"notebooks/{notebook.name}" for notebook in NOTEBOOKS}
-    assert set(listed.stdout.splitlines()) <= moved
+    assert {path.relative_to(ROOT).as_posix() for path in naming} <= moved
 
 
 # --- Moving them -------------------------------------------------------------------
