@@ -65,8 +65,10 @@ def work_in(folder: Path) -> None:
     """Leave in a checkout what work leaves."""
     for path in checkout.files(folder, "*.py", "*.ipynb"):
         words = {"folder": path.parent, "stem": path.stem, "suffix": path.suffix}
+        notebook = path.suffix == ".ipynb"
+        text = path.read_text(encoding="utf-8") if notebook else NO_CODE
         for name in JUPYTERS:
-            write(Path(name.format(**words)), NO_CODE)
+            write(Path(name.format(**words)), text)
     write(folder / "notebooks" / "Untitled.ipynb", "{}")
     for name in SAVED:
         write(folder / "notebooks" / name, "")
