@@ -59,12 +59,21 @@ def progress(folder: "str | Path | None" = None) -> Progress:
     Taught in 00-start-here.
     """
     lessons = Progress()
-    for path in sorted(Path(folder or ".").glob("[0-9][0-9]-*.ipynb")):
-        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    for path, cells in _lessons(Path(folder or ".")):
         title = "".join(cells[0]["source"]).splitlines()[0].lstrip("# ")
         said = [_verdict(cell) for cell in cells if _is_exercise(cell)]
         lessons.append(Lesson(path.name[:2], title, said))
     return lessons
+
+
+def _lessons(folder: Path) -> "list[tuple[Path, list[dict]]]":
+    """Each lesson with its cells; of copies, which have longer names, the lesson."""
+    found = {}
+    for path in sorted(folder.glob("[0-9][0-9]-*.ipynb"), key=lambda p: len(p.name)):
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        if any(map(_is_exercise, cells)):  # else it is a reader's own
+            found.setdefault(path.name[:2], (path, cells))
+    return [found[number] for number in sorted(found)]
 
 
 def _is_exercise(cell: dict) -> bool:
@@ -124,7 +133,7 @@ def find(number: str) -> Path:
     Raises:
         SystemExit: if there is none; the message says which there are.
     """
-    lessons = sorted(NOTEBOOKS.glob("[0-9][0-9]-*.ipynb"))
+    lessons = [path for path, _ in _lessons(NOTEBOOKS)]
     found = [path for path in lessons if number and path.name[:2] == number.zfill(2)]
     if not found:
         numbers = ", ".join(path.name[:2] for path in lessons)

@@ -16,6 +16,7 @@ from urllib.parse import unquote
 import nbformat
 from nbformat import NotebookNode
 
+from support import checkout
 from tests import glossary, reading_time, take_home
 
 Found = Iterator[tuple[int | None, str]]
@@ -436,7 +437,7 @@ def has_exercises(nb: NotebookNode, path: Path) -> Found:
 
 
 def closes_with_links(nb: NotebookNode, path: Path) -> Found:
-    lessons = sorted(other.name for other in path.parent.glob("*.ipynb"))
+    lessons = [other.name for other in checkout.here(path.parent, "[0-9][0-9]-*.ipynb")]
     lessons = [None, *lessons, None]
     here = lessons.index(path.name)
     wanted = {

@@ -15,6 +15,7 @@ from layouts.rows import HOST_OF, Step, comparisons
 from layouts.shapes import Layout
 from recorded.comparison import OF_TIME, Comparison, Omission
 from recorded.files import Recording
+from support import checkout
 
 KINDS = ("train_llmfoundry", "train_other")
 NOTEBOOKS = str(Path(__file__).resolve().parents[1] / "notebooks")
@@ -82,7 +83,7 @@ def seconds(of: Layout) -> float:
 
 def in_lesson() -> dict[str, list[str]]:
     """The lesson's table: of each group the runs, then median and share twice."""
-    (path,) = Path(NOTEBOOKS).glob("27-*.ipynb")
+    (path,) = checkout.here(Path(NOTEBOOKS), "27-*.ipynb")
     found = {}
     for cell in json.loads(path.read_text("utf-8"))["cells"]:
         for line in "".join(cell["source"]).splitlines():

@@ -13,6 +13,8 @@ from pathlib import Path
 import nbformat
 from nbformat import NotebookNode
 
+from tests.lessons import lessons
+
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 FENCE = re.compile(r"^```.*?^```", re.M | re.S)
 BADGE = re.compile(r"\[!\[[^\]]*\]\([^)]*\)\]\([^)]*\)")
@@ -93,7 +95,7 @@ def of(nb: NotebookNode) -> ReadingTime:
 
 def main(numbers: list[str]) -> None:
     print("words, lines of code, lines of output, pictures, minutes")
-    for path in sorted(NOTEBOOKS.glob("[0-9][0-9]-*.ipynb")):
+    for path in lessons():
         if not numbers or path.name[:2] in numbers:
             time = of(nbformat.read(path, as_version=4))
             counts = f"{time.words:5} {time.code_lines:4} {time.output_lines:4}"

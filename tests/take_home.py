@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from support import checkout
 from support.limits import JOB
 from support.ports import free_port
 from tests.launching import NOTEBOOKS, ROOT, SCRIPTS, environment, prose_of
@@ -42,7 +43,7 @@ def script_of(command: str) -> str:
 
 def lesson_of(number: str) -> str:
     """The file of a lesson, by its number."""
-    (path,) = NOTEBOOKS.glob(f"{number}-*.ipynb")
+    (path,) = checkout.here(NOTEBOOKS, f"{number}-*.ipynb")
     return path.name
 
 

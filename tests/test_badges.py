@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from support import checkout
 from support.limits import SHORT
+from tests.lessons import as_parameters, lessons
 from tests.tools import badges
 
 ROOT = Path(__file__).resolve().parents[1]
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = lessons()
 
 TOOL = "tests/tools/badges.py"
 HOME = (badges.REPOSITORY, badges.BRANCH)
@@ -38,7 +40,7 @@ def cells(notebook: Path, kind: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "file", [ROOT / "README.md", *NOTEBOOKS], ids=lambda file: file.name
+    "file", [ROOT / "README.md", *as_parameters()], ids=lambda file: file.name
 )
 def test_links_name_this_repository_and_existing_notebooks(file):
     lesson = file.suffix == ".ipynb"
@@ -53,13 +55,11 @@ def test_links_name_this_repository_and_existing_notebooks(file):
 
 def test_no_other_file_names_the_repository():
     """Else `badges` would leave it behind."""
-    command = ["git", "grep", "-lF", "--untracked", badges.REPOSITORY]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if listed.returncode not in (0, 1):
-        pytest.skip("not a git checkout")
+    name = badges.REPOSITORY.encode()
+    naming = [path for path in checkout.files(ROOT) if name in path.read_bytes()]
     moved = {"README.md", TOOL, *badges.PAGES}
     moved |= {f"notebooks/{notebook.name}" for notebook in NOTEBOOKS}
-    assert set(listed.stdout.splitlines()) <= moved
+    assert {path.relative_to(ROOT).as_posix() for path in naming} <= moved
 
 
 # --- Moving them -------------------------------------------------------------------

@@ -21,13 +21,15 @@ from exercises import exercise
 from exercises.exercise import NotYet, Verdict, Wrong, call
 from helpers import check
 from simgpu import close_ranks
+from support import checkout
 from support.limits import SHORT, SLOWNESS
 from tests.answers import as_answers
+from tests.lessons import lessons
 
 ROOT = Path(__file__).parents[1]
 LESSONS = {
     path.stem[-2:]: importlib.import_module(f"exercises.{path.stem}")
-    for path in sorted(exercise.FOLDER.glob("lesson_*.py"))
+    for path in checkout.here(exercise.FOLDER, "lesson_*.py")
 }
 ANSWERS = {
     number: importlib.import_module(f"tests.answers.lesson_{number}")
@@ -168,7 +170,7 @@ def exercise_cells() -> dict[str, tuple[str, Path]]:
     """Name of each check that a notebook calls -> the cell, and the notebook."""
     return {
         name: (cell.source, path)
-        for path in sorted((ROOT / "notebooks").glob("*.ipynb"))
+        for path in lessons()
         for cell in nbformat.read(path, 4).cells
         if "exercise" in cell.metadata.get("tags", [])
         for name in re.findall(r"check\.(\w+)\(", cell.source)

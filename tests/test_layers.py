@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from support import checkout
 from support.limits import JOB
+from tests.lessons import lessons
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "helpers"
@@ -19,7 +21,7 @@ FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): (
         path
     )
-    for path in sorted(FOLDER.rglob("*.py"))
+    for path in checkout.files(FOLDER, "*.py")
 }
 Graph = dict[str, set[str]]
 
@@ -151,9 +153,11 @@ def test_a_notebook_and_its_processes_get_the_package_from_beside_their_folder(
 
 # -- what belongs to a lesson is found by its number -----------------------------------
 
-LESSONS = {path.name[:2]: path for path in sorted(NOTEBOOKS.glob("*.ipynb"))}
+LESSONS = {path.name[:2]: path for path in lessons()}
 SCRIPTS = [
-    path for path in sorted(NOTEBOOKS.glob("scripts/*.py")) if path.stem != "__init__"
+    path
+    for path in checkout.here(NOTEBOOKS / "scripts", "*.py")
+    if path.stem != "__init__"
 ]
 
 

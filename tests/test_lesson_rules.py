@@ -13,10 +13,11 @@ from tests import glossary, test_take_home
 from tests import lesson_rules as rules
 from tests.harness.small_course import cell, result, stream
 from tests.lesson_rules import complaints
+from tests.lessons import as_parameters, lessons
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
-LESSONS = {path: rules.read(path) for path in sorted(NOTEBOOKS.glob("*.ipynb"))}
-by_lesson = pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
+LESSONS = {path: rules.read(path) for path in lessons()}
+by_lesson = pytest.mark.parametrize("path", as_parameters())
 
 # -- the lessons -----------------------------------------------------------------------
 

@@ -1,16 +1,19 @@
 """Limits of time: all of them stand in one file, and fit the machine that runs them."""
 
 import ast
+import contextlib
 import os
 import re
 import subprocess
 import sys
+import textwrap
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from support import limits
+from support import checkout, limits
 from tests.launching import ROOT
 
 pytest_plugins = ["pytester"]
@@ -20,7 +23,14 @@ PASSED_OVER = {"benchmarks", "layouts", "models", "recorded", "scripts", "tools"
 # what a line says that has a number, and is right to have it
 EXCUSE = re.compile(r"# (the limit is what is tested|no limit\b)")
 KEYWORDS = {"timeout", "seconds"}
-METHODS = {"communicate", "exception", "join", "result", "wait"}  # their first argument
+# where the limit stands among the arguments without a name
+METHODS = {
+    "exception": 0, "join": 0, "poll": 0, "result": 0, "settimeout": 0, "wait": 0,
+    "acquire": 1, "communicate": 1, "create_connection": 1, "get": 1, "wait_for": 1,
+    "put": 2,
+}  # fmt: skip
+ASK_FIRST = {"acquire", "get"}  # of a lock and a queue: whether to wait, then how long
+FUNCTIONS = {"create_connection": 1, "wait": 2}  # that of support/waiting.py
 CONSTANT = re.compile(r"(SECONDS|LIMIT|TIMEOUT)$")
 
 
@@ -33,13 +43,41 @@ def is_number(node: ast.AST | None) -> bool:
     return isinstance(node, ast.Constant) and type(node.value) in (int, float)
 
 
+def limit_without_a_name(call: ast.Call) -> list[ast.expr]:
+    """The argument that is one, if it is there."""
+    name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+    place = (METHODS if isinstance(call.func, ast.Attribute) else FUNCTIONS).get(name)
+    if place is None or len(call.args) <= place:
+        return []
+    if name in ASK_FIRST and not isinstance(getattr(call.args[0], "value", 0), bool):
+        return []  # `{}.get("key", 5)`
+    return [call.args[place]]
+
+
+def programs_in(tree: ast.Module) -> Iterator[ast.Module]:
+    """The texts in a file that are programs, each parsed, at its place in the file."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            texts = [
+                it.value if isinstance(it, ast.Constant) else "x" for it in node.values
+            ]
+            text = "".join(texts)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            text = re.sub(r"\{\w*\}", "x", node.value)  # for `format`
+        else:
+            continue
+        with contextlib.suppress(SyntaxError, ValueError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what is no program
+            program = ast.parse(textwrap.dedent(text))
+            yield ast.increment_lineno(program, node.lineno - 1)
+
+
 def numbers_in(tree: ast.Module) -> Iterator[ast.AST]:
     """The calls, functions and assignments with a limit that is written out."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             named = [it.value for it in node.keywords if it.arg in KEYWORDS]
-            if isinstance(node.func, ast.Attribute) and node.func.attr in METHODS:
-                named += node.args[:1]
+            named += limit_without_a_name(node)
             if any(map(is_number, named)):
                 yield node
         elif isinstance(node, ast.FunctionDef):
@@ -63,7 +101,9 @@ def complaints(path: Path) -> list[str]:
     text = path.read_text(encoding="utf-8")
     lines = text.splitlines()
     found = []
-    for node in numbers_in(ast.parse(text)):
+    tree = ast.parse(text)
+    programs = [] if path == Path(__file__) else programs_in(tree)  # has planted ones
+    for node in (it for one in (tree, *programs) for it in numbers_in(one)):
         first = getattr(node, "lineno", None) or node.args[0].lineno
         last = getattr(node, "end_lineno", None) or first
         if not any(map(EXCUSE.search, lines[first - 1 : last])):
@@ -74,11 +114,11 @@ def complaints(path: Path) -> list[str]:
 def test_files() -> Iterator[Path]:
     """Those of both products."""
     for folder in (ROOT / "tests", ROOT / "simgpu" / "tests"):
-        for path in folder.rglob("*.py"):
+        for path in checkout.files(folder, "*.py"):
             within = set(path.relative_to(folder).parts[:-1])
             if not within & PASSED_OVER and path != LIMITS:
                 yield path
-    yield from (ROOT / "tests" / "tools").glob("test_*.py")
+    yield from checkout.files(ROOT / "tests" / "tools", "test_*.py")
 
 
 test_files.__test__ = False
@@ -96,6 +136,19 @@ def test_no_test_has_a_limit_of_its_own():
         ("run(['a'],\n    timeout=2 * 60.5,\n)", True),
         ("group(timeout=timedelta(seconds=1))", True),
         ("process.communicate(timeout=30)", True),
+        ("process.communicate(None, 30)", True),
+        ("queue.get(True, 5)", True),
+        ("lock.acquire(True, 2 * 5)", True),
+        ("assert pipe.poll(5)", True),
+        ("create_connection(address, 5)", True),
+        ("wait(lambda: done, 'the end', 20)", True),
+        ("TEXT = '''\nimport a\nthread.join(10)\n'''", True),
+        ("run(['python', '-c', 'import a; a.wait(5)'])", True),
+        ("run(f'''\nprocess.wait({n})\nprocess.join(3)\n''')", True),
+        ("words = '{name}.join(5)'", True),
+        ("TEXT = '''\nit.join(10)  # the limit is what is tested\n'''", False),
+        ("it.get('bytes', 0)\n{}.get(key, 5)", False),
+        ("'waits for 5 s (timeout=5)'", False),
         ("def f():\n    thread.join(10)", True),
         ("assert pool.submit(f).result(10) == 1", True),
         ("def wait(it, seconds=300):\n    pass", True),

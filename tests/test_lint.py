@@ -1,19 +1,19 @@
-"""The linter and the formatter are content with every .py and .ipynb."""
+"""The linter and the formatter are content with every .py and .ipynb of the project."""
 
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from support import checkout
+from support.limits import SHORT
+from tests.lessons import ROOT, worked_in
 
 
 def ruff(*command: str) -> None:
+    files = {*checkout.files(ROOT, "*.py", "*.ipynb")} - worked_in()
     run = subprocess.run(
-        [sys.executable, "-m", "ruff", *command, "."],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+        [sys.executable, "-m", "ruff", *command, "--force-exclude", *sorted(files)],
+        cwd=ROOT, capture_output=True, text=True, timeout=SHORT,
+    )  # fmt: skip
     assert run.returncode == 0, f"{run.stdout}{run.stderr}"
 
 

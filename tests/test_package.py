@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from support import checkout
 from support.limits import SHORT
 from tests.launching import ROOT
 
@@ -18,9 +19,7 @@ _OF_THE_COURSE = ("helpers", "notebooks", "tests")
 FILES = sorted(
     path
     for folder in _OF_THE_COURSE
-    for ending in ("*.py", "*.ipynb")
-    for path in (ROOT / folder).rglob(ending)
-    if ".ipynb_checkpoints" not in path.parts
+    for path in checkout.files(ROOT / folder, "*.py", "*.ipynb")
 )
 
 

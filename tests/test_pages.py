@@ -7,17 +7,17 @@ import pytest
 
 from helpers import progress
 from helpers.draw.course_map import NEEDS, ON_RANKS, PARTS
+from support import checkout
 from tests import glossary
 from tests.launching import NOTEBOOKS, ROOT, prose_of
+from tests.lessons import lessons
 
-PAGES = [ROOT / "README.md", *sorted(NOTEBOOKS.glob("*.md"))]
+PAGES = [ROOT / "README.md", *checkout.here(NOTEBOOKS, "*.md")]
 LINK = re.compile(r"\]\(([^)#]+)(?:#[\w-]+)?\)")
 WEB = re.compile(r"https?://")
 TITLES = {  # of the lessons, by the names of their files
     path.name: lesson.title
-    for path, lesson in zip(
-        sorted(NOTEBOOKS.glob("*.ipynb")), progress(NOTEBOOKS), strict=True
-    )
+    for path, lesson in zip(lessons(), progress(NOTEBOOKS), strict=True)
 }
 CODE = re.compile(r"[=(/]|^--|^torch\.")
 
@@ -82,7 +82,7 @@ def test_the_map_says_which_lessons_start_ranks():
     """From lesson 14 on; earlier ones may show some ranks in passing."""
     starts = {
         int(path.name[:2])
-        for path in NOTEBOOKS.glob("[0-9][0-9]-*.ipynb")
+        for path in lessons()
         if re.search(r"\bRanks\(|%%ranks", path.read_text(encoding="utf-8"))
     }
     assert {number for number in starts if number >= 14} <= ON_RANKS

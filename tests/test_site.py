@@ -20,12 +20,14 @@ import pytest
 
 import simgpu
 from helpers import __main__ as commands
+from support import checkout
 from support.limits import JOB
+from tests.lessons import as_parameters, lessons
 from tests.tools import badges
 
 ROOT = Path(__file__).resolve().parents[1]
 SITE = ROOT / ".github" / "site"
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = lessons()
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 LESSON = "notebooks/05-overlap-with-streams.ipynb"
 GITHUB = f"https://github.com/{badges.REPOSITORY}"
@@ -120,7 +122,7 @@ def test_badges_become_links_to_the_same_places():
     assert targets[2] == GITHUB
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name[:2])
+@pytest.mark.parametrize("path", as_parameters())
 def test_a_lesson_keeps_its_code_and_stored_outputs(path: Path):
     text = path.read_text(encoding="utf-8")
     before = json.loads(text)["cells"]
@@ -322,7 +324,7 @@ def site(tmp_path_factory) -> Path:
 
 def fingerprints() -> dict[str, str]:
     """A sum of each file that the site is made from."""
-    files = [ROOT / "README.md", *(ROOT / "notebooks").glob("*.*")]
+    files = [ROOT / "README.md", *checkout.here(ROOT / "notebooks", "*.*")]
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 

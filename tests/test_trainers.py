@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
+from support import checkout
 from support.limits import JOB
 from tests.launching import ROOT, SCRIPTS, WarmRanks, environment, load
 
@@ -389,7 +390,7 @@ def module_of(name: str):
         with mock.patch.object(sys, "path", [str(TRAINERS), *sys.path]):
             return load(f"trainer/{name}")
     finally:  # other tests have a `model` of their own; PyTorch's modules stay
-        for file in TRAINERS.glob("*.py"):
+        for file in checkout.here(TRAINERS, "*.py"):
             sys.modules.pop(file.stem, None)
 
 

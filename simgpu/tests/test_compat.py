@@ -11,6 +11,7 @@ import torch
 
 import simgpu
 from simgpu import _compat
+from support import checkout
 from support.limits import JOB, LONG
 
 FOLDER = Path(simgpu.__file__).parent
@@ -65,7 +66,7 @@ def private_names(path: Path) -> set[str]:
 def test_private_names_of_pytorch_stand_in_one_file():
     files = {
         path.relative_to(FOLDER).as_posix()
-        for path in FOLDER.rglob("*.py")
+        for path in checkout.files(FOLDER, "*.py")
         if path.name != "_compat.py" and private_names(path)
     }
     assert files == set()

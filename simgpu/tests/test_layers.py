@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import simgpu
+from support import checkout
 from support.limits import SHORT
 
 FOLDER = Path(simgpu.__file__).parent
@@ -54,7 +55,9 @@ LAYERS = [
 ]
 HEIGHTS = {name: height for height, names in enumerate(LAYERS) for name in names}
 MOST_LINES = 420
-FILES = {path.relative_to(FOLDER).as_posix(): path for path in FOLDER.rglob("*.py")}
+FILES = {
+    path.relative_to(FOLDER).as_posix(): path for path in checkout.files(FOLDER, "*.py")
+}
 
 
 def layer(file: str) -> str:

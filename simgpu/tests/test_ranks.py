@@ -12,6 +12,7 @@ import sys
 import textwrap
 import threading
 import time
+import types
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -168,7 +169,7 @@ def test_prints_of_c_and_between_calls_are_shown(four, capsys, tmp_path):
     assert capsys.readouterr().out.splitlines() == said
     files = [each.path for each in four._workers.outputs]
     Path(told).touch()
-    wait(lambda: all(b"later" in file.read_bytes() for file in files), "later", 20)
+    wait(lambda: all(b"later" in file.read_bytes() for file in files), "later")
     four.run(rank)
     said = [f"[{r}] later" for r in range(4)]
     assert capsys.readouterr().out.splitlines() == said
@@ -444,6 +445,12 @@ def test_wrong_collectives_are_found_within_the_time_limit(four, program, words)
     assert error_of(four.run, program, timeout=MOMENT).startswith(words)
 
 
+@pytest.mark.parametrize("took, grace", [(0.1, 3), (10, 20)])
+def test_ranks_that_were_slow_to_come_up_have_longer_to_answer(took, grace):
+    workers = types.SimpleNamespace(outputs=[], took=took)
+    assert remote_call.RemoteCall(workers).grace == grace
+
+
 def test_ranks_that_lost_their_connections_start_afresh(four, monkeypatch):
     limit = MOMENT  # it is over without rank 2
 
@@ -455,7 +462,7 @@ def test_ranks_that_lost_their_connections_start_afresh(four, monkeypatch):
         if dist.get_rank() != 2:
             dist.monitored_barrier(timeout=timedelta(seconds=limit))
 
-    monkeypatch.setattr(ranks_module, "GRACE_SECONDS", MOMENT)
+    monkeypatch.setattr(remote_call, "GRACE_SECONDS", MOMENT)
     told = error_of(four.run, all_but_two)
     assert told.endswith(AFRESH) and "<string>" not in told
 

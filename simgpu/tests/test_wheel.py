@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from support import checkout
 from support.limits import JOB
 
 pytestmark = pytest.mark.slow
@@ -34,8 +35,10 @@ def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(PROJECT / name, folder)
-    ignored = shutil.ignore_patterns("*.egg-info", "__pycache__")
-    shutil.copytree(PROJECT / "src", folder / "src", ignore=ignored)
+    for path in checkout.files(PROJECT / "src"):
+        copy = folder / path.relative_to(PROJECT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, copy)
     pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
     subprocess.run([*pip, "-q", "-w", "dist", "."], cwd=folder, check=True, timeout=JOB)
     (built,) = (folder / "dist").glob("simgpu-*.whl")
@@ -48,7 +51,9 @@ def test_the_wheel_has_simgpu_and_nothing_else(wheel):
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"simgpu"}
     source = PROJECT / "src"
-    modules = {path.relative_to(source).as_posix() for path in source.rglob("*.py")}
+    modules = {
+        path.relative_to(source).as_posix() for path in checkout.files(source, "*.py")
+    }
     assert {name for name in names if name.endswith(".py")} == modules
     assert "simgpu/py.typed" in names
 

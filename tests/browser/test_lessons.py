@@ -36,10 +36,11 @@ from tests.browser.lab import (  # noqa: E402
     Lab,
     Notebook,
 )
+from tests.lessons import lessons
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 SHOTS = os.environ.get("BROWSER_SHOTS")
-LESSONS = [path.name for path in sorted((ROOT / "notebooks").glob("*.ipynb"))]
+LESSONS = [path.name for path in lessons()]
 RUN_ALL = os.environ.get("BROWSER_RUN") == "all"
 LAPTOP, ZOOMED = {"width": 1280, "height": 800}, {"width": 1024, "height": 640}
 LOOKS = {"light": (LIGHT, LAPTOP), "dark": (DARK, LAPTOP), "125": (LIGHT, ZOOMED)}

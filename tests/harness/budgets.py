@@ -47,7 +47,6 @@ class Measurement:
     def __init__(self, mark: str, folder: Path, home: Path) -> None:
         self._folder, self._home = folder, home
         self._files = self._watched_files()
-        self._shared = set(files.SHARED_MEMORY.iterdir())
         self._clock, self._busy, self._own = time.monotonic(), _busy(), _own()
         self.sampler = Sampler(mark)
 
@@ -58,7 +57,6 @@ class Measurement:
         """Returns what it took, as plain data, when all its processes have ended."""
         self.sampler.stop()
         cpu, clock = _own() - self._own, time.monotonic() - self._clock
-        shared = map(str, set(files.SHARED_MEMORY.iterdir()) - self._shared)
         return {
             "peak": self.sampler.peak,
             "cpu": cpu,
@@ -68,7 +66,7 @@ class Measurement:
             "stores": sorted(self.sampler.stores),
             "questions": sorted(self.sampler.questions),
             "files": files.changed(self._files, self._watched_files())
-            + sorted(files.still_unused(list(shared))),
+            + sorted(files.still_unused(sorted(self.sampler.shared))),
         }
 
 

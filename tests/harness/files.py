@@ -4,7 +4,10 @@ import contextlib
 import os
 import re
 import time
+from collections.abc import Iterable
 from pathlib import Path
+
+import psutil
 
 from support.limits import SHORT
 
@@ -53,10 +56,16 @@ def changed(before: dict[str, tuple], after: dict[str, tuple]) -> list[str]:
     return [path for path in paths if before.get(path) != after.get(path)]
 
 
-def unused(paths: list[str]) -> list[str]:
-    """Returns the files that are there and that no process has open or mapped."""
+def shared_memory() -> list[str]:
+    """Returns what is in /dev/shm now, of whatever process."""
+    return [entry.path for entry in os.scandir(SHARED_MEMORY)]
+
+
+def used_by(pids: Iterable[int]) -> set[tuple[int, int]]:
+    """Returns device and inode of all files that these have open or mapped."""
     used = set()  # by inode: a semaphore is mapped under a name that it no longer has
-    for process in Path("/proc").glob("[0-9]*"):
+    for pid in pids:
+        process = Path(f"/proc/{pid}")
         with contextlib.suppress(OSError):
             for line in (process / "maps").read_bytes().splitlines():
                 device, inode = line.split()[3:5]
@@ -64,12 +73,20 @@ def unused(paths: list[str]) -> list[str]:
                 used.add((os.makedev(major, minor), int(inode)))
         with contextlib.suppress(OSError):
             for link in os.scandir(process / "fd"):
-                used.add(_identity(link.path))
-    return [
-        path
-        for path in paths
-        if _identity(path) not in used | {None} and not _is_kept(path)
-    ]
+                used.add(identity(link.path))
+    return used - {None}
+
+
+def unused(paths: list[str]) -> list[str]:
+    """Returns the files that are there and that no process has open or mapped."""
+    used = {None, *used_by(psutil.pids())} if paths else set()
+    return [path for path in paths if identity(path) not in used and not _is_kept(path)]
+
+
+def owner(path: str) -> int | None:
+    """Returns the process that PyTorch names in the file that it shares."""
+    found = re.match(r"torch_(\d+)_", os.path.basename(path))
+    return int(found[1]) if found else None
 
 
 def _is_kept(path: str) -> bool:
@@ -77,11 +94,11 @@ def _is_kept(path: str) -> bool:
 
     A process of a notebook that is left running is reported by itself.
     """
-    owner = re.match(r"torch_(\d+)_", os.path.basename(path))
-    return owner is not None and os.path.exists(f"/proc/{owner[1]}")
+    pid = owner(path)
+    return pid is not None and os.path.exists(f"/proc/{pid}")
 
 
-def _identity(path: str) -> tuple[int, int] | None:
+def identity(path: str) -> tuple[int, int] | None:
     """Returns device and inode of a file; None if it has gone."""
     try:
         status = os.stat(path)

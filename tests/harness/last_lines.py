@@ -122,7 +122,9 @@ def pytest_sessionfinish(session):
 
 def pytest_terminal_summary(terminalreporter, config):
     for report in _failed(terminalreporter):
-        for line in dict(report.user_properties).get(LINE, "").splitlines():
+        # one of a collection has none
+        properties = dict(getattr(report, "user_properties", ()))
+        for line in properties.get(LINE, "").splitlines():
             terminalreporter.write_line(line)
     for line in config.stash.get(AGAIN, ()):
         terminalreporter.write_line(line)

@@ -2,6 +2,7 @@
 
 * The same numbers everywhere: simulated GPUs, one thread, no colours, an empty home
   folder.
+* A lesson that a reader has worked in runs, and is not compared (tests/lessons.py).
 * Numbers that depend on the processor are compared to their last place (numbers.py),
   and what depends on PyTorch only with the version that needs it (versions.py).
 * The sanitizer is found from any working directory, and stderr is not compared.
@@ -32,6 +33,7 @@ import pytest
 from nbval.plugin import IPyNbCell, IPyNbFile, NbCellError
 
 from support import limits
+from tests import lessons
 from tests.harness import budgets, last_lines, numbers, usage, versions
 from tests.harness.kernels import Kernel, KernelDied
 from tests.harness.processes import fix_environment
@@ -66,18 +68,26 @@ class Notebook(IPyNbFile):
     Attributes:
         broken: why the rest of the cells cannot run, if so.
         cells_run: how many cells were started.
+        worked_in: whether a reader has: then no output is compared, and the answers,
+            and the cells that are the reader's own, may raise.
         measurement: what the notebook takes; None where that cannot be measured.
     """
 
     broken: str | None = None
     cells_run = 0
+    worked_in = False
     measurement: budgets.Measurement | None = None
 
     def collect(self) -> Iterator[pytest.Item]:
         torch = versions.installed()
-        for cell in super().collect():
-            if versions.reason(cell.cell.get("id"), torch):
+        cells = list(super().collect())
+        self.worked_in = lessons.is_worked_in(self.nb)
+        for cell in cells:
+            name = cell.cell.get("id", "")
+            if self.worked_in or versions.reason(name, torch):
                 cell.options["check"] = False
+            if self.worked_in:
+                cell.options["check_exception"] |= lessons.is_readers(cell.cell)
             ours = Cell.from_parent(
                 self,
                 name=cell.name,
@@ -111,6 +121,8 @@ class Budget(pytest.Item):
     def setup(self) -> None:
         if self.parent.measurement is None:
             pytest.skip("there is no /proc here that tells what processes take")
+        if self.parent.worked_in:
+            pytest.skip(lessons.WHY)
         if self.config.option.nbval_lax:
             pytest.skip("only runs that compare outputs are judged: --nbval")
         cells = sum(cell.cell_type == "code" for cell in self.parent.nb.cells)
@@ -174,6 +186,13 @@ def pytest_unconfigure(config):
         shutil.rmtree(config.stash[HOME], ignore_errors=True)
 
 
+def pytest_ignore_collect(collection_path):
+    """A reader's own notebook beside the lessons is left out; who names it runs it."""
+    if collection_path.suffix != ".ipynb" or collection_path in lessons.lessons():
+        return None
+    return True if collection_path.parent == lessons.NOTEBOOKS else None
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collect_file(file_path, parent):
     return [
@@ -233,7 +252,11 @@ def pytest_runtest_makereport(item, call):
 
 
 def pytest_report_header():
-    return versions.note(versions.installed())
+    notes = [versions.note(versions.installed())]
+    if theirs := lessons.worked_in():
+        names = ", ".join(sorted(path.stem for path in theirs))
+        notes.append(f"run and not compared, for somebody has worked in them: {names}")
+    return [note for note in notes if note]
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -50,9 +50,9 @@ class SmallCourse:
             shutil.copytree(ROOT / "tests" / name, self.root / "tests" / name)
         shared = Path("simgpu", "tests", "support")
         (self.root / shared).mkdir(parents=True)
-        for path in (ROOT / shared).glob("limits*.py"):
-            shutil.copy(path, self.root / shared)
-        for name in ("__init__.py", "lesson_rules.py"):
+        for name in ("checkout.py", "limits.py", "limits_plugin.py"):
+            shutil.copy(ROOT / shared / name, self.root / shared)
+        for name in ("__init__.py", "lesson_rules.py", "lessons.py"):
             shutil.copy(ROOT / "tests" / name, self.root / "tests")
 
     def add(self, name: str, *cells: str | NotebookNode) -> Path:

@@ -129,3 +129,9 @@ def test_the_line_of_a_cell_that_raised_has_its_exception(course, pytester):
     text = done.stdout.str()
     assert "once more" not in text
     assert "01, cell 0: ValueError: no such rank (torch" in text
+
+
+def test_a_file_that_cannot_be_collected_is_an_error_and_no_more(course, pytester):
+    (course.root / "notebooks" / "01.ipynb").write_text("{")
+    done = pytester.runpytest_inprocess(*PLAIN, "notebooks")
+    done.assert_outcomes(errors=1)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from nbformat.v4 import new_output
+from nbformat.v4 import new_code_cell, new_output
 
 from support.limits import JOB
 from tests.harness.small_course import (
@@ -220,3 +220,27 @@ def test_a_run_of_everything_leaves_slow_tests_out(run, course, options, ran):
     _, done = run(*options)
     passed = re.findall(r"^PASSED .*::(\w+)", done.stdout.str(), re.M)
     assert sorted(passed) == ran
+
+
+def test_a_lesson_that_a_reader_has_worked_in_is_run_and_not_compared(course, run):
+    answer = cell("check()\n1 / 0", stream("exercise 01.1: right"), tag="exercise")
+    own = new_code_cell("[].pop()", id="a1b2c3d4")
+    lesson = cell("7", result(html="8")), answer, own
+    for number, part in enumerate(lesson[:2]):
+        part.id = f"01-{number:02}"
+    course.add("01-a", *lesson)
+    found, done = run()
+    assert found == {
+        "01-a Cell 0": "PASSED", "01-a Cell 1": "PASSED", "01-a Cell 2": "PASSED"
+    }  # fmt: skip
+    done.assert_outcomes(passed=3, skipped=1)  # its budget
+    assert "somebody has worked in this lesson" in done.stdout.str()
+
+
+def test_a_cell_of_the_course_that_fails_there_is_an_error_as_ever(course, run):
+    answer = cell("7", stream("exercise 01.1: wrong"), tag="exercise")
+    fails = cell("1 / 0")
+    fails.id = "01-03"
+    course.add("01-a", answer, fails)
+    found, _ = run()
+    assert (found["01-a Cell 0"], found["01-a Cell 1"]) == ("PASSED", "FAILED")

@@ -14,7 +14,7 @@ import pytest
 from support.limits import SHORT
 from support.ports import free_port
 from support.waiting import wait
-from tests.harness import usage
+from tests.harness import files, usage
 from tests.harness.processes import MARK
 from tests.harness.usage import Sampler
 
@@ -79,6 +79,32 @@ accepted, address = both.accept()
 local = create_server(("127.0.0.1", 0))
 unbound = socket(type=SOCK_DGRAM)
 """
+
+
+def test_libraries_count_the_same_with_and_without_a_neighbour(mark, sampler):
+    loads = "import numpy, torch"
+    with running(loads, mark):
+        alone = usage._memory(sampler._members())
+        with running(loads, "another"):
+            beside = usage._memory(sampler._members())
+    assert alone > 100e6 and beside == pytest.approx(alone, rel=0.02)
+
+
+def test_shared_memory_is_that_of_the_marked(mark, sampler):
+    made = {who: f"{files.SHARED_MEMORY}/{who}-{mark}" for who in (mark, "another")}
+    try:
+        for who, path in made.items():
+            with running(f"file = open({path!r}, 'w')", who):
+                wait(
+                    lambda path=path: (
+                        sampler._looks.get(path) or path in sampler.shared
+                    ),
+                    "a look",
+                )
+        assert sampler.shared & set(made.values()) == {made[mark]}
+    finally:
+        for path in made.values():
+            os.unlink(path)
 
 
 def test_sockets_on_all_addresses_are_seen_and_those_on_loopback_are_not(mark, sampler):

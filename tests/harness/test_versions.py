@@ -3,13 +3,13 @@
 import json
 
 from tests.harness import versions
-from tests.launching import NOTEBOOKS
+from tests.lessons import lessons
 
 
 def test_every_cell_that_depends_on_pytorch_is_one_and_has_a_reason():
     cells = {
         cell["id"]
-        for path in NOTEBOOKS.glob("*.ipynb")
+        for path in lessons()
         for cell in json.loads(path.read_text("utf-8"))["cells"]
         if cell["cell_type"] == "code" and cell["outputs"]
     }

@@ -1,13 +1,20 @@
-"""Memory and sockets of all processes of a notebook, sampled while they run.
+"""Memory, sockets and shared memory of a notebook's processes, while they run.
 
 Linux only. A process belongs to a notebook if it has the notebook's mark in its
 environment (processes.py). Five times a second a `Sampler` adds up resident memory,
 which is cheap. Where that could mean a new peak, and every second or so, it reads the
-share of each process in the memory that they have in common (PSS), and its sockets. It
-takes about a fiftieth of a core.
+memory that is theirs, with what they share counted once, and their sockets. It takes
+about a fiftieth of a core.
 
-Leaves out: memory and sockets that come and go between two samples. The fault `network`
-of tests/tools/faults.py shows what no sample can, that nothing outside is needed.
+Other programs on this machine, such as the notebook beside it, change none of this:
+pages of files, which libraries are, count once, as in the process that has most of
+them, however many others have the same ones (a plain PSS falls with each neighbour and
+rises again when that ends). A file in /dev/shm is the notebook's if one of its
+processes has been seen to have it, or is named in it.
+
+Leaves out: memory, sockets and files in /dev/shm that come and go between two samples,
+and pages of files that another than the largest process has. The fault `network` of
+tests/tools/faults.py shows what no sample can, that nothing outside is needed.
 """
 
 import socket
@@ -19,6 +26,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.harness import files
 from tests.harness.processes import describe, find_processes
 
 # whether all that is read here is there; Linux in a sandbox may lack it, too
@@ -27,6 +35,7 @@ INTERVAL = 0.2  # seconds between two looks at resident memory
 RESOLVER = Path("/etc/resolv.conf")
 SHARE = 1 / 100  # of a core, for the close looks that come round by time
 STEP = 16 * 10**6  # bytes: so much more than the peak is worth a close look
+LOOKS = 3  # at who has a new file in /dev/shm; who makes one has it at once
 
 
 class Sampler(threading.Thread):
@@ -37,7 +46,8 @@ class Sampler(threading.Thread):
             start after this.
 
     Attributes:
-        peak: bytes; the most that they had at once, by PSS.
+        peak: bytes; the most that they had at once.
+        shared: files in /dev/shm that one of them has had, or that were made by one.
         outward: sockets that another machine could reach or that reach one, in words.
         stores: the same of torchrun, which always listens on all addresses.
         questions: sockets that ask a name server. `TCPStore` wants to know the name of
@@ -51,6 +61,8 @@ class Sampler(threading.Thread):
         self.outward: set[str] = set()
         self.stores: set[str] = set()
         self.questions: set[str] = set()
+        self.shared: set[str] = set()
+        self._looks = dict.fromkeys(files.shared_memory(), LOOKS)  # at each such file
         self._mark = mark
         self._others = set(psutil.pids())  # those that cannot have the mark
         self._stopped = threading.Event()
@@ -67,8 +79,10 @@ class Sampler(threading.Thread):
             raise self._error
 
     def note_sockets(self) -> None:
-        """Looks at the sockets now: before what a notebook has left is ended."""
-        for process in self._members():
+        """Looks at sockets and files now: before what a notebook has left is ended."""
+        members = self._members()
+        self._note_shared(members)
+        for process in members:
             self._note_sockets_of(process)
 
     def run(self) -> None:
@@ -81,11 +95,12 @@ class Sampler(threading.Thread):
 
     def _look(self) -> None:
         members = self._members()
-        resident = sum(_bytes(process, "rss") for process in members)
+        self._note_shared(members)
+        resident = sum(map(_resident, members))
         if resident < self._no_peak_below and time.monotonic() < self._due:
             return
         start = time.thread_time()
-        shares = sum(_bytes(process, "pss") for process in members)
+        shares = _memory(members)
         self.peak = max(self.peak, shares)
         self._no_peak_below = resident + self.peak - shares + STEP
         if time.monotonic() >= self._due:
@@ -97,6 +112,18 @@ class Sampler(threading.Thread):
     def _members(self) -> list[psutil.Process]:
         self._others &= set(psutil.pids())
         return find_processes(self._mark, self._others)
+
+    def _note_shared(self, members: list[psutil.Process]) -> None:
+        """Finds whose the files are that have appeared in /dev/shm."""
+        pids = {process.pid for process in members}
+        new = {p for p in files.shared_memory() if self._looks.get(p, 0) < LOOKS}
+        if not new - self.shared:
+            return
+        used = files.used_by(pids)
+        for path in new - self.shared:
+            self._looks[path] = self._looks.get(path, 0) + 1
+            if files.owner(path) in pids or files.identity(path) in used:
+                self.shared.add(path)
 
     def _note_sockets_of(self, process: psutil.Process) -> None:
         try:
@@ -124,19 +151,40 @@ class Sampler(threading.Thread):
             found.add(f"{kind} {where}, process {process.pid}: {describe(command)}")
 
 
-def _bytes(process: psutil.Process, kind: str) -> int:
-    """Returns the memory of a process; nothing if it has ended.
-
-    Args:
-        process: which.
-        kind: `rss`, with all that it shares with others (quick), or `pss`, where what
-            n processes share counts 1/n in each.
-    """
+def _resident(process: psutil.Process) -> int:
+    """Returns the memory of a process, with all that it shares (quick)."""
     try:
-        ask = process.memory_info if kind == "rss" else process.memory_full_info
-        return getattr(ask(), kind)
+        return process.memory_info().rss
     except (psutil.Error, OSError):
-        return 0
+        return 0  # it has ended
+
+
+def _memory(members: list[psutil.Process]) -> int:
+    """Returns the bytes of these together: what they share is counted once.
+
+    Of memory that is no file's, each has its share in what it shares with n - 1 others
+    of these (PSS); with programs that are not of these, it shares none. Of files, the
+    most that one has.
+    """
+    own, of_files = 0, 0
+    for process in members:
+        try:
+            folder = Path(f"/proc/{process.pid}")
+            lines = (folder / "smaps_rollup").read_text().splitlines()[1:]
+            lines += (folder / "status").read_text().splitlines()
+        except OSError:
+            continue  # it has ended
+        kB = {name: words for name, _, words in (line.partition(":") for line in lines)}
+        if "Pss_Anon" not in kB:  # Linux before 5.4 does not tell them apart
+            own += _number(kB["Pss"])
+            continue
+        own += _number(kB["Pss_Anon"]) + _number(kB["Pss_Shmem"])
+        of_files = max(of_files, _number(kB.get("RssFile", "0")))
+    return 1024 * (own + of_files)
+
+
+def _number(words: str) -> int:
+    return int(words.split()[0])
 
 
 def _is_loopback(address: str) -> bool:

@@ -19,6 +19,7 @@ import sys
 import time
 from pathlib import Path
 
+from tests.lessons import lessons
 from tests.tools.badges import REPOSITORY
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,7 +72,7 @@ def colab(work: Path) -> None:
         "GIT_CONFIG_KEY_0": f"url.file://{ROOT}.insteadOf",
         "GIT_CONFIG_VALUE_0": f"https://github.com/{REPOSITORY}.git",
     }
-    for lesson in sorted((ROOT / "notebooks").glob("*.ipynb")):
+    for lesson in lessons():
         alone = fresh(work / "content")
         shutil.copy(lesson, alone)
         environment = {**os.environ, **redirect, "HELPERS_GPUS": "simulated"}

@@ -41,6 +41,7 @@ from typing import BinaryIO
 from tests.harness import files
 from tests.harness.processes import MARK, end_processes
 from tests.harness.usage import Sampler
+from tests.lessons import lessons
 
 ROOT = Path(__file__).resolve().parents[2]
 FAULTS = ("twice", "user", "path", "home", "shm", "network", "memory")
@@ -288,7 +289,7 @@ def inside(arguments: argparse.Namespace) -> int:
         print(f"these faults do not hold here: {', '.join(sorted(missing))}")
         return 2
     print(f"these hold: {' '.join(arguments.only)}", flush=True)
-    names = [path.stem for path in sorted((ROOT / "notebooks").glob("*.ipynb"))]
+    names = [path.stem for path in lessons()]
     if arguments.lessons:
         names = [name for name in names if name[:2] in arguments.lessons]
     found = [words for name in names for words in sandbox.run(name)]

@@ -37,6 +37,7 @@ from tests.harness.kernels import kernel_settings
 from tests.harness.notebooks import SANITIZER
 from tests.harness.processes import end_processes, fix_environment, kernel_environment
 from tests.lesson_rules import CELL_METADATA, METADATA
+from tests.lessons import lessons
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS_PER_CELL = 180
@@ -210,7 +211,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("lessons", nargs="*", metavar="NN", help="numbers; none: all")
     parser.add_argument("--check", action="store_true", help="write nothing")
     args = parser.parse_args(arguments)
-    paths = sorted((ROOT / "notebooks").glob("*.ipynb"))
+    paths = lessons()
     if unknown := set(args.lessons) - {path.name[:2] for path in paths}:
         parser.error(f"no lesson has the number {', '.join(sorted(unknown))}")
     if args.lessons:

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from support import checkout
 from tests.harness.small_course import ROOT
 from tests.tools import elsewhere, faults, regenerate
 
@@ -28,10 +29,10 @@ def test_a_tool_is_a_command(monkeypatch, capsys):
 
 
 def test_the_readme_lists_every_command():
-    tools = {f.stem for f in (ROOT / "tests/tools").glob("[!_]*.py")}
-    scripts = {f.stem for f in (ROOT / "tests/benchmarks").glob("[!_]*.py")}
+    tools = {f.stem for f in checkout.here(ROOT / "tests/tools", "[!_]*.py")}
+    scripts = {f.stem for f in checkout.here(ROOT / "tests/benchmarks", "[!_]*.py")}
     scripts |= {"fidelity", "allocator"}
-    scripts |= {f.stem for f in (ROOT / "simgpu/tests/tools").glob("*.py")}
+    scripts |= {f.stem for f in checkout.here(ROOT / "simgpu/tests/tools", "*.py")}
     assert set(re.findall(r"python -m tests\.tools\.(\w+)", README)) == {
         name for name in tools if not name.startswith("test_")
     }

@@ -47,7 +47,9 @@ def read(folder: Path, kinds: tuple[str, ...] = KINDS) -> list[Recording]:
     Raises:
         ValueError: if there is no such folder, or no JSON file in it.
     """
-    paths = sorted(Path(folder).rglob("*.json"), key=lambda path: path.stem)
+    found = Path(folder).rglob("*.json")
+    paths = [path for path in found if ".ipynb_checkpoints" not in path.parts]
+    paths.sort(key=lambda path: path.stem)
     if not paths:
         raise ValueError(f"no recordings (*.json) in {folder}")
     return [recording for path in paths for recording in _read(path, kinds)]

@@ -35,7 +35,9 @@ VARIABLE = "SIMGPU_CARDS"  # names the file to processes that this one starts
 FILE = "cards"  # its name in a folder of a command or job
 CARDS_OF_NODE = 64  # numbers of cards that are kept for each node
 _HAS_PROC = os.path.exists("/proc/self/stat")
-_SECONDS = 10.0  # that one waits for the lock, which is held for microseconds
+# That one waits for the lock. It is held for microseconds, by a process that may have
+# to wait for a core.
+_SECONDS = 60.0
 _SHORTEST, _LONGEST = 2e-5, 1e-3  # seconds between two tries
 _STOPPED = (
     "another process of this program has been stopped while it asked for memory of a "

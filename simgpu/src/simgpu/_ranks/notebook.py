@@ -15,7 +15,7 @@ from simgpu import _frames as frames
 from simgpu._ranks import fork_server, pickling, worker
 from simgpu._ranks.job_memory import JobMemory
 from simgpu._ranks.rank_error import RankError, may_have_lost_connections
-from simgpu._ranks.remote_call import GRACE_SECONDS, RemoteCall
+from simgpu._ranks.remote_call import RemoteCall
 from simgpu._ranks.which_gpus import choose
 from simgpu._ranks.worker_group import WorkerGroup
 from simgpu._timing.job import JobTimeline
@@ -222,7 +222,7 @@ class Ranks:
         """
         call = RemoteCall(self._workers)
         call.send("barrier", None)
-        call.wait(GRACE_SECONDS)
+        call.wait(call.grace)
         return call.finish() == ""
 
     def _start(self) -> None:

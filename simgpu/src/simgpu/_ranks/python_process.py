@@ -14,7 +14,9 @@ from pathlib import Path
 from simgpu._loopback import LOOPBACK
 from simgpu._ranks.rank_error import RankError
 
-START_SECONDS = 60.0  # that a new process may take to report
+# That a new process may take to report. It imports PyTorch, which takes a minute from a
+# cold disk, or beside many others; one that ends instead is noticed at once.
+START_SECONDS = 300.0
 # The package is found before the function is unpickled, which imports its module.
 MAIN = (
     "import pickle, sys; sys.path.insert(0, sys.argv[1]); "

@@ -1,8 +1,9 @@
 """One call in all ranks: it is sent, the answers come in, or it fails.
 
 A call fails when a rank raises, when its process ends, or when it does not answer in
-time. The others then wait for it in a collective, so they are given `GRACE_SECONDS`
-and their stacks are taken.
+time. The others then wait for it in a collective, so they are given a moment and their
+stacks are taken: `GRACE_SECONDS`, or twice what these ranks took to come up if that is
+longer. On a machine that is slow or busy both are.
 """
 
 import contextlib
@@ -46,6 +47,11 @@ class RemoteCall:
         """Whether the ranks cannot go on as they are."""
         return bool(self.ended or self.hanging)
 
+    @property
+    def grace(self) -> float:
+        """Seconds in which a rank that can answer does, as fast as this machine is."""
+        return max(GRACE_SECONDS, 2 * self.workers.took)
+
     def send(self, kind: str, payload: object) -> None:
         """Send the work to every rank; see `worker.py` for what there is."""
         message = pickle.dumps((kind, payload))
@@ -63,7 +69,7 @@ class RemoteCall:
         end = time.monotonic() + seconds
         while unanswered := self._unanswered():
             if self._first_failure is not None:
-                end = min(end, self._first_failure + GRACE_SECONDS)
+                end = min(end, self._first_failure + self.grace)
             left = end - time.monotonic()
             if left <= 0:
                 return

@@ -40,7 +40,9 @@ from simgpu._timing.topology import Network, Topology
 
 _OURS = str(Path(__file__).parents[1]) + os.sep
 _LOOK = 0.5  # seconds between two looks at which ranks have ended
-_GRACE = 5.0  # seconds that the others have to end once a rank has failed
+# Seconds that the others have to end once a rank has failed. Where they are too short,
+# their words are missing from an error that is raised anyway.
+_GRACE = 5.0
 _NOT_FOUND = (
     "run_ranks needs a function that a new process can import, with arguments that "
     "can be pickled: define it at the top level of a module. ({})"

@@ -6,6 +6,7 @@ new `WorkerGroup` takes their place.
 
 import os
 import sys
+import time
 
 from simgpu._ranks import worker
 from simgpu._ranks.output import Output
@@ -28,6 +29,7 @@ class WorkerGroup(RankProcesses):
 
     Attributes:
         outputs: item r is what rank r prints.
+        took: seconds until they were up.
 
     Raises:
         RankError: if the ranks do not come up.
@@ -35,6 +37,8 @@ class WorkerGroup(RankProcesses):
 
     def __init__(self, size: int, gpus: Gpus | None, timeout: float, threads: int):
         super().__init__()
+        self.took = 0.0
+        begin = time.monotonic()
         self.outputs = [
             Output(rank, worker.output_file(self.folder, rank)) for rank in range(size)
         ]
@@ -50,6 +54,7 @@ class WorkerGroup(RankProcesses):
         try:
             self.start(worker.run_worker, size, settings, with_store=gpus is not None)
             self._wait_for_process_group()
+            self.took = time.monotonic() - begin
         except BaseException:
             self.close()
             raise
