@@ -328,9 +328,7 @@ def test(arguments: list[str]) -> int:
 
     Args:
         arguments: Options for pytest. Without any, the tests are shared out to
-            `WORKERS` processes, where there is more than one core, and a line says
-            every half minute how far they are (tests/harness/progress.py). What a
-            limit of time has failed runs once more (tests/harness/last_lines.py).
+            `WORKERS` processes, where there is more than one core.
     """
     set_up(LESSONS_VENV)
     if not arguments:
