@@ -10,7 +10,19 @@ from importlib import metadata
 STORED_WITH = "2.15"
 # cell (its id in the notebook): the first PyTorch that prints what is stored, and what
 # that one does otherwise
-SINCE: dict[str, tuple[str, str]] = {}
+SINCE = {
+    "18-36": (
+        "2.15",
+        "FSDP2 frees what it gathered last before it copies out the next layer; until "
+        "then, a local variable of `wait_for_unshard` keeps it a layer longer",
+    ),
+    "20-33": (
+        "2.15",
+        "a stage allocates a message's buffer as it arrives; until then, those of all "
+        "micro-batches stay from the first step on",
+    ),
+    "23-25": ("2.15", "the buffers of stages, as in 20-33: TP x PP and DDP x PP"),
+}
 
 
 def installed() -> str:
