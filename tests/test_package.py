@@ -99,6 +99,7 @@ def test_the_newest_pytorch_is_the_same_wherever_it_is_named():
         "simgpu/src/simgpu/_compat.py": r"NEWEST = .*\((\d+, \d+)\)  #",
         "requirements.txt": r"(?m)^torch>=([\d.]+),.*>= \"3.11\"$",
         "simgpu/README.md": r"tested with .* and (\d+\.\d+);",
+        "tests/harness/versions.py": r"STORED_WITH = \"([\d.]+)\"",
         ".github/workflows/tests.yml": r"session: \[.*tests-([\d.]+)\]",
     }
     named = {path: said(path, pattern) for path, pattern in others.items()}
