@@ -98,11 +98,24 @@ def test_the_newest_pytorch_is_the_same_wherever_it_is_named():
         "simgpu/src/simgpu/_compat.py": r"NEWEST = .*\((\d+, \d+)\)  #",
         "requirements.txt": r"(?m)^torch>=([\d.]+),.*>= \"3.11\"$",
         "simgpu/README.md": r"tested with .* and (\d+\.\d+);",
-        ".github/workflows/tests.yml": r"session: \[tests-([\d.]+)\]",
+        "tests/harness/versions.py": r"STORED_WITH = \"([\d.]+)\"",
+        ".github/workflows/tests.yml": r"session: \[.*tests-([\d.]+)\]",
     }
     named = {path: said(path, pattern) for path, pattern in others.items()}
     assert named == dict.fromkeys(others, newest)
     assert (major, minor - 1) == newest
+
+
+def test_each_pytorch_that_the_readme_names_has_a_row_that_compares_the_lessons():
+    noxfile = (ROOT / "noxfile.py").read_text(encoding="utf-8")
+    lines = re.findall(r"(?m)^(?:TORCHS|NEWEST) = .*", noxfile)
+    tested = sorted(re.findall(r"\"([\d.]+)\"", " ".join(lines)))
+    readme = (ROOT / "simgpu/README.md").read_text(encoding="utf-8")
+    workflow = (ROOT / ".github/workflows/tests.yml").read_text(encoding="utf-8")
+    assert f"tested with {', '.join(tested[:-1])} and {tested[-1]};" in readme
+    rows = ", ".join(f"tests-{version}" for version in tested)
+    assert f"session: [{rows}]\n" in workflow
+    assert "lax" not in noxfile
 
 
 @pytest.mark.parametrize("name", ["Ranks", "need_gpus", "check"])
