@@ -50,7 +50,7 @@ LESSONS_NEED = ("numpy", "matplotlib", "ipywidgets", "psutil", "cloudpickle")
 BIN = "Scripts" if WINDOWS else "bin"
 LOCK = ROOT / ".venv.lock"
 
-WORKERS = 3  # of a test run, which often waits; a lesson needs up to 1.5 GB in each
+WORKERS = 3  # of a test run, which often waits; a lesson needs up to 1.2 GB in each
 LITTLE_SPACE = 50_000_000  # bytes; below that a failed step is blamed on the disk
 
 # How pip says that it could not reach a package index.

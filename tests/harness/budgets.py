@@ -24,8 +24,7 @@ from tests.harness.usage import Sampler
 # PyTorch built for CUDA: a process that imports it takes some 150 MB more
 _PYTORCH = Path(importlib.util.find_spec("torch").origin).parent
 CUDA = any(_PYTORCH.glob("lib/*torch_cuda.*"))
-# bytes of all processes of a notebook together; 1.3 were seen with 2.13 for the CPU
-MEMORY = 2.4e9 if CUDA else 1.5e9
+MEMORY = 2.4e9 if CUDA else 1.2e9  # bytes of all processes of a notebook together
 SECONDS = JOB  # nearly twice what the slowest computed on the slowest machine: 160 s
 # a notebook whose code says so may ask a name server: see `Sampler.questions`
 STORE = re.compile(
