@@ -16,6 +16,7 @@ from simgpu._distributed import (
     flight_entries,
     flight_recorder,
     operations,
+    profiling,
     work,
 )
 from simgpu._distributed import exchange as exchanges
@@ -55,6 +56,7 @@ def run_functional(call: Call):
     checks.check_dtype(kind, inputs, gpu)
     if communicator.fingerprints is not None and kind in _COMPARED:
         communicator.fingerprints.compare(_COMPARED[kind], (inputs,))
+    profiling.note(name, inputs, _group(named))
     outputs = [
         run(_Functional(call, communicator, gpu, named), tensor) for tensor in inputs
     ]
@@ -86,6 +88,7 @@ def run_shard_dim_alltoall(call: Call):
     taken = f.on_gpu(lambda: [torch.empty_like(part) for part in given])
     with exchanges.plain():
         exchange = exchanges.all_to_all(f.size, f.rank, taken, given)
+    profiling.note("alltoall_", given, _group(named))
     launched = collectives.launch(call.runtime, communicator, gpu, exchange)
     if communicator.record is not None:
         sides = [flight_entries.told(one) for one in (given, taken)]
@@ -109,11 +112,14 @@ def run_check_for_nan(call: Call):
     return call.run_on(call.common_gpu())
 
 
-def _communicator(named: dict):
-    """Of the group among the arguments, which is given itself or by its name."""
+def _group(named: dict):
+    """The group among the arguments, which is given itself or by its name."""
     group = named.get("group_name")
-    if isinstance(group, str):
-        group = process_group_named(group)
+    return process_group_named(group) if isinstance(group, str) else group
+
+
+def _communicator(named: dict):
+    group = _group(named)
     return None if group is None else communicator_of(group)
 
 
