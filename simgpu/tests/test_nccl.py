@@ -9,6 +9,7 @@ from datetime import timedelta
 import numpy
 import pytest
 import torch
+import torch._C._distributed_c10d as torch_C
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
@@ -531,6 +532,21 @@ def test_what_the_simulator_copies_is_not_in_a_profile(group):
         torch.cuda.synchronize()
     host = {e.key for e in found.key_averages() if e.device_type == DeviceType.CPU}
     assert {name for name in host if name.startswith("aten::")} == set()
+
+
+def test_pytorch_counts_collectives_that_nobody_waited_for(group):
+    """It warns of them when the process ends."""
+    ops, size = torch.ops._c10d_functional, torch_C._get_work_registry_size
+    before = size()
+    waited = ops.all_reduce(ones(3), "sum", group.group_name)
+    left = ops.all_gather_into_tensor(ones(3), 1, group.group_name)
+    assert size() == before + 2
+    ops.wait_tensor(waited)
+    assert size() == before + 1
+    assert functional.all_reduce(ones(3), "sum", group).add(1).tolist() == [2] * 3
+    assert size() == before + 1
+    ops.wait_tensor(left)
+    assert size() == before
 
 
 # -- where ranks meet ------------------------------------------------------------------

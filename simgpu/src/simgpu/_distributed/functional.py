@@ -5,7 +5,7 @@ They return new tensors, and `wait_tensor` makes the current stream wait for one
 
 import torch
 
-from simgpu._compat import process_group_named
+from simgpu._compat import FakeWork, process_group_named, register_work
 from simgpu._dispatch.mode import modes_in_this_thread
 from simgpu._dispatch.operation import handles
 from simgpu._dispatch.operation_call import Call
@@ -149,6 +149,7 @@ class _Functional:
                 (flight_entries.told(given), flight_entries.told(output)), [launched],
             )  # fmt: skip
         memory_of(output).awaited = work.Launched([launched], [output])
+        register_work(output, FakeWork())  # PyTorch warns of what nobody has waited for
         return output
 
     def on_gpu(self, make) -> torch.Tensor:
@@ -248,4 +249,6 @@ def _wait(call: Call):
         if memory.awaited is not None:
             awaited, memory.awaited = memory.awaited, None
             awaited.wait()
+            with exchanges.plain():  # PyTorch's registry is told
+                torch.ops._c10d_functional.wait_tensor(tensor)
     return given
