@@ -88,10 +88,9 @@ def parse_results(self, result, *args, **kwargs):
          started + int(e.time_range.end * 1e3))
         for e in events if e.is_user_annotation
     ]  # fmt: skip
-    on_gpu = [
-        *map(_kernel, launches),
-        *map(_range, profiler_trace.ranges(launches, marks)),
-    ]
+    on_gpu = [*map(_kernel, launches)]
+    if self.use_cpu:  # it is the host that tells of ranges
+        on_gpu += map(_range, profiler_trace.ranges(launches, marks))
     for number, event in enumerate(on_gpu, 1):
         event.id = -number
     _book(launches, events, started)

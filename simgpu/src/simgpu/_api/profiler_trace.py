@@ -169,8 +169,9 @@ def complete(trace: dict, recording: Recording, with_host: bool) -> None:
         for row in outer
         if row["cat"] == "user_annotation" and not row["name"].startswith("nccl:")
     ]  # fmt: skip
-    added += [_range_row(found, begin) for found in ranges(launches, marks)]
-    if not with_host:
+    if with_host:  # it tells of ranges
+        added += [_range_row(found, begin) for found in ranges(launches, marks)]
+    else:
         host = [row for row in host if row.get("cat") not in _HOST]
     trace["traceEvents"] = host + added
     trace["deviceProperties"] = [
