@@ -3,12 +3,14 @@
 import functools
 import re
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.modules import rnn
 
 import simgpu
 from simgpu import _runtime as state
@@ -263,6 +265,26 @@ def recurrent(kind, packed=False, **options):
     module = kind(3, 4, batch_first=True, **options)
     x = torch.randn(2, 5, 3, requires_grad=True)
     return module.cuda(), x.detach().cuda().requires_grad_()
+
+
+@RECURRENT
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}])
+def test_weights_of_an_rnn_are_one_buffer_and_pytorch_says_if_not(kind, options):
+    module, x = recurrent(kind, **options)
+    words = "RNN module weights are not part of single contiguous chunk of memory"
+    assert len({w.untyped_storage().data_ptr() for w in module.parameters()}) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        expected = module(x)[0]
+    module.weight_hh_l0.data = module.weight_hh_l0.data.clone()
+    with pytest.warns(UserWarning, match=words) as found:
+        assert torch.equal(module(x)[0], expected)
+    assert found[0].filename == rnn.__file__
+    module.flatten_parameters()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(module(x)[0], expected)
+        kind(3, 4, batch_first=True, device="cuda", **options)(x)
 
 
 @RECURRENT

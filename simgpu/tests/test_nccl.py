@@ -9,10 +9,14 @@ from datetime import timedelta
 import numpy
 import pytest
 import torch
+import torch._C._distributed_c10d as torch_C
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import nn
+from torch.autograd import DeviceType
 from torch.distributed import ReduceOp
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.profiler import profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import simgpu
@@ -462,6 +466,87 @@ def test_the_profiler_sees_each_collective_once(group):
     assert events.keys() == {"nccl:all_reduce", "nccl:broadcast"}
     assert events["nccl:all_reduce"].input_shapes == [[2, 3]]
     assert all(event.is_async for event in events.values())
+
+
+@pytest.mark.parametrize(
+    ("call", "kernel", "elements"),
+    [
+        (lambda: dist.all_reduce(ones(6)), "AllReduce_Sum_f32_RING_LL", (6, 6)),
+        (
+            lambda: dist.all_reduce(ones(6, dtype=torch.bfloat16), ReduceOp.MAX),
+            "AllReduce_Sum_bf16_RING_LL",
+            (6, 6),
+        ),
+        (
+            lambda: dist.all_reduce(ones(6, dtype=torch.int64)),
+            "AllReduce_Sum_u64_RING_LL",
+            (6, 6),
+        ),
+        (
+            lambda: dist.all_gather_into_tensor(ones(6), ones(6)),
+            "AllGather_RING_LL",
+            (6, 6),
+        ),
+        (
+            lambda: dist.reduce_scatter_tensor(ones(6), ones(6)),
+            "ReduceScatter_Sum_f32_RING_LL",
+            (6, 6),
+        ),
+        (lambda: dist.broadcast(ones(6), 0), "Broadcast_RING_LL", (6, 6)),
+        (lambda: dist.all_to_all_single(ones(6), ones(6)), "SendRecv", (6, 6)),
+        (
+            lambda: functional.all_reduce(ones(6), "sum", dist.group.WORLD).wait(),
+            "AllReduce_Sum_f32_RING_LL",
+            (6, 6),
+        ),
+        (dist.barrier, "AllReduce_Sum_f32_RING_LL", (0, 0)),
+    ],
+)
+def test_a_profile_names_the_kernels_of_nccl(group, tmp_path, call, kernel, elements):
+    with profile() as found:
+        call()
+    path = tmp_path / "trace.json"
+    found.export_chrome_trace(str(path))
+    rows = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    (row,) = [r for r in rows if r.get("cat") == "kernel" and "nccl" in r["name"]]
+    assert row["name"] == f"ncclDevKernel_{kernel}"
+    (told,) = [r["args"] for r in rows if r["name"] == "record_param_comms"]
+    for about in (row["args"], told):
+        assert (about["In msg nelems"], about["Out msg nelems"]) == elements
+        assert about["Group size"] == 1 and about["Process Group Name"] == "0"
+        assert about["Process Group Description"] == "default_pg"
+    ranges = [r for r in rows if r["name"] == f"nccl:{told['Collective name']}"]
+    assert [r["cat"] for r in ranges] == ["user_annotation", "gpu_user_annotation"]
+    on_gpu = {
+        e.key: e for e in found.key_averages() if e.device_type == DeviceType.CUDA
+    }
+    assert on_gpu[ranges[0]["name"]].device_time_total > 0
+    assert on_gpu[row["name"]].device_time_total == pytest.approx(row["dur"])
+
+
+def test_what_the_simulator_copies_is_not_in_a_profile(group):
+    x, y = ones(6), ones(6)
+    with profile() as found:
+        dist.all_reduce(x)
+        dist.all_gather_into_tensor(y, x)
+        torch.cuda.synchronize()
+    host = {e.key for e in found.key_averages() if e.device_type == DeviceType.CPU}
+    assert {name for name in host if name.startswith("aten::")} == set()
+
+
+def test_pytorch_counts_collectives_that_nobody_waited_for(group):
+    """It warns of them when the process ends."""
+    ops, size = torch.ops._c10d_functional, torch_C._get_work_registry_size
+    before = size()
+    waited = ops.all_reduce(ones(3), "sum", group.group_name)
+    left = ops.all_gather_into_tensor(ones(3), 1, group.group_name)
+    assert size() == before + 2
+    ops.wait_tensor(waited)
+    assert size() == before + 1
+    assert functional.all_reduce(ones(3), "sum", group).add(1).tolist() == [2] * 3
+    assert size() == before + 1
+    ops.wait_tensor(left)
+    assert size() == before
 
 
 # -- where ranks meet ------------------------------------------------------------------

@@ -46,7 +46,8 @@ def test_device_times_are_those_of_the_simulated_clock(profiled):
     found, log = profiled
     averages = {(row.key, row.device_type): row for row in found.key_averages()}
     total = sum(event.end - event.start for event in log) * 1e6
-    kernels = [r for (_, kind), r in averages.items() if kind == DeviceType.CUDA]
+    on_gpu = [r for (_, kind), r in averages.items() if kind == DeviceType.CUDA]
+    kernels = [row for row in on_gpu if not row.is_user_annotation]
     assert sum(r.self_device_time_total for r in kernels) == pytest.approx(total)
     addmm = sum(e.end - e.start for e in log if e.name == "addmm") * 1e6
     operation = averages["aten::addmm", DeviceType.CPU]
@@ -80,6 +81,66 @@ def test_a_trace_shows_the_gpu(profiled, tmp_path):
     assert "cuda:0 (simulated time)" in json.dumps(trace)
 
 
+@pytest.fixture
+def trace(profiled, tmp_path):
+    profiled[0].export_chrome_trace(str(tmp_path / "trace.json"))
+    return json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))
+
+
+def of_kind(trace, *kinds):
+    return [row for row in trace["traceEvents"] if row.get("cat") in kinds]
+
+
+def test_a_trace_says_which_call_launched_what(trace):
+    """What readers of traces join: by correlation, and by arrows."""
+    on_gpu = {
+        r["args"]["correlation"]: r for r in of_kind(trace, "kernel", "gpu_memcpy")
+    }
+    calls = {r["args"]["correlation"]: r for r in of_kind(trace, "cuda_runtime")}
+    assert len(on_gpu) == len(of_kind(trace, "kernel", "gpu_memcpy")) > 0
+    assert on_gpu.keys() == calls.keys()
+    operations = {r["args"]["External id"]: r for r in of_kind(trace, "cpu_op")}
+    for number, row in on_gpu.items():
+        copies = row["cat"] == "gpu_memcpy"
+        name = "cudaMemcpyAsync" if copies else "cudaLaunchKernel"
+        assert calls[number]["name"] == name
+        outer = operations[row["args"]["External id"]]
+        assert calls[number]["args"]["External id"] == row["args"]["External id"]
+        assert outer["ts"] <= calls[number]["ts"] <= outer["ts"] + outer["dur"]
+        assert (row["pid"], row["tid"]) == (
+            row["args"]["device"],
+            row["args"]["stream"],
+        )
+    arrows = of_kind(trace, "ac2g")
+    for end, rows in (("s", calls), ("f", on_gpu)):
+        found = {
+            r["id"]: (r["pid"], r["tid"], r["ts"]) for r in arrows if r["ph"] == end
+        }
+        assert found == {n: (r["pid"], r["tid"], r["ts"]) for n, r in rows.items()}
+    assert [card["id"] for card in trace["deviceProperties"]] == [0]
+
+
+def test_a_range_has_one_on_the_gpu_without_its_backward(trace):
+    """The engine runs it in a thread of its own, where no range is open."""
+    (found,) = of_kind(trace, "gpu_user_annotation")
+    work = of_kind(trace, "kernel", "gpu_memcpy")
+    names = [row["name"] for row in work]
+    forward = work[: names.index("ones_like") + 1]
+    assert names.index("ones_like") + 1 < len(names)
+    assert found["name"] == "step" and found["ts"] == forward[0]["ts"]
+    end = forward[-1]["ts"] + forward[-1]["dur"]
+    assert found["ts"] + found["dur"] == pytest.approx(end, abs=1e-3)
+
+
+def test_a_trace_of_the_gpus_alone_has_no_rows_of_the_host(tmp_path):
+    x = torch.ones(3, device="cuda")
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        x + 1
+    found.export_chrome_trace(str(tmp_path / "trace.json"))
+    trace = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))
+    assert of_kind(trace, "cpu_op") == [] != of_kind(trace, "kernel", "cuda_runtime")
+
+
 def test_a_schedule_writes_a_trace_of_each_cycle(tmp_path):
     layer, x = nn.Linear(8, 8, device="cuda"), torch.ones(4, 8)
     handler = torch.profiler.tensorboard_trace_handler(str(tmp_path))
@@ -95,7 +156,7 @@ def test_a_schedule_writes_a_trace_of_each_cycle(tmp_path):
 
 def test_a_profile_of_the_gpus_alone_has_no_rows_of_the_host():
     x = torch.ones(3, device="cuda")
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
+    with profile(activities=[ProfilerActivity.CUDA]) as found, record_function("mine"):
         x + 1
     assert [row.key for row in found.key_averages()] == ["add"]
 

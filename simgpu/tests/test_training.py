@@ -305,6 +305,20 @@ def test_data_loaders_pin_for_gpus(workers):
     assert torch.empty(2, pin_memory=True).is_pinned()
 
 
+def test_autograd_notices_what_foreach_has_changed():
+    x = torch.ones(3, device=1, requires_grad=True)
+    y = x.exp()
+    with torch.no_grad():
+        torch._foreach_mul_([y.detach()], 2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    with torch.inference_mode():
+        kept = [torch.ones(2, device=1)]
+        torch._foreach_add_(kept, 1)
+    with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
+        torch._foreach_add_(kept, 1)
+
+
 def test_each_gpu_has_its_own_random_numbers():
     torch.manual_seed(0)
     first, second = torch.rand(3, device=1), torch.rand(3, device=1)

@@ -153,6 +153,8 @@ NAMES: dict[str, dict[str, str]] = {
         "SymmetricMemory": "torch._C._distributed_c10d._SymmetricMemory",
         "FakeProcessGroup": "torch._C._distributed_c10d.FakeProcessGroup",
         "Work": "torch._C._distributed_c10d.Work",
+        "FakeWork": "torch._C._distributed_c10d.FakeWork",
+        "register_work": "torch._C._distributed_c10d._register_work",
         "ErrorType": "torch._C._distributed_c10d.ErrorType",
         "work_from_future": "torch._C._distributed_c10d._create_work_from_future",
         "process_group_named": "torch._C._distributed_c10d._resolve_process_group",

@@ -1,19 +1,20 @@
 """PyTorch's profiler: `torch.profiler.profile`, and what `torch.autograd.profiler` has.
 
 Models: the host's part is PyTorch's own, in real time. Work of the GPUs is the
-simulated clock's: each kernel and copy becomes an event of the profile and is booked to
-the operation that launched it, so that tables and traces have device times. Ranges for
-NVTX and `torch.cuda.profiler.start()` go nowhere, as where no profiler is attached.
-Memory of the GPUs is in `profiler_memory.py`. Leaves out: the memory timeline, CUDA's
-own calls such as `cudaLaunchKernel`, and that the two times fit together: a trace shows
-the GPUs from the start of the profile on, in simulated time.
+simulated clock's: each kernel, copy and collective becomes an event of the profile and
+is booked to the operation that launched it, so that tables and traces have device
+times; a range of the program has one on each stream for which it launched work. A
+trace has what `profiler_trace.py` adds. NVTX's ranges and `torch.cuda.profiler.start()`
+go nowhere, as where no profiler is attached. Memory of the GPUs is in
+`profiler_memory.py`. Leaves out: the memory timeline, names of kernels other than
+NCCL's, rows of CUDA's own calls in tables, and that the two times fit together: a trace
+shows the GPUs from the start of the profile on, in simulated time.
 
 A profile of CUDA in a build without CUDA would print an error for every operation, so
 PyTorch's C++ is asked for the host alone.
 """
 
 import json
-import time
 
 import torch
 from torch.autograd import DeviceType, ProfilerActivity, ProfilerState
@@ -21,42 +22,23 @@ from torch.autograd.profiler import emit_nvtx, profile
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
 from simgpu import _runtime as state
+from simgpu._api import profiler_trace
 from simgpu._api.patch import Patch, patches
 from simgpu._api.profiler_memory import MemoryRecording, Result
+from simgpu._api.profiler_trace import Launch, Recording, index_of, kernel_name
 from simgpu._compat import raw_parse_kineto_results, raw_start_trace
 from simgpu._errors import NotSimulated
 
 ACTIVITIES = {ProfilerActivity.CPU, ProfilerActivity.CUDA}
-_MODE = "PythonDispatchMode"  # a row for each operation that our mode sees
 _NOTE = (
     "CUDA times are simulated (simgpu.timeline() has them, too); CPU times are this "
     "machine's.\n"
 )
-_PROCESS = 1_000_000  # of the first GPU in a trace; real processes have smaller numbers
 _raw_init = profile.__init__
 _raw_exit = profile.__exit__
 _raw_export = profile.export_chrome_trace
 _raw_table = EventList.table
 _raw_export_memory_timeline = torch.profiler.profile.export_memory_timeline
-
-
-class _Recording:
-    """What the clock logs during a profile, with the real time at which it does."""
-
-    def __init__(self, clock):
-        self.clock = clock
-        self.started = clock.host  # simulated seconds
-        self.events: list[tuple[int, object]] = []  # real ns, event
-        self.memory: MemoryRecording | None = None  # if that is profiled, too
-
-    def append(self, event) -> None:
-        self.events.append((time.time_ns(), event))
-
-    def finish(self) -> None:
-        others = [r for r in self.clock.recordings if r is not self]
-        self.clock.recordings[:] = others
-        if self.memory is not None:
-            self.memory.finish()
 
 
 # -- the profile -----------------------------------------------------------------------
@@ -75,7 +57,7 @@ def start_trace(self):
     raw_start_trace(self)
     if self.use_device == "cuda":
         clock = state.current().clock
-        self._simgpu = _Recording(clock)
+        self._simgpu = Recording(clock)
         clock.recordings.append(self._simgpu)
         if self.profile_memory:
             self._simgpu.memory = MemoryRecording(state.current().gpus)
@@ -98,63 +80,56 @@ def parse_results(self, result, *args, **kwargs):
     events = raw_parse_kineto_results(self, result, *args, **kwargs)
     if recording is None:
         return events
-    events = _without_modes(events)
-    on_gpu = _device_events(recording)
-    _book(recording, events, result.trace_start_ns())
+    events = _of_the_program(events)
+    started = result.trace_start_ns()
+    launches = recording.launches()
+    marks = [
+        (e.name, started + int(e.time_range.start * 1e3),
+         started + int(e.time_range.end * 1e3))
+        for e in events if e.is_user_annotation
+    ]  # fmt: skip
+    on_gpu = [*map(_kernel, launches)]
+    if self.use_cpu:  # it is the host that tells of ranges
+        on_gpu += map(_range, profiler_trace.ranges(launches, marks))
+    for number, event in enumerate(on_gpu, 1):
+        event.id = -number
+    _book(launches, events, started)
     if not self.use_cpu:
         events = []
     return sorted([*events, *on_gpu], key=lambda e: (e.time_range.start,))
 
 
-def _without_modes(events: list) -> list:
-    """Without rows of modes, and what ours runs again under the same name."""
-    kept, stacks = [], {}  # thread -> [(event, name that it runs again)]
-    for event in events:
-        stack = stacks.setdefault(event.thread, [])
-        while stack and stack[-1][0].time_range.end < event.time_range.end:
-            stack.pop()
-        parent, again = stack[-1] if stack else (None, None)
-        if event.name == _MODE:
-            again = parent and parent.name
-        elif event.name != again:
-            again = None
-            kept.append(event)
-        stack.append((event, again))
-    return kept
+def _of_the_program(events: list) -> list:
+    """Without rows of modes, what ours runs again, and what the simulator runs."""
+    spans = [(e.thread, e.time_range.start, e.time_range.end, e.name) for e in events]
+    return [events[i] for i in profiler_trace.of_the_program(spans)]
 
 
-def _device_events(recording: _Recording) -> list[FunctionEvent]:
-    """The work of the GPUs as events of a profile; times are in µs."""
-    found = []
-    for number, (_, event) in enumerate(recording.events, 1):
-        start = (event.start - recording.started) * 1e6
-        found.append(
-            FunctionEvent(
-                id=-number, name=_kernel_name(event), thread=event.stream,
-                start_us=start, end_us=start + (event.end - event.start) * 1e6,
-                use_device="cuda", device_type=DeviceType.CUDA,
-                device_index=int(event.device.removeprefix("cuda:")),
-                device_resource_id=event.stream, stack=[], input_shapes=[],
-            )
-        )  # fmt: skip
-    return found
+def _kernel(launch: Launch) -> FunctionEvent:
+    event = launch.event
+    return _on_gpu(kernel_name(launch), event.device, event.stream, *launch.span)
 
 
-def _kernel_name(event) -> str:
-    if event.kind != "copy":
-        return event.name
-    ends = ["H" if end == "cpu" else "D" for end in (event.source, event.target)]
-    return f"Memcpy {ends[0]}to{ends[1]}"
+def _range(found: profiler_trace.Range) -> FunctionEvent:
+    return _on_gpu(*found, is_user_annotation=True)
 
 
-def _book(recording: _Recording, events: list, trace_start_ns: int) -> None:
+def _on_gpu(name: str, device: str, stream: int, start: float, end: float,
+            **more) -> FunctionEvent:  # fmt: skip
+    """Work of a GPU as an event of a profile; times are in µs."""
+    return FunctionEvent(
+        id=0, name=name, thread=stream, start_us=start, end_us=end, use_device="cuda",
+        device_type=DeviceType.CUDA, device_index=index_of(device),
+        device_resource_id=stream, stack=[], input_shapes=[], **more,
+    )  # fmt: skip
+
+
+def _book(launches: list[Launch], events: list, trace_start_ns: int) -> None:
     """Add each kernel and copy to the innermost operation in which it was launched."""
     operations = iter([e for e in events if e.device_type == DeviceType.CPU])
     following, stack = next(operations, None), []
-    for real_ns, event in recording.events:
-        if event.kind == "collective":  # logged when its end is known, not launched
-            continue
-        runtime = (real_ns - trace_start_ns) / 1000
+    for launch in launches:
+        runtime = (launch.real_ns - trace_start_ns) / 1000
         while following is not None and following.time_range.start <= runtime:
             while stack and stack[-1].time_range.end < following.time_range.end:
                 stack.pop()
@@ -163,9 +138,9 @@ def _book(recording: _Recording, events: list, trace_start_ns: int) -> None:
         while stack and stack[-1].time_range.end < runtime:
             stack.pop()
         if stack:
-            index = int(event.device.removeprefix("cuda:"))
-            seconds = event.end - event.start
-            stack[-1].append_kernel(_kernel_name(event), index, seconds * 1e6)
+            start, end = launch.span
+            index = index_of(launch.event.device)
+            stack[-1].append_kernel(kernel_name(launch), index, end - start)
 
 
 # -- tables, traces --------------------------------------------------------------------
@@ -184,32 +159,9 @@ def export_chrome_trace(self, path, *args, **kwargs):
         return
     with open(path, encoding="utf-8") as file:
         trace = json.load(file)
-    rows = [row for row in trace["traceEvents"] if row.get("name") != _MODE]
-    starts = [row["ts"] for row in rows if row.get("ph") == "X"]
-    trace["traceEvents"] = rows + _rows(recording, min(starts, default=0.0))
+    profiler_trace.complete(trace, recording, with_host=self.use_cpu)
     with open(path, "w", encoding="utf-8") as file:
         json.dump(trace, file)
-
-
-def _rows(recording: _Recording, start: float) -> list[dict]:
-    """The GPUs' events as a trace has them, `start` being that of the profile."""
-    rows, named = [], set()
-    for _, event in recording.events:
-        index = int(event.device.removeprefix("cuda:"))
-        if index not in named:
-            named.add(index)
-            about = {"name": f"{event.device} (simulated time)"}
-            rows.append({"ph": "M", "name": "process_name", "pid": _PROCESS + index,
-                         "tid": 0, "args": about})  # fmt: skip
-        about = {"device": index, "stream": event.stream, "bytes": event.nbytes,
-                 "simulated": True}  # fmt: skip
-        rows.append({
-            "ph": "X", "cat": "gpu_memcpy" if event.kind == "copy" else "kernel",
-            "name": _kernel_name(event), "pid": _PROCESS + index, "tid": event.stream,
-            "ts": start + (event.start - recording.started) * 1e6,
-            "dur": (event.end - event.start) * 1e6, "args": about,
-        })  # fmt: skip
-    return rows
 
 
 def export_memory_timeline(self, path, device=None):

@@ -1,19 +1,28 @@
 """`nn.LSTM`, `nn.GRU` and `nn.RNN` by cuDNN: what it refuses.
 
 The CPU computes them step by step; on CUDA all steps are one operation of cuDNN, with
-one backward. Models: its refusals. Leaves out: what it keeps for backward, one buffer
-for all weights and the warning where they are not in one, and its time.
+one backward. Models: its refusals, one buffer for all weights, and the warning where
+they are not in one. Leaves out: what it keeps for backward, the copy of weights that
+are not in one buffer, and its time.
 
 Source: PyTorch's aten/src/ATen/native/cudnn/RNN.cpp, `use_cudnn` in
 aten/src/ATen/native/RNN.cpp, and `_cudnn_rnn` in tools/autograd/derivatives.yaml.
 """
 
+import itertools
+import warnings
+
 import torch
 
 from simgpu._compat import is_functorch_tensor, is_legacy_batchedtensor
-from simgpu._dispatch.placement import gpu_of, tensors_in
+from simgpu._dispatch.placement import gpu_of, storage_of, tensors_in
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_NOT_FLAT = (
+    "RNN module weights are not part of single contiguous chunk of memory. This means "
+    "they need to be compacted at every call, possibly greatly increasing memory "
+    "usage. To compact weights again call flatten_parameters()."
+)
 _DOUBLE_BACKWARD = (
     "the derivative for '_cudnn_rnn_backward' is not implemented. Double backwards is "
     "not supported for CuDNN RNNs due to limitations in the CuDNN API. To run double "
@@ -38,6 +47,8 @@ def _run(raw, input, *args, **kwargs):
     hidden, weights, *rest = args[len(before) :]
     is_training = rest[3]
     _check_hidden(tensors_in((hidden,)))
+    if not _are_flat(weights):
+        warnings.warn(_NOT_FLAT, stacklevel=2)
     if not torch.is_grad_enabled():
         return raw(input, *args)
     input = _without_double_backward(input)
@@ -53,6 +64,39 @@ def _run(raw, input, *args, **kwargs):
                 _check_training if is_training else _check_evaluation
             )
     return results
+
+
+def flatten_weight(weights, *shape) -> torch.Tensor:
+    """`torch._cudnn_rnn_flatten_weight`: weights become parts of one buffer.
+
+    Returns:
+        the buffer.
+    """
+    buffer = weights[0].new_empty(sum(weight.numel() for weight in weights))
+    for weight, offset in zip(weights, _offsets(weights), strict=True):
+        part = buffer[offset : offset + weight.numel()].view(weight.shape)
+        weight.set_(part.copy_(weight))
+    return buffer
+
+
+def _offsets(weights) -> list[int]:
+    """Where cuDNN has each weight: first all matrices, then all biases."""
+    order = sorted(range(len(weights)), key=lambda i: weights[i].dim() == 1)
+    ends = itertools.accumulate(weights[i].numel() for i in order)
+    begins = dict(zip(order, [0, *ends], strict=False))
+    return [begins[i] for i in range(len(weights))]
+
+
+def _are_flat(weights) -> bool:
+    """Whether all weights lie in one storage where cuDNN has them.
+
+    Python's `flatten_parameters` takes no bfloat16, and nothing is said of that here.
+    """
+    if not torch.backends.cudnn.is_acceptable(weights[0]):
+        return True
+    places = [weight.storage_offset() for weight in weights]
+    storages = {storage_of(weight).data_ptr() for weight in weights}
+    return len(storages) == 1 and places == _offsets(weights)
 
 
 def _takes(tensor) -> bool:

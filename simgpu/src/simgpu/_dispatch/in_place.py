@@ -28,6 +28,7 @@ from simgpu._device.gpu import Gpu
 from simgpu._dispatch.cpp_tensors import is_called_by_engine
 from simgpu._dispatch.operation import Operation, handles, operation_of
 from simgpu._dispatch.operation_call import Call
+from simgpu._dispatch.own_work import unseen
 from simgpu._dispatch.placement import memory_of, storage_of
 
 
@@ -114,7 +115,10 @@ def measure() -> None:
     global _measuring
     _measuring = True
     try:
-        with DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad():
+        with (
+            DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad(),
+            unseen(),
+        ):  # fmt: skip
             x = torch.ones(2, requires_grad=True)
             y = x.clone()
             # the engine adds two gradients of y; a formula puts one of x into zeros

@@ -1,16 +1,16 @@
 """Random numbers of each GPU.
 
 As on CUDA, what is drawn depends on the generator's seed and offset alone, and each
-draw moves the offset on. The numbers have the right distribution, but are not those
-that a real card draws.
+draw moves the offset on as far as there (`philox_offsets.py`). The numbers have the
+right distribution, but are not those that a real card draws.
 """
 
 import torch
 
 from simgpu._compat import Generator
+from simgpu._dispatch.philox_offsets import increment
 
 _MASK = 2**64 - 1
-_STEP = 4  # the offset is a multiple of it
 
 
 def draw(call, generator):
@@ -29,7 +29,7 @@ def draw(call, generator):
             finally:
                 host.set_state(before)
         drawn = out[0] if isinstance(out, (tuple, list)) else out
-        generator.offset += -(-max(drawn.numel(), 1) // _STEP) * _STEP
+        generator.offset += increment(call, drawn, generator.gpu.card)
     return out
 
 

@@ -4,6 +4,7 @@ Factories and copies have files of their own.
 """
 
 import torch
+from torch.autograd.graph import increment_version
 
 from simgpu._compat import DispatchKey, DispatchKeySet, SetExcludeDispatchKeyGuard
 from simgpu._dispatch.copies import log_copy
@@ -15,6 +16,11 @@ from simgpu._dispatch.operation_call import Call
 from simgpu._dispatch.placement import place_all, tensors_in
 from simgpu._errors import NotSimulated
 
+_OF_INFERENCE = (
+    "Inplace update to inference tensor outside InferenceMode is not allowed.You can "
+    "make a clone to get a normal tensor before doing inplace update.See "
+    "https://github.com/pytorch/rfcs/pull/17 for more details."
+)
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
 _OF_ANY_DEVICE = DispatchKey.CompositeExplicitAutogradNonFunctional
 _CONJUGATE = DispatchKey.Conjugate
@@ -25,7 +31,25 @@ _CUDA_KERNEL = DispatchKeySet(DispatchKey.CUDA)
 
 @handles("foreach")
 def foreach(call: Call):
-    """`torch._foreach_*` takes lists; each position may be on its own device."""
+    """`torch._foreach_*` takes lists; each position may be on its own device.
+
+    Those in place count what they write as changed, in their kernels and not before
+    (`increment_version` in ForeachBinaryOpList.cu and its kin): autograd asks for it,
+    and it refuses inference tensors.
+    """
+    __tracebackhide__ = True
+    results = _foreach(call)
+    name = call.operation.name
+    if name.startswith("_foreach_") and name.endswith("_"):
+        written = call.args[0]
+        increment_version(written)  # of inference tensors, Python's does nothing
+        if not torch.is_inference_mode_enabled():
+            if any(tensor.is_inference() for tensor in written):
+                raise RuntimeError(_OF_INFERENCE)
+    return results
+
+
+def _foreach(call: Call):
     __tracebackhide__ = True
     gpus = set(call.gpus)
     if len(gpus) == 1:

@@ -6,6 +6,7 @@ import threading
 import torch
 import torch.distributed as dist
 
+from simgpu._dispatch.own_work import unseen
 from simgpu._distributed import exchange as ex
 from simgpu._distributed import watchdog
 from simgpu._distributed.cluster import MOST_UNDER_WAY, Cluster, Header
@@ -103,7 +104,8 @@ class Collective:
     def post(self, exchange: ex.Exchange) -> None:
         """Tell the others what this rank gives and takes; by its maker's thread."""
         try:
-            self._post(exchange)
+            with unseen():
+                self._post(exchange)
         finally:
             self._lock.release()
 
@@ -200,7 +202,8 @@ class Collective:
             if not self.is_settled:
                 limit = self.channel.limit if limit is None else limit
                 try:
-                    self._settle(limit)
+                    with unseen():
+                        self._settle(limit)
                 except dist.DistBackendError as error:
                     watchdog.has_seen(self, error, limit)
                     raise

@@ -77,7 +77,7 @@ def run_collective(call: Call):
         found = operations.exchanges(call, group.size(), group.rank(), factor)
     flat = _flat_copy(name, args, gpu) if nccl.flattens(communicator) else None
     if profiling.is_on():
-        profiling.note(name, messages.given_by(name, args))
+        profiling.note(name, messages.given_by(name, args), group)
     is_async = _argument(call, "async_op", True)
     launched = [
         launch(call.runtime, communicator, gpu, exchange, is_async=is_async)
@@ -178,7 +178,7 @@ def _run_barrier(call: Call, communicator: Communicator):
         what = f"barrier ({called_from()})"
         communicator.connect(gpu, runtime.clock, what, guess=True)
     is_async = _argument(call, "async_op", True)
-    profiling.note("barrier", [])
+    profiling.note("barrier", [], messages.group_in(call.args))
     exchange = exchanges.barrier(len(communicator.ranks))
     launched = launch(runtime, communicator, gpu, exchange, is_async=is_async)
     if communicator.record is not None:
@@ -203,7 +203,7 @@ def _run_message(call: Call, communicator: Communicator, gpu):
         exchange = exchanges.send(tensor) if sends else exchanges.receive(tensor)
     channel = communicator.pair(*ends, sends)
     arrow = f"send {me}->{peer}" if sends else f"recv {me}<-{peer}"
-    profiling.note(arrow, [tensor])
+    profiling.note(arrow, [tensor], messages.group_in(call.args))
     if communicator.batch is not None:
         launched = _launch_in_batch(call.runtime, communicator, gpu, exchange, channel)
     else:
@@ -302,6 +302,8 @@ def launch(runtime, communicator: Communicator, gpu, exchange: exchanges.Exchang
             gpu, stream, current, title, exchange.nbytes, seconds, beside
         )
         launched = communicator.collective(channel, exchange, meeting, clock, where)
+        if profiling.is_on():
+            meeting.about = profiling.about(exchange, communicator, channel)
     launched.post(exchange)
     launched.begun, launched.position = begun, clock.record(*key)
     if stream != current:

@@ -16,6 +16,7 @@ from simgpu._compat import (
     DisableTorchFunction,
     StorageBase,
 )
+from simgpu._dispatch.own_work import unseen
 from simgpu._dispatch.placement import over
 
 _REFUSED = {
@@ -110,7 +111,7 @@ def plain() -> Iterator[None]:
     """Inside, tensors are what C++ knows of them, and nothing is simulated."""
     with (
         DisableTorchFunction(), DisableTorchDispatch(),
-        torch.no_grad(),
+        torch.no_grad(), unseen(),
     ):  # fmt: skip
         yield
 

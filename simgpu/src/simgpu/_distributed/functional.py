@@ -5,7 +5,7 @@ They return new tensors, and `wait_tensor` makes the current stream wait for one
 
 import torch
 
-from simgpu._compat import process_group_named
+from simgpu._compat import FakeWork, process_group_named, register_work
 from simgpu._dispatch.mode import modes_in_this_thread
 from simgpu._dispatch.operation import handles
 from simgpu._dispatch.operation_call import Call
@@ -16,6 +16,7 @@ from simgpu._distributed import (
     flight_entries,
     flight_recorder,
     operations,
+    profiling,
     work,
 )
 from simgpu._distributed import exchange as exchanges
@@ -55,6 +56,7 @@ def run_functional(call: Call):
     checks.check_dtype(kind, inputs, gpu)
     if communicator.fingerprints is not None and kind in _COMPARED:
         communicator.fingerprints.compare(_COMPARED[kind], (inputs,))
+    profiling.note(name, inputs, _group(named))
     outputs = [
         run(_Functional(call, communicator, gpu, named), tensor) for tensor in inputs
     ]
@@ -86,6 +88,7 @@ def run_shard_dim_alltoall(call: Call):
     taken = f.on_gpu(lambda: [torch.empty_like(part) for part in given])
     with exchanges.plain():
         exchange = exchanges.all_to_all(f.size, f.rank, taken, given)
+    profiling.note("alltoall_", given, _group(named))
     launched = collectives.launch(call.runtime, communicator, gpu, exchange)
     if communicator.record is not None:
         sides = [flight_entries.told(one) for one in (given, taken)]
@@ -109,11 +112,14 @@ def run_check_for_nan(call: Call):
     return call.run_on(call.common_gpu())
 
 
-def _communicator(named: dict):
-    """Of the group among the arguments, which is given itself or by its name."""
+def _group(named: dict):
+    """The group among the arguments, which is given itself or by its name."""
     group = named.get("group_name")
-    if isinstance(group, str):
-        group = process_group_named(group)
+    return process_group_named(group) if isinstance(group, str) else group
+
+
+def _communicator(named: dict):
+    group = _group(named)
     return None if group is None else communicator_of(group)
 
 
@@ -143,6 +149,7 @@ class _Functional:
                 (flight_entries.told(given), flight_entries.told(output)), [launched],
             )  # fmt: skip
         memory_of(output).awaited = work.Launched([launched], [output])
+        register_work(output, FakeWork())  # PyTorch warns of what nobody has waited for
         return output
 
     def on_gpu(self, make) -> torch.Tensor:
@@ -243,4 +250,6 @@ def _wait(call: Call):
         elif memory.awaited is not None:
             awaited, memory.awaited = memory.awaited, None
             awaited.wait()
+            with exchanges.plain():  # PyTorch's registry is told
+                torch.ops._c10d_functional.wait_tensor(tensor)
     return call.func(*call.args, **call.kwargs) if foreign else given

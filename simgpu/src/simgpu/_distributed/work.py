@@ -23,6 +23,7 @@ from simgpu._compat import (
     torch_C,
     work_from_future,
 )
+from simgpu._dispatch.own_work import unseen
 from simgpu._dispatch.placement import blocks_of, gpu_of
 from simgpu._distributed import exchange as exchanges
 
@@ -171,7 +172,8 @@ def new(*args, **kwargs) -> Work:
 
 def _future_of(ours: Launched) -> CppFuture:
     """A future of the outputs and a tag: to C++, a list of tensors."""
-    tag = torch.empty(0)
+    with unseen():
+        tag = torch.empty(0)
     tag._simgpu = ours
     values = ours.outputs if ours.flat is None else [ours.flat]
     return torch_C.fork(lambda: [*values, tag])  # it is run at once

@@ -278,7 +278,7 @@ class Clock:
             Event("collective", meeting.name, self.gpus[index].name,
                   min(ready, start), end, meeting.nbytes, 0, stream=stream,
                   launched=meeting.launched, group=group, waited=waited,
-                  waited_for=waited_for if waited > 0 else -1)
+                  waited_for=waited_for if waited > 0 else -1, about=meeting.about)
         )  # fmt: skip
 
     def settle(self, keys: Iterable[Key] | None = None) -> None:

@@ -21,11 +21,12 @@ class Meeting:
         seconds: that it takes once all are there.
         start: when all were there; None until it is settled.
         end: when it was over; None until it is settled.
+        about: what a profiler that runs is told of it.
         settle: finds out what the others do, and calls `Clock.settled`.
     """
 
     __slots__ = ("name", "key", "ready", "after", "seconds", "start", "end", "settle",
-                 "nbytes", "launched", "waiting")  # fmt: skip
+                 "nbytes", "launched", "waiting", "about")  # fmt: skip
 
     def __init__(self, name: str, key: Key, ready: float, after: list["Meeting"],
                  seconds: float, nbytes: int, launched: float):  # fmt: skip
@@ -34,6 +35,7 @@ class Meeting:
         self.start: float | None = None
         self.end: float | None = None
         self.settle: Callable[[], None] = _nobody
+        self.about: dict | None = None
         self.waiting: set[Key] = set()  # streams that wait for its end
 
 
