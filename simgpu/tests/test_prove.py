@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections import UserDict
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from simgpu import Finding, Report, assert_same_on_worlds, prove
 from simgpu._prove import command, run
 from simgpu._prove.combine import combine, together
 from simgpu._prove.compare import first_difference
+from simgpu._prove.inputs import difference, part_of, tensors_in
 from simgpu._prove.names import Names, Ties
 from simgpu._prove.noise import Rounding
 from simgpu._prove.record import Moments, RankRecord, Step
@@ -254,7 +256,8 @@ def test_a_program_that_differs_fails_a_test_with_the_report(monkeypatch):
 
 
 def step_of(gradient: np.ndarray, samples: list[int]) -> RankRecord:
-    step = Step(samples=samples, losses=[1.0], before={"w": np.ones(3)})
+    inputs = {"x": [part_of(np.array(samples))]}
+    step = Step(inputs=inputs, losses=[1.0], before={"w": np.ones(3)})
     step.raw = step.used = {"w": gradient}
     step.after = {"w": np.ones(3) - gradient}
     return RankRecord(0, [step])
@@ -287,8 +290,84 @@ def test_a_factor_of_all_gradients_is_said():
 
 
 def test_missing_samples_are_counted():
-    found = compare(np.ones(3), np.ones(3), samples=((1,), (3,)))
+    found = compare(np.ones(3), np.ones(3) * 2, samples=((1,), (3,)))
     assert found.text == "1 of 2 samples of one rank are missing, 1 others are there"
+
+
+def test_samples_that_change_no_gradient_raise_no_alarm():
+    assert compare(np.ones(3), np.ones(3), samples=((1,), (2, 3))) is None
+
+
+def parts_of(*arrays) -> dict:
+    return {"x": [part_of(np.asarray(array)) for array in arrays]}
+
+
+X = np.random.default_rng(0).standard_normal((4, 8, 6, 2))
+CUTS = {
+    "samples": [X[:2], X[2:]],
+    "every second sample": [X[::2], X[1::2]],
+    "sequences": [X[:, :4], X[:, 4:]],
+    "zigzag": [X[:, [0, 1, 6, 7]], X[:, 2:6]],
+    "last": [X[..., :1], X[..., 1:]],
+    "copies": [X, X],
+    "mesh": [X[:2, :4], X[:2, 4:], X[2:, :4], X[2:, 4:]],
+    "micro-batches": [X[:1], X[1:2], X[2:3], X[3:]],
+    "rounded": [X[:2].astype(np.float32), X[2:].astype(np.float32)],
+    "flat": [X.reshape(-1, 2)[:96], X.reshape(-1, 2)[96:]],
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_samples_are_the_same_however_they_are_cut(cut):
+    parts = CUTS[cut]
+    assert difference(parts_of(*parts), parts_of(X), len(parts)) is None
+
+
+@pytest.mark.parametrize(
+    "parts, text",
+    [
+        ([X[:2], X[:2]], "all ranks were given the same 2 samples"),
+        ([X[:, :4], X[:, :4]], "all ranks were given the same 4 slices along dim"),
+        ([X[:, :4], X[:, 3:7]], "1 of 8 slices along dimension 1 of one rank are"),
+        ([X[:2], X[1:3]], "1 of 4 samples of one rank are missing"),
+        ([X, X[:1]], "1 samples more than on one rank"),
+    ],
+)
+def test_samples_that_are_missing_are_counted_along_the_cut(parts, text):
+    found = difference(parts_of(*parts), parts_of(X), len(parts))
+    assert found.certain and found.text.startswith(text), found.text
+
+
+def test_samples_padded_to_each_ranks_length_cannot_be_aligned():
+    many = parts_of(X[:2, :5], X[2:, :7])
+    found = difference(many, parts_of(X), 2)
+    assert not found.certain
+    assert found.text == (
+        "x has the shapes (2, 5, 6, 2), (2, 7, 6, 2), on one rank "
+        "the shape (4, 8, 6, 2)"
+    )
+
+
+def test_masks_and_numbers_of_a_batch_are_no_samples():
+    def given(x, mask, lengths):
+        return {
+            "ids": [part_of(x)],
+            "mask": [part_of(mask)],
+            "lengths": [part_of(np.array(lengths))],
+        }
+
+    mask = np.tril(np.ones((64, 64), bool))
+    one = given(X, mask, [0, 3, 7, 9])
+    many = given(X[:2], mask[:32], [0, 3, 7, 1])
+    for name, parts in given(X[2:], mask[:32], [0, 1, 4, 8]).items():
+        many[name] += parts
+    assert difference(many, one, 2) is None
+
+
+def test_tensors_are_found_in_what_is_like_a_dictionary():
+    batch = UserDict(ids=torch.ones(2), more=[torch.zeros(1), "text"])
+    names = [name for name, _ in tensors_in((batch,), "input")]
+    assert names == ["input.0.ids", "input.0.more.0"]
 
 
 def test_slices_are_put_together_along_the_cut():

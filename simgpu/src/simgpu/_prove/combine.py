@@ -5,11 +5,11 @@ is a part of the batch is added up. `Whole` says as well where ranks disagree th
 should not.
 """
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from simgpu._prove.inputs import Part
 from simgpu._prove.record import Moments, RankRecord, Step
 
 
@@ -18,7 +18,7 @@ class Whole:
     """One step of all ranks, together.
 
     Attributes:
-        samples, elements: how often each was given to the model.
+        inputs: what all ranks have given to the model, by name.
         outputs: per module, of all ranks.
         losses: of each rank, over its micro-batches.
         norms: of each rank; empty if nothing was clipped.
@@ -28,8 +28,7 @@ class Whole:
         settings: of rank 0.
     """
 
-    samples: Counter
-    elements: Counter
+    inputs: dict[str, list[Part]]
     outputs: dict[str, list[Moments]]
     losses: list[float]
     norms: list[float]
@@ -57,9 +56,9 @@ def combine(
 
 def _combine(steps: list[Step], shapes: dict[str, tuple[int, ...]]) -> Whole:
     names = dict.fromkeys(name for step in steps for name in step.outputs)
+    given = dict.fromkeys(name for step in steps for name in step.inputs)
     whole = Whole(
-        samples=Counter(s for step in steps for s in step.samples),
-        elements=Counter(e for step in steps for e in step.elements),
+        inputs={n: [p for s in steps for p in s.inputs.get(n, [])] for n in given},
         outputs={n: [s.outputs[n] for s in steps if n in s.outputs] for n in names},
         losses=[sum(step.losses) for step in steps],
         norms=[step.norm for step in steps if step.norm is not None],

@@ -1,11 +1,12 @@
 """Where a run on many ranks leaves the run on one, and what that looks like.
 
-An alarm is raised by what trains the model: the samples, the parameters, the gradients
-that the optimizer is given, its settings, what it does with them, buffers, and the norm
-by which gradients are clipped. Once there is one, the place is looked for in the order
-in which a step computes: samples, parameters, outputs of modules, loss, gradients,
-norm, update. The loss and the raw gradients may be scaled in a right program (a sum
-that is averaged later), so they raise no alarm, but tell where to look.
+An alarm is raised by what trains the model: the parameters, the gradients that the
+optimizer is given, its settings, what it does with them, buffers, and the norm by which
+gradients are clipped. Once there is one, the place is looked for in the order in which
+a step computes: samples, parameters, outputs of modules, loss, gradients, norm, update.
+The loss and the raw gradients may be scaled in a right program (a sum that is averaged
+later), so they raise no alarm, but tell where to look. So do the samples: a right
+program may pad a batch with some that do not count.
 """
 
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from simgpu._prove.combine import Whole, together
+from simgpu._prove.inputs import difference
 from simgpu._prove.rounding import Allowed
 
 
@@ -65,6 +67,16 @@ def first_difference(
     return None
 
 
+def unaligned(steps: list[Whole], reference: list[Whole], ranks: int) -> str:
+    """Why samples could not be compared, in the first step where it is so; or ""."""
+    for number, (many, one) in enumerate(zip(steps, reference, strict=False)):
+        found = difference(many.inputs, one.inputs, ranks)
+        if found is not None:
+            why = f"{ranks} ranks, step {number}: {found.text}"
+            return f"could not align the samples ({why}); compared everything else"
+    return ""
+
+
 def _moving(steps: list[Whole]) -> list[str]:
     """Buffers that training changes; others, such as masks, may belong to a rank."""
     first, *rest = (step.arrays["buffers"] for step in steps)
@@ -83,8 +95,8 @@ class _Step:
 
     def look(self) -> Finding | None:
         """The first place that differs, if one of those differs that matter."""
-        hard = (self.samples, self.parameters, self.norm, self.gradients,
-                self.settings, self.updates, self.buffers)  # fmt: skip
+        hard = (self.parameters, self.norm, self.gradients, self.settings,
+                self.updates, self.buffers)  # fmt: skip
         if not any(check() for check in hard):
             return None
         in_order = (self.samples, self.parameters, self.outputs, self.loss, self.raw,
@@ -102,24 +114,10 @@ class _Step:
 
     def samples(self) -> Finding | None:
         """Whether the model was given the same samples, each as often."""
-        many, one = self.many.samples, self.one.samples
-        if _multiple(many, one) or _multiple(self.many.elements, self.one.elements):
+        found = difference(self.many.inputs, self.one.inputs, self.ranks)
+        if found is None or not found.certain:
             return None
-        missing, more = (one - many).total(), (many - one).total()
-        hint = "The global batch must not depend on the number of ranks."
-        if set(many.values()) == {self.ranks} and len(many) < len(one):
-            text = f"all ranks were given the same {len(many)} samples"
-            hint = "A DistributedSampler gives each rank its own."
-        elif more and not missing:
-            text = f"{more} samples more than on one rank"
-            hint = (
-                "A DistributedSampler repeats samples until all ranks have equally "
-                "many; drop_last=True leaves out the rest instead."
-            )
-        else:
-            text = f"{missing} of {one.total()} samples of one rank are missing"
-            text += f", {more} others are there" * bool(more)
-        return self._say("samples", "", text, hint)
+        return self._say("samples", "", found.text, found.hint)
 
     def parameters(self) -> Finding | None:
         """Whether the step begins with the same parameters, on all ranks."""
@@ -280,14 +278,6 @@ class _Step:
         allow = {n: self._allow(kind, n, self.many.sizes[kind, n] / scale) for n in one}
         right = all(away[name] <= 2 * allow[name] for name in one)
         return scale if right and self._compare(kind, "", "") else None
-
-
-def _multiple(many, one) -> bool:
-    """Whether each thing is there equally often in both, or in whole copies."""
-    if not one or many.keys() != one.keys():
-        return many == one and bool(one)
-    copies = many.total() / one.total()
-    return all(many[thing] == count * copies for thing, count in one.items())
 
 
 def _rms(moments) -> float:

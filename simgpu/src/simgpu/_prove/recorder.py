@@ -25,7 +25,8 @@ from torch.nn.modules import module as hooks
 from torch.optim import optimizer as optimizers
 from torch.utils.data import DistributedSampler
 
-from simgpu._compat import AsyncCollectiveTensor, tree_leaves
+from simgpu._compat import AsyncCollectiveTensor
+from simgpu._prove.inputs import part_of, tensors_in
 from simgpu._prove.names import Names, Ties
 from simgpu._prove.record import Mask, Moments, RankRecord, Step
 
@@ -128,27 +129,22 @@ class Recorder:
         if name is None or not torch.is_grad_enabled():
             return
         if self._depth == 0:
-            self._note_samples([*args, *kwargs.values()])
+            positional = {f"input {n}": value for n, value in enumerate(args)}
+            self._note_inputs(name or "the model's", positional | kwargs)
         if isinstance(out, torch.Tensor) and out.is_floating_point():
             with self._unseen():
                 values = _host(_local(out))
             self._step.outputs.setdefault(name, Moments()).add(values)
 
-    def _note_samples(self, given: list) -> None:
-        """Hash each row of the first tensor, and each element if it has whole numbers.
-
-        A row is a sample: in float32, because a rank may have rounded it since. The
-        tensor may be in a dictionary or a list, as a batch often is.
-        """
-        tensor = next((t for t in tree_leaves(given) if _has_rows(t)), None)
-        if tensor is None:
-            return
-        with self._unseen():
-            values = _host(_local(tensor)).astype(np.float32)
-        rows = values.reshape(len(values), -1)
-        self._step.samples += [_hash(row) for row in rows]
-        if not tensor.is_floating_point():
-            self._step.elements += values.ravel().astype(int).tolist()
+    def _note_inputs(self, model: str, given: dict[str, object]) -> None:
+        """Note what a model is given, but not what another one has computed."""
+        for name, value in given.items():
+            for place, tensor in tensors_in(value, name):
+                if tensor.grad_fn is not None or not tensor.numel():
+                    continue
+                with self._unseen():
+                    part = part_of(_host(_local(tensor)))
+                self._step.inputs.setdefault(f"{model} {place}", []).append(part)
 
     def _dropout(self, original, x, p=0.5, training=True, inplace=False):
         if not training or p == 0 or self._quiet:
@@ -161,7 +157,9 @@ class Recorder:
                 on.add(_host(_local(x)))
                 dropped = _hash(_host(_local(kept)) == 0)
                 name = self._module_now()
-                self._step.masks.append(Mask(name, tuple(x.shape), on, dropped))
+                chance = (p**2 + (1 - p) ** 2) ** x.numel()
+                mask = Mask(name, tuple(x.shape), on, dropped, chance)
+                self._step.masks.append(mask)
         return x.clone()
 
     def _module_now(self) -> str:
@@ -286,10 +284,6 @@ def _has_values(module: nn.Module) -> bool:
     """Whether it may be trained: one on "meta" is asked for its shapes or FLOPs."""
     first = next(module.parameters(), None)
     return first is not None and not first.is_meta
-
-
-def _has_rows(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.ndim > 0
 
 
 def _has(optimizer, parameter: nn.Parameter) -> bool:
