@@ -200,10 +200,23 @@ class _Step:
         return None
 
     def updates(self) -> Finding | None:
-        """What the optimizer has made of the parameters."""
-        return self._apart("after", "update", "") or self._compare(
+        """What the optimizer has made of the parameters.
+
+        It may have updated a part of them on each rank, which is sent later.
+        """
+        found = self._apart("after", "update", "") or self._compare(
             "after", "update", ""
         )
+        if found is None or not self._moved():
+            return found
+        return self._apart("later", "update", "") or self._compare(
+            "later", "update", ""
+        )
+
+    def _moved(self) -> bool:
+        """Whether parameters change between the optimizer's step and the next one."""
+        after, later = self.many.arrays["after"], self.many.arrays["later"]
+        return any((after[name] != later[name]).any() for name in after)
 
     def buffers(self) -> Finding | None:
         """Buffers, such as running means."""

@@ -106,13 +106,15 @@ def difference(
     unclear = None
     if not one:
         return Difference("the model was given no tensor", "", certain=False)
-    for name in _data(one):
+    names = _data(one)
+    for name in names:
         its, whole = many.get(name, []), one[name]
         if _equal(its, whole):
             continue
         dim = _cut(its, whole)
         if dim is not None:
-            return _missing(its, whole, dim, ranks)
+            where = f", in {name}" * (len(names) > 1)
+            return _missing(its, whole, dim, ranks, where)
         text = f"{name} has {_shapes(its)}, on one rank {_shapes(whole)}"
         unclear = unclear or Difference(text, "", certain=False)
     return unclear
@@ -153,8 +155,8 @@ def _size(parts: list[Part], dim: int) -> int:
 
 
 def _missing(
-    its: list[Part], whole: list[Part], dim: int, ranks: int
-) -> Difference | None:
+    its: list[Part], whole: list[Part], dim: int, ranks: int, where: str
+) -> Difference:
     many, one = (
         Counter(s for part in parts for s in part.slices[dim]) for parts in (its, whole)
     )
@@ -173,7 +175,7 @@ def _missing(
     else:
         text = f"{missing} of {one.total()} {what} of one rank are missing"
         text += f", {more} others are there" * bool(more)
-    return Difference(text, hint, certain=True)
+    return Difference(text + where, hint, certain=True)
 
 
 def _shapes(parts: list[Part]) -> str:

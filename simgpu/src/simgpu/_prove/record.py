@@ -81,7 +81,8 @@ class Step:
         norm: what `clip_grad_norm_` has returned; None if it was not called.
         used: gradients that the optimizer was given.
         settings: numbers of the optimizer's groups: ("group 0", "lr") -> 0.1.
-        after: the parameters when the step ends.
+        after: the parameters when the optimizer has updated them.
+        later: those when the next step begins, or the program ends.
         without_optimizer: parameters that have a gradient and no optimizer.
     """
 
@@ -96,6 +97,7 @@ class Step:
     used: dict[str, np.ndarray] = field(default_factory=dict)
     settings: dict[tuple[str, str], float] = field(default_factory=dict)
     after: dict[str, np.ndarray] = field(default_factory=dict)
+    later: dict[str, np.ndarray] = field(default_factory=dict)
     without_optimizer: list[str] = field(default_factory=list)
 
 

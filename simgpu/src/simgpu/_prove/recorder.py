@@ -77,8 +77,9 @@ class Recorder:
         self._replace_attention()
         return self
 
-    def __exit__(self, *exc_info) -> None:
-        self._end_step()
+    def __exit__(self, error: type | None = None, *exc_info) -> None:
+        if error is None:
+            self._end_step(ended=True)
         self._undo.close()
 
     @property
@@ -242,9 +243,16 @@ class Recorder:
         self._step.buffers = self._values(self._names.buffers())
         self._look_elsewhere()
 
-    def _end_step(self) -> None:
-        """A step ends where the next one begins: several optimizers may take part."""
+    def _end_step(self, *, ended: bool = False) -> None:
+        """A step ends where the next one begins: several optimizers may take part.
+
+        Args:
+            ended: the program has, and what is sharded cannot be gathered any more.
+        """
         if self._optimizers and self._on:
+            parameters = self._names.parameters()
+            lost = ended and any(isinstance(p, DTensor) for p in parameters.values())
+            self._step.later = self._step.after if lost else self._values(parameters)
             self.record.steps.append(self._step)
             self._step, self._raw, self._optimizers = Step(), {}, []
 
@@ -298,14 +306,19 @@ def _full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of it."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """What this rank has of it; of a nested tensor, all values in a row."""
+    tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if tensor.is_nested:
+        return torch.cat([one.flatten() for one in tensor.unbind()])
+    return tensor
 
 
 def _host(tensor: torch.Tensor) -> np.ndarray:
     """Its values, in float64."""
     if isinstance(tensor, AsyncCollectiveTensor):
         tensor = tensor.wait()
+    if tensor.layout != torch.strided:  # the gradient of a sparse embedding
+        tensor = tensor.to_dense()
     return tensor.detach().cpu().double().numpy()
 
 

@@ -115,8 +115,9 @@ def _compare(work: "_Work", worlds: tuple[int, ...], line: "_Line") -> Report:
         raise ValueError(f"the program fails on one rank: {_reason(failed)}") from None
     if not alone[0][0].steps:
         raise ValueError("the program has taken no step of a torch.optim optimizer")
-    shapes = _shapes(alone[0][0])
-    reference, *noisy = (combine(records, shapes) for records in alone)
+    first = alone[0][0].steps[0]
+    wholes = first.before | first.buffers
+    reference, *noisy = (combine(records, wholes) for records in alone)
     allowed = rounding.Allowed(reference, noisy)
     findings, notes = list(look(alone[0])), []
     for ranks in worlds[1:]:
@@ -129,7 +130,7 @@ def _compare(work: "_Work", worlds: tuple[int, ...], line: "_Line") -> Report:
                 Finding(ranks, None, "error", f"rank {rank}", _reason(failed))
             )
             continue
-        steps_of_all = combine(records, shapes)
+        steps_of_all = combine(records, wholes)
         difference = first_difference(ranks, steps_of_all, reference, allowed)
         findings += filter(None, [difference])
         if difference is None:
@@ -168,12 +169,6 @@ def assert_same_on_worlds(
 
 def _stages(findings: list[Finding]) -> set[str]:
     return {finding.stage for finding in findings}
-
-
-def _shapes(record: RankRecord) -> dict[str, tuple[int, ...]]:
-    step = record.steps[0]
-    arrays = step.before | step.buffers
-    return {name: array.shape for name, array in arrays.items()}
 
 
 def _reason(failed: RanksFailed) -> str:

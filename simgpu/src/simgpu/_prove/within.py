@@ -10,7 +10,7 @@ from itertools import combinations
 import numpy as np
 
 from simgpu._prove.compare import Finding
-from simgpu._prove.record import Mask, RankRecord
+from simgpu._prove.record import Mask, RankRecord, Step
 
 _CHANCE = 1e-9  # that dropout takes the same elements without a cause
 
@@ -82,12 +82,20 @@ def _epochs(records: list[RankRecord]) -> Finding | None:
 
 def _optimizers(records: list[RankRecord]) -> Finding | None:
     for number, step in enumerate(records[0].steps):
-        if step.without_optimizer:
-            name = step.without_optimizer[0]
+        for name in step.without_optimizer:
+            if _changed(records[0].steps[number:], name):
+                continue
             text = "it has a gradient, and the optimizer does not have it"
             hint = "Make the optimizer after the model is sharded, moved or wrapped."
             return Finding(len(records), number, "optimizer", name, text, hint)
     return None
+
+
+def _changed(steps: list[Step], name: str) -> bool:
+    """Whether something else updates it: a master copy, or another step's optimizer."""
+    known = [step.before.get(name) for step in steps]
+    known = [a for a in [*known, *(s.later.get(name) for s in steps)] if a is not None]
+    return any((array != known[0]).any() for array in known)
 
 
 def _devices(records: list[RankRecord]) -> Finding | None:
