@@ -493,6 +493,27 @@ def test_updates_may_be_sent_after_the_optimizers_step(sent, stages):
     assert [f.stage for f in [found] if f] == stages
 
 
+@pytest.mark.parametrize(
+    "of_ranks, stages", [((3, 5), []), ((8, 8), []), ((9, 8), ["buffer"])]
+)
+def test_a_buffer_may_count_what_its_rank_has_seen(of_ranks, stages):
+    """Eight tokens a step: of all ranks, or of each."""
+
+    def run(*seen):
+        steps = [[step_of(np.ones(3), [1, 2]).steps[0] for _ in seen] for _ in "ab"]
+        for number, of_all in enumerate(steps, 1):
+            for step, tokens in zip(of_all, seen, strict=True):
+                step.buffers = {"seen": np.array([tokens * float(number)])}
+        records = [
+            RankRecord(r, list(its)) for r, its in enumerate(zip(*steps, strict=True))
+        ]
+        return combine(records, {"w": np.ones(3)})
+
+    one, noisy = run(8), run(8)
+    found = first_difference(2, run(*of_ranks), one, Allowed(one, [noisy]))
+    assert [f.stage for f in [found] if f] == stages
+
+
 def test_values_of_nested_and_sparse_tensors_are_read():
     nested = torch.nested.nested_tensor(
         [torch.ones(2), torch.ones(3)], layout=torch.jagged
