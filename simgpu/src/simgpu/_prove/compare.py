@@ -71,6 +71,8 @@ def first_difference(
 
 def unaligned(steps: list[Whole], reference: list[Whole], ranks: int) -> str:
     """Why samples could not be compared, in the first step where it is so; or ""."""
+    if not any(step.inputs for step in reference):
+        return "could not align the samples (no model was given a tensor)"
     for number, (many, one) in enumerate(zip(steps, reference, strict=False)):
         found = difference(many.inputs, one.inputs, ranks)
         if found is not None:

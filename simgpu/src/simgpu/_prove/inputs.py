@@ -104,8 +104,6 @@ def difference(
         ranks: their number.
     """
     unclear = None
-    if not one:
-        return Difference("the model was given no tensor", "", certain=False)
     names = _data(one)
     for name in names:
         its, whole = many.get(name, []), one[name]
@@ -124,6 +122,8 @@ def _data(given: dict[str, list[Part]]) -> list[str]:
     """The names of what may be samples: batches of rows, and whatever is largest."""
     data = {n: parts for n, parts in given.items() if any(p.data for p in parts)}
     data = data or given
+    if not data:
+        return []
     largest = max(data, key=lambda name: _count(data[name]))
     return [n for n, parts in data.items() if n == largest or len(parts[0].shape) > 1]
 

@@ -117,8 +117,9 @@ class Recorder:
             if torch.is_grad_enabled():
                 self._end_step()
             self._names.add(module)
-            if not self._step.before:
-                self._step.before = self._values(self._names.parameters())
+            before, parameters = self._step.before, self._names.parameters()
+            if new := {n: p for n, p in parameters.items() if n not in before}:
+                before |= self._values(new)
                 self.record.untied = self._ties.broken(self._names)
         self._depth += 1
 

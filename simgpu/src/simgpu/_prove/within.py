@@ -83,7 +83,8 @@ def _epochs(records: list[RankRecord]) -> Finding | None:
 def _optimizers(records: list[RankRecord]) -> Finding | None:
     for number, step in enumerate(records[0].steps):
         for name in step.without_optimizer:
-            if _changed(records[0].steps[number:], name):
+            steps = records[0].steps  # of two players, each has an optimizer
+            if any(name in other.used for other in steps) or _changed(steps, name):
                 continue
             text = "it has a gradient, and the optimizer does not have it"
             hint = "Make the optimizer after the model is sharded, moved or wrapped."
@@ -92,7 +93,7 @@ def _optimizers(records: list[RankRecord]) -> Finding | None:
 
 
 def _changed(steps: list[Step], name: str) -> bool:
-    """Whether something else updates it: a master copy, or another step's optimizer."""
+    """Whether something else updates it, such as a master copy."""
     known = [step.before.get(name) for step in steps]
     known = [a for a in [*known, *(s.later.get(name) for s in steps)] if a is not None]
     return any((array != known[0]).any() for array in known)
