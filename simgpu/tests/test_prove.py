@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections import UserDict
 
 import numpy as np
 import pytest
@@ -15,10 +16,13 @@ from simgpu import Finding, Report, assert_same_on_worlds, prove
 from simgpu._prove import command, run
 from simgpu._prove.combine import combine, together
 from simgpu._prove.compare import first_difference
+from simgpu._prove.inputs import difference, part_of, tensors_in
 from simgpu._prove.names import Names, Ties
 from simgpu._prove.noise import Rounding
-from simgpu._prove.record import Moments, RankRecord, Step
+from simgpu._prove.record import Mask, Moments, RankRecord, Step
+from simgpu._prove.recorder import _host, _local
 from simgpu._prove.rounding import Allowed
+from simgpu._prove.within import look
 
 # -- what it is asked -----------------------------------------------------------------
 
@@ -250,18 +254,42 @@ def test_a_program_that_differs_fails_a_test_with_the_report(monkeypatch):
     assert "2 ranks, step 3, gradient of head.weight: twice" in str(failed.value)
 
 
+def with_a_master_copy() -> None:
+    """Half precision: the optimizer updates copies in float32, which are copied back.
+
+    Its table of words has sparse gradients.
+    """
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.manual_seed(0)
+    model = nn.Embedding(8, 4, sparse=True).cuda()
+    (parameter,) = model.parameters()
+    master = parameter.detach().clone()
+    optimizer = torch.optim.SGD([master], lr=0.1)
+    for _ in range(2):
+        model(torch.arange(8, device="cuda")).square().sum().backward()
+        master.grad = parameter.grad.to_dense()
+        optimizer.step()
+        parameter.data.copy_(master)
+        parameter.grad = None
+
+
+def test_copies_that_the_optimizer_updates_are_right():
+    assert_same_on_worlds(with_a_master_copy, (1, 2))
+
+
 # -- its parts -------------------------------------------------------------------------
 
 
 def step_of(gradient: np.ndarray, samples: list[int]) -> RankRecord:
-    step = Step(samples=samples, losses=[1.0], before={"w": np.ones(3)})
+    inputs = {"x": [part_of(np.array(samples))]}
+    step = Step(inputs=inputs, losses=[1.0], before={"w": np.ones(3)})
     step.raw = step.used = {"w": gradient}
-    step.after = {"w": np.ones(3) - gradient}
+    step.after = step.later = {"w": np.ones(3) - gradient}
     return RankRecord(0, [step])
 
 
 def compare(*gradients: np.ndarray, samples=((1,), (2,))):
-    shapes = {"w": (3,)}
+    shapes = {"w": np.ones(3)}
     one = combine([step_of(np.ones(3), [1, 2])], shapes)
     noisy = combine([step_of(np.ones(3) * (1 + 1e-6), [1, 2])], shapes)
     many = [step_of(g, list(s)) for g, s in zip(gradients, samples, strict=True)]
@@ -287,16 +315,113 @@ def test_a_factor_of_all_gradients_is_said():
 
 
 def test_missing_samples_are_counted():
-    found = compare(np.ones(3), np.ones(3), samples=((1,), (3,)))
+    found = compare(np.ones(3), np.ones(3) * 2, samples=((1,), (3,)))
     assert found.text == "1 of 2 samples of one rank are missing, 1 others are there"
+
+
+def test_samples_that_change_no_gradient_raise_no_alarm():
+    assert compare(np.ones(3), np.ones(3), samples=((1,), (2, 3))) is None
+
+
+def parts_of(*arrays) -> dict:
+    return {"x": [part_of(np.asarray(array)) for array in arrays]}
+
+
+X = np.random.default_rng(0).standard_normal((4, 8, 6, 2))
+CUTS = {
+    "samples": [X[:2], X[2:]],
+    "every second sample": [X[::2], X[1::2]],
+    "sequences": [X[:, :4], X[:, 4:]],
+    "zigzag": [X[:, [0, 1, 6, 7]], X[:, 2:6]],
+    "last": [X[..., :1], X[..., 1:]],
+    "copies": [X, X],
+    "mesh": [X[:2, :4], X[:2, 4:], X[2:, :4], X[2:, 4:]],
+    "micro-batches": [X[:1], X[1:2], X[2:3], X[3:]],
+    "rounded": [X[:2].astype(np.float32), X[2:].astype(np.float32)],
+    "flat": [X.reshape(-1, 2)[:96], X.reshape(-1, 2)[96:]],
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_samples_are_the_same_however_they_are_cut(cut):
+    parts = CUTS[cut]
+    assert difference(parts_of(*parts), parts_of(X), len(parts)) is None
+
+
+@pytest.mark.parametrize(
+    "parts, text",
+    [
+        ([X[:2], X[:2]], "all ranks were given the same 2 samples"),
+        ([X[:, :4], X[:, :4]], "all ranks were given the same 4 slices along dim"),
+        ([X[:, :4], X[:, 3:7]], "1 of 8 slices along dimension 1 of one rank are"),
+        ([X[:2], X[1:3]], "1 of 4 samples of one rank are missing"),
+        ([X, X[:1]], "1 samples more than on one rank"),
+    ],
+)
+def test_samples_that_are_missing_are_counted_along_the_cut(parts, text):
+    found = difference(parts_of(*parts), parts_of(X), len(parts))
+    assert found.certain and found.text.startswith(text), found.text
+
+
+def test_the_input_that_differs_is_named():
+    ids, places = np.arange(16).reshape(2, 8), np.tile(np.arange(8) + 100, (2, 1))
+    one = {"ids": [part_of(ids)], "places": [part_of(places)]}
+    many = {
+        "ids": [part_of(ids[:, :4]), part_of(ids[:, 4:])],
+        "places": [part_of(places[:, :4])] * 2,  # begin again on each rank
+    }
+    text = "all ranks were given the same 4 slices along dimension 1, in places"
+    assert difference(many, one, 2).text == text
+
+
+def test_samples_padded_to_each_ranks_length_cannot_be_aligned():
+    many = parts_of(X[:2, :5], X[2:, :7])
+    found = difference(many, parts_of(X), 2)
+    assert not found.certain
+    assert found.text == (
+        "x has the shapes (2, 5, 6, 2), (2, 7, 6, 2), on one rank "
+        "the shape (4, 8, 6, 2)"
+    )
+
+
+def test_masks_and_numbers_of_a_batch_are_no_samples():
+    def given(x, mask, lengths):
+        return {
+            "ids": [part_of(x)],
+            "mask": [part_of(mask)],
+            "lengths": [part_of(np.array(lengths))],
+        }
+
+    mask = np.tril(np.ones((64, 64), bool))
+    one = given(X, mask, [0, 3, 7, 9])
+    many = given(X[:2], mask[:32], [0, 3, 7, 1])
+    for name, parts in given(X[2:], mask[:32], [0, 1, 4, 8]).items():
+        many[name] += parts
+    assert difference(many, one, 2) is None
+
+
+def test_tensors_are_found_in_what_is_like_a_dictionary():
+    batch = UserDict(ids=torch.ones(2), more=[torch.zeros(1), "text"])
+    names = [name for name, _ in tensors_in((batch,), "input")]
+    assert names == ["input.0.ids", "input.0.more.0"]
 
 
 def test_slices_are_put_together_along_the_cut():
     whole = np.arange(12.0).reshape(3, 4)
     records = [RankRecord(r, [Step(before={"w": whole[:, 2 * r : 2 * r + 2]})])
                for r in (0, 1)]  # fmt: skip
-    (step,) = combine(records, {"w": (3, 4)})
+    (step,) = combine(records, {"w": whole})
     np.testing.assert_array_equal(step.arrays["before"]["w"], whole)
+
+
+def test_slices_that_lie_in_another_order_are_put_back():
+    whole = np.arange(24.0).reshape(6, 4)
+    mine = [0, 2, 4], [1, 3, 5]  # of queries, keys and values, two rows each
+    steps = [Step(before={"w": whole[its]}, raw={"w": -whole[its]}) for its in mine]
+    records = [RankRecord(rank, [step]) for rank, step in enumerate(steps)]
+    (step,) = combine(records, {"w": whole})
+    np.testing.assert_array_equal(step.arrays["before"]["w"], whole)
+    np.testing.assert_array_equal(step.arrays["raw"]["w"], -whole)
 
 
 @pytest.mark.parametrize("copies", [1, 2])
@@ -314,6 +439,87 @@ def test_outputs_that_do_not_add_up_say_nothing():
     part = Moments()
     part.add(np.ones(3))
     assert together([part, part], 8) is None
+
+
+def dropping(rank: int, dropped: int, on: float, sample: int, elements: int):
+    """A rank that drops elements of activations with the mean `on`."""
+    moments = Moments()
+    moments.add(np.full(elements, on))
+    mask = Mask("", (elements,), moments, dropped, chance=0.82**elements)
+    return RankRecord(rank, [Step(inputs=parts_of([sample]), masks=[mask])])
+
+
+@pytest.mark.parametrize(
+    "other, text",
+    [
+        ({"dropped": 1, "on": 2.0, "sample": 2}, "the same elements of different"),
+        ({"dropped": 2, "on": 1.0, "sample": 1}, "different elements of the same"),
+        ({"dropped": 2, "on": 1.0, "sample": 2}, None),  # positions, as all have them
+        ({"dropped": 2, "on": 2.0, "sample": 2}, None),
+        ({"dropped": 1, "on": 1.0, "sample": 1}, None),
+    ],
+)
+def test_dropout_of_two_ranks(other, text):
+    first = dropping(0, dropped=1, on=1.0, sample=1, elements=512)
+    found = [f.text for f in look([first, dropping(1, elements=512, **other)])]
+    assert [text in one for one in found] == [True] * (text is not None), found
+
+
+def test_few_elements_may_be_dropped_alike_by_chance():
+    ranks = [dropping(r, dropped=1, on=r + 1.0, sample=r, elements=8) for r in (0, 1)]
+    assert list(look(ranks)) == []
+
+
+@pytest.mark.parametrize("later, stages", [(1.0, ["optimizer"]), (2.0, [])])
+def test_what_no_optimizer_has_may_be_updated_in_another_way(later, stages):
+    step = Step(before={"w": np.ones(3)}, later={"w": np.full(3, later)})
+    step.without_optimizer = ["w"]
+    assert [found.stage for found in look([RankRecord(0, [step])])] == stages
+
+
+@pytest.mark.parametrize("sent, stages", [(True, []), (False, ["update"])])
+def test_updates_may_be_sent_after_the_optimizers_step(sent, stages):
+    def run(*afters):
+        records = [step_of(np.ones(3), [1, 2]) for _ in afters]
+        for record, after in zip(records, afters, strict=True):
+            (step,) = record.steps
+            step.after = {"w": after}
+            step.later = {"w": np.zeros(3) if sent else after}
+        return combine(records, {"w": np.ones(3)})
+
+    one, noisy = run(np.zeros(3)), run(np.zeros(3))
+    many = run(np.array([0.0, 0.0, 1.0]), np.array([1.0, 1.0, 0.0]))
+    found = first_difference(2, many, one, Allowed(one, [noisy]))
+    assert [f.stage for f in [found] if f] == stages
+
+
+@pytest.mark.parametrize(
+    "of_ranks, stages", [((3, 5), []), ((8, 8), []), ((9, 8), ["buffer"])]
+)
+def test_a_buffer_may_count_what_its_rank_has_seen(of_ranks, stages):
+    """Eight tokens a step: of all ranks, or of each."""
+
+    def run(*seen):
+        steps = [[step_of(np.ones(3), [1, 2]).steps[0] for _ in seen] for _ in "ab"]
+        for number, of_all in enumerate(steps, 1):
+            for step, tokens in zip(of_all, seen, strict=True):
+                step.buffers = {"seen": np.array([tokens * float(number)])}
+        records = [
+            RankRecord(r, list(its)) for r, its in enumerate(zip(*steps, strict=True))
+        ]
+        return combine(records, {"w": np.ones(3)})
+
+    one, noisy = run(8), run(8)
+    found = first_difference(2, run(*of_ranks), one, Allowed(one, [noisy]))
+    assert [f.stage for f in [found] if f] == stages
+
+
+def test_values_of_nested_and_sparse_tensors_are_read():
+    nested = torch.nested.nested_tensor(
+        [torch.ones(2), torch.ones(3)], layout=torch.jagged
+    )
+    assert _host(_local(nested)).tolist() == [1.0] * 5
+    assert _host(torch.eye(2).to_sparse()).tolist() == [[1, 0], [0, 1]]
 
 
 def test_wrappers_do_not_change_names():

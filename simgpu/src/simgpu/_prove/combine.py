@@ -5,11 +5,11 @@ is a part of the batch is added up. `Whole` says as well where ranks disagree th
 should not.
 """
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from simgpu._prove.inputs import Part
 from simgpu._prove.record import Moments, RankRecord, Step
 
 
@@ -18,7 +18,7 @@ class Whole:
     """One step of all ranks, together.
 
     Attributes:
-        samples, elements: how often each was given to the model.
+        inputs: what all ranks have given to the model, by name.
         outputs: per module, of all ranks.
         losses: of each rank, over its micro-batches.
         norms: of each rank; empty if nothing was clipped.
@@ -28,8 +28,7 @@ class Whole:
         settings: of rank 0.
     """
 
-    samples: Counter
-    elements: Counter
+    inputs: dict[str, list[Part]]
     outputs: dict[str, list[Moments]]
     losses: list[float]
     norms: list[float]
@@ -39,27 +38,34 @@ class Whole:
     sizes: dict[tuple[str, str], float] = field(default_factory=dict)
 
 
-KINDS = "before", "raw", "used", "after", "buffers"
+KINDS = "before", "raw", "used", "after", "later", "buffers"
 
 
-def combine(
-    records: list[RankRecord], shapes: dict[str, tuple[int, ...]]
-) -> list[Whole]:
+def combine(records: list[RankRecord], wholes: dict[str, np.ndarray]) -> list[Whole]:
     """Each step of all ranks as one.
 
     Args:
         records: of every rank.
-        shapes: of the whole arrays, by name; what has another shape is put together.
+        wholes: the arrays at the start of one rank, by name; what has another shape is
+            put together, in the order in which the ranks' slices are in them.
     """
-    count = min(len(record.steps) for record in records)
-    return [_combine([r.steps[i] for r in records], shapes) for i in range(count)]
+    steps = list(zip(*(record.steps for record in records), strict=False))
+    orders: dict[str, np.ndarray] = {}
+    for name, whole in wholes.items() if steps else ():
+        arrays = [s.before[name] for s in steps[0] if name in s.before]
+        if (dim := _cut(arrays, whole.shape)) is not None:
+            order = _order(np.concatenate(arrays, axis=dim), whole, dim)
+            orders |= {} if order is None else {name: order}
+    return [_combine(list(of_all), wholes, orders) for of_all in steps]
 
 
-def _combine(steps: list[Step], shapes: dict[str, tuple[int, ...]]) -> Whole:
+def _combine(
+    steps: list[Step], wholes: dict[str, np.ndarray], orders: dict[str, np.ndarray]
+) -> Whole:
     names = dict.fromkeys(name for step in steps for name in step.outputs)
+    given = dict.fromkeys(name for step in steps for name in step.inputs)
     whole = Whole(
-        samples=Counter(s for step in steps for s in step.samples),
-        elements=Counter(e for step in steps for e in step.elements),
+        inputs={n: [p for s in steps for p in s.inputs.get(n, [])] for n in given},
         outputs={n: [s.outputs[n] for s in steps if n in s.outputs] for n in names},
         losses=[sum(step.losses) for step in steps],
         norms=[step.norm for step in steps if step.norm is not None],
@@ -70,8 +76,9 @@ def _combine(steps: list[Step], shapes: dict[str, tuple[int, ...]]) -> Whole:
         whole.arrays[kind] = {}
         for name in dict.fromkeys(name for arrays in found for name in arrays):
             arrays = [some[name] for some in found if name in some]
-            wanted = shapes.get(name, arrays[0].shape)
-            whole.arrays[kind][name] = _together(arrays, wanted)
+            wanted = wholes.get(name, arrays[0]).shape
+            together = _together(arrays, wanted, orders.get(name))
+            whole.arrays[kind][name] = together
             if all(array.shape == wanted for array in arrays):
                 mean = whole.arrays[kind][name]
                 apart = max(_norm(array - mean) for array in arrays)
@@ -80,18 +87,44 @@ def _combine(steps: list[Step], shapes: dict[str, tuple[int, ...]]) -> Whole:
     return whole
 
 
-def _together(arrays: list[np.ndarray], wanted: tuple[int, ...]) -> np.ndarray:
+def _together(
+    arrays: list[np.ndarray], wanted: tuple[int, ...], order: np.ndarray | None
+) -> np.ndarray:
     """The mean of whole arrays; slices one after the other along the cut dimension."""
     if all(array.shape == wanted for array in arrays):
         return np.mean(arrays, axis=0)
-    if len({array.ndim for array in arrays} | {len(wanted)}) == 1:
-        for dim in range(len(wanted)):
-            with_rest = [a.shape[:dim] + a.shape[dim + 1 :] for a in arrays]
-            rest = wanted[:dim] + wanted[dim + 1 :]
-            total = sum(array.shape[dim] for array in arrays)
-            if all(shape == rest for shape in with_rest) and total == wanted[dim]:
-                return np.concatenate(arrays, axis=dim)
-    return arrays[0]
+    dim = _cut(arrays, wanted)
+    if dim is None:
+        return arrays[0]
+    joined = np.concatenate(arrays, axis=dim)
+    return joined if order is None else joined.take(order, axis=dim)
+
+
+def _cut(arrays: list[np.ndarray], wanted: tuple[int, ...]) -> int | None:
+    """The dimension along which ranks have slices of the whole."""
+    if {array.ndim for array in arrays} != {len(wanted)}:
+        return None
+    for dim, size in enumerate(wanted):
+        rests = {a.shape[:dim] + a.shape[dim + 1 :] for a in arrays}
+        if rests == {wanted[:dim] + wanted[dim + 1 :]}:
+            if sum(array.shape[dim] for array in arrays) == size:
+                return dim
+    return None
+
+
+def _order(joined: np.ndarray, whole: np.ndarray, dim: int) -> np.ndarray | None:
+    """Where the slices of the whole are, if ranks have them in another order.
+
+    So it is where a rank has its heads of queries, keys and values in one weight.
+    """
+    ours, its = (
+        [row.tobytes() for row in np.moveaxis(array, dim, 0)]
+        for array in (joined, whole)
+    )
+    where = {row: number for number, row in enumerate(ours)}
+    if ours == its or len(where) < len(ours) or where.keys() != set(its):
+        return None
+    return np.array([where[row] for row in its])
 
 
 def together(moments: list[Moments], count: int) -> Moments | None:

@@ -1,11 +1,12 @@
 """Where a run on many ranks leaves the run on one, and what that looks like.
 
-An alarm is raised by what trains the model: the samples, the parameters, the gradients
-that the optimizer is given, its settings, what it does with them, buffers, and the norm
-by which gradients are clipped. Once there is one, the place is looked for in the order
-in which a step computes: samples, parameters, outputs of modules, loss, gradients,
-norm, update. The loss and the raw gradients may be scaled in a right program (a sum
-that is averaged later), so they raise no alarm, but tell where to look.
+An alarm is raised by what trains the model: the parameters, the gradients that the
+optimizer is given, its settings, what it does with them, buffers, and the norm by which
+gradients are clipped. Once there is one, the place is looked for in the order in which
+a step computes: samples, parameters, outputs of modules, loss, gradients, norm, update.
+The loss and the raw gradients may be scaled in a right program (a sum that is averaged
+later), so they raise no alarm, but tell where to look. So do the samples: a right
+program may pad a batch with some that do not count.
 """
 
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from simgpu._prove.combine import Whole, together
+from simgpu._prove.inputs import difference
 from simgpu._prove.rounding import Allowed
 
 
@@ -53,10 +55,12 @@ def first_difference(
     moving = _moving(reference)
     both = min(len(steps), len(reference))
     for number in range(both):
-        for step in (steps[number], reference[number]):
+        many, one = steps[number], reference[number]
+        names = [n for n in moving if not _added_up(many, one, n, ranks)]
+        for step in (many, one):
             buffers = step.arrays["buffers"]
-            step.arrays["buffers"] = {n: buffers[n] for n in moving if n in buffers}
-        found = _Step(ranks, number, steps[number], reference[number], allowed).look()
+            step.arrays["buffers"] = {n: buffers[n] for n in names if n in buffers}
+        found = _Step(ranks, number, many, one, allowed).look()
         if found is not None:
             return found
     if len(steps) != len(reference):
@@ -65,10 +69,30 @@ def first_difference(
     return None
 
 
+def unaligned(steps: list[Whole], reference: list[Whole], ranks: int) -> str:
+    """Why samples could not be compared, in the first step where it is so; or ""."""
+    if not any(step.inputs for step in reference):
+        return "could not align the samples (no model was given a tensor)"
+    for number, (many, one) in enumerate(zip(steps, reference, strict=False)):
+        found = difference(many.inputs, one.inputs, ranks)
+        if found is not None:
+            why = f"{ranks} ranks, step {number}: {found.text}"
+            return f"could not align the samples ({why}); compared everything else"
+    return ""
+
+
 def _moving(steps: list[Whole]) -> list[str]:
     """Buffers that training changes; others, such as masks, may belong to a rank."""
     first, *rest = (step.arrays["buffers"] for step in steps)
     return [n for n in first if any((first[n] != later[n]).any() for later in rest)]
+
+
+def _added_up(many: Whole, one: Whole, name: str, ranks: int) -> bool:
+    """Whether a buffer counts what a rank has seen: the sum over ranks is right."""
+    its, whole = (step.arrays["buffers"].get(name) for step in (many, one))
+    if its is None or whole is None or its.shape != whole.shape:
+        return False
+    return bool(np.allclose(its * ranks, whole, rtol=1e-6, atol=0.0))
 
 
 class _Step:
@@ -83,8 +107,8 @@ class _Step:
 
     def look(self) -> Finding | None:
         """The first place that differs, if one of those differs that matter."""
-        hard = (self.samples, self.parameters, self.norm, self.gradients,
-                self.settings, self.updates, self.buffers)  # fmt: skip
+        hard = (self.parameters, self.norm, self.gradients, self.settings,
+                self.updates, self.buffers)  # fmt: skip
         if not any(check() for check in hard):
             return None
         in_order = (self.samples, self.parameters, self.outputs, self.loss, self.raw,
@@ -102,24 +126,10 @@ class _Step:
 
     def samples(self) -> Finding | None:
         """Whether the model was given the same samples, each as often."""
-        many, one = self.many.samples, self.one.samples
-        if _multiple(many, one) or _multiple(self.many.elements, self.one.elements):
+        found = difference(self.many.inputs, self.one.inputs, self.ranks)
+        if found is None or not found.certain:
             return None
-        missing, more = (one - many).total(), (many - one).total()
-        hint = "The global batch must not depend on the number of ranks."
-        if set(many.values()) == {self.ranks} and len(many) < len(one):
-            text = f"all ranks were given the same {len(many)} samples"
-            hint = "A DistributedSampler gives each rank its own."
-        elif more and not missing:
-            text = f"{more} samples more than on one rank"
-            hint = (
-                "A DistributedSampler repeats samples until all ranks have equally "
-                "many; drop_last=True leaves out the rest instead."
-            )
-        else:
-            text = f"{missing} of {one.total()} samples of one rank are missing"
-            text += f", {more} others are there" * bool(more)
-        return self._say("samples", "", text, hint)
+        return self._say("samples", "", found.text, found.hint)
 
     def parameters(self) -> Finding | None:
         """Whether the step begins with the same parameters, on all ranks."""
@@ -202,10 +212,23 @@ class _Step:
         return None
 
     def updates(self) -> Finding | None:
-        """What the optimizer has made of the parameters."""
-        return self._apart("after", "update", "") or self._compare(
+        """What the optimizer has made of the parameters.
+
+        It may have updated a part of them on each rank, which is sent later.
+        """
+        found = self._apart("after", "update", "") or self._compare(
             "after", "update", ""
         )
+        if found is None or not self._moved():
+            return found
+        return self._apart("later", "update", "") or self._compare(
+            "later", "update", ""
+        )
+
+    def _moved(self) -> bool:
+        """Whether parameters change between the optimizer's step and the next one."""
+        after, later = self.many.arrays["after"], self.many.arrays["later"]
+        return any((after[name] != later[name]).any() for name in after)
 
     def buffers(self) -> Finding | None:
         """Buffers, such as running means."""
@@ -280,14 +303,6 @@ class _Step:
         allow = {n: self._allow(kind, n, self.many.sizes[kind, n] / scale) for n in one}
         right = all(away[name] <= 2 * allow[name] for name in one)
         return scale if right and self._compare(kind, "", "") else None
-
-
-def _multiple(many, one) -> bool:
-    """Whether each thing is there equally often in both, or in whole copies."""
-    if not one or many.keys() != one.keys():
-        return many == one and bool(one)
-    copies = many.total() / one.total()
-    return all(many[thing] == count * copies for thing, count in one.items())
 
 
 def _rms(moments) -> float:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from simgpu._prove.inputs import Part
+
 
 @dataclass
 class Moments:
@@ -48,12 +50,20 @@ class Moments:
 
 @dataclass
 class Mask:
-    """One call of dropout: where, on what, and which elements it would drop."""
+    """One call of dropout: where, on what, and which elements it would drop.
+
+    Attributes:
+        module: before it.
+        shape, on: of what it was given.
+        dropped: a hash of the elements.
+        chance: that two generators would drop the same ones.
+    """
 
     module: str
     shape: tuple[int, ...]
     on: Moments
-    dropped: int  # a hash of the elements
+    dropped: int
+    chance: float
 
 
 @dataclass
@@ -61,8 +71,7 @@ class Step:
     """One step of one rank; dictionaries are by the name of the module or parameter.
 
     Attributes:
-        samples: hashes of the rows (the first dimension) that the model was given.
-        elements: those of integer inputs, such as tokens.
+        inputs: what the model was given, by name; one part for each call.
         outputs: of each module in the order of the first calls, without recomputation.
         losses: on which backward was called, one for each micro-batch.
         masks: what dropout would have dropped.
@@ -72,12 +81,12 @@ class Step:
         norm: what `clip_grad_norm_` has returned; None if it was not called.
         used: gradients that the optimizer was given.
         settings: numbers of the optimizer's groups: ("group 0", "lr") -> 0.1.
-        after: the parameters when the step ends.
+        after: the parameters when the optimizer has updated them.
+        later: those when the next step begins, or the program ends.
         without_optimizer: parameters that have a gradient and no optimizer.
     """
 
-    samples: list[int] = field(default_factory=list)
-    elements: list[int] = field(default_factory=list)
+    inputs: dict[str, list[Part]] = field(default_factory=dict)
     outputs: dict[str, Moments] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     masks: list[Mask] = field(default_factory=list)
@@ -88,6 +97,7 @@ class Step:
     used: dict[str, np.ndarray] = field(default_factory=dict)
     settings: dict[tuple[str, str], float] = field(default_factory=dict)
     after: dict[str, np.ndarray] = field(default_factory=dict)
+    later: dict[str, np.ndarray] = field(default_factory=dict)
     without_optimizer: list[str] = field(default_factory=list)
 
 

@@ -25,7 +25,8 @@ from torch.nn.modules import module as hooks
 from torch.optim import optimizer as optimizers
 from torch.utils.data import DistributedSampler
 
-from simgpu._compat import AsyncCollectiveTensor, tree_leaves
+from simgpu._compat import AsyncCollectiveTensor
+from simgpu._prove.inputs import part_of, tensors_in
 from simgpu._prove.names import Names, Ties
 from simgpu._prove.record import Mask, Moments, RankRecord, Step
 
@@ -76,8 +77,9 @@ class Recorder:
         self._replace_attention()
         return self
 
-    def __exit__(self, *exc_info) -> None:
-        self._end_step()
+    def __exit__(self, error: type | None = None, *exc_info) -> None:
+        if error is None:
+            self._end_step(ended=True)
         self._undo.close()
 
     @property
@@ -115,8 +117,9 @@ class Recorder:
             if torch.is_grad_enabled():
                 self._end_step()
             self._names.add(module)
-            if not self._step.before:
-                self._step.before = self._values(self._names.parameters())
+            before, parameters = self._step.before, self._names.parameters()
+            if new := {n: p for n, p in parameters.items() if n not in before}:
+                before |= self._values(new)
                 self.record.untied = self._ties.broken(self._names)
         self._depth += 1
 
@@ -128,27 +131,22 @@ class Recorder:
         if name is None or not torch.is_grad_enabled():
             return
         if self._depth == 0:
-            self._note_samples([*args, *kwargs.values()])
+            positional = {f"input {n}": value for n, value in enumerate(args)}
+            self._note_inputs(name or "the model's", positional | kwargs)
         if isinstance(out, torch.Tensor) and out.is_floating_point():
             with self._unseen():
                 values = _host(_local(out))
             self._step.outputs.setdefault(name, Moments()).add(values)
 
-    def _note_samples(self, given: list) -> None:
-        """Hash each row of the first tensor, and each element if it has whole numbers.
-
-        A row is a sample: in float32, because a rank may have rounded it since. The
-        tensor may be in a dictionary or a list, as a batch often is.
-        """
-        tensor = next((t for t in tree_leaves(given) if _has_rows(t)), None)
-        if tensor is None:
-            return
-        with self._unseen():
-            values = _host(_local(tensor)).astype(np.float32)
-        rows = values.reshape(len(values), -1)
-        self._step.samples += [_hash(row) for row in rows]
-        if not tensor.is_floating_point():
-            self._step.elements += values.ravel().astype(int).tolist()
+    def _note_inputs(self, model: str, given: dict[str, object]) -> None:
+        """Note what a model is given, but not what another one has computed."""
+        for name, value in given.items():
+            for place, tensor in tensors_in(value, name):
+                if tensor.grad_fn is not None or not tensor.numel():
+                    continue
+                with self._unseen():
+                    part = part_of(_host(_local(tensor)))
+                self._step.inputs.setdefault(f"{model} {place}", []).append(part)
 
     def _dropout(self, original, x, p=0.5, training=True, inplace=False):
         if not training or p == 0 or self._quiet:
@@ -161,7 +159,9 @@ class Recorder:
                 on.add(_host(_local(x)))
                 dropped = _hash(_host(_local(kept)) == 0)
                 name = self._module_now()
-                self._step.masks.append(Mask(name, tuple(x.shape), on, dropped))
+                chance = (p**2 + (1 - p) ** 2) ** x.numel()
+                mask = Mask(name, tuple(x.shape), on, dropped, chance)
+                self._step.masks.append(mask)
         return x.clone()
 
     def _module_now(self) -> str:
@@ -244,9 +244,16 @@ class Recorder:
         self._step.buffers = self._values(self._names.buffers())
         self._look_elsewhere()
 
-    def _end_step(self) -> None:
-        """A step ends where the next one begins: several optimizers may take part."""
+    def _end_step(self, *, ended: bool = False) -> None:
+        """A step ends where the next one begins: several optimizers may take part.
+
+        Args:
+            ended: the program has, and what is sharded cannot be gathered any more.
+        """
         if self._optimizers and self._on:
+            parameters = self._names.parameters()
+            lost = ended and any(isinstance(p, DTensor) for p in parameters.values())
+            self._step.later = self._step.after if lost else self._values(parameters)
             self.record.steps.append(self._step)
             self._step, self._raw, self._optimizers = Step(), {}, []
 
@@ -288,10 +295,6 @@ def _has_values(module: nn.Module) -> bool:
     return first is not None and not first.is_meta
 
 
-def _has_rows(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.ndim > 0
-
-
 def _has(optimizer, parameter: nn.Parameter) -> bool:
     """Whether an optimizer updates a parameter."""
     groups = optimizer.param_groups
@@ -304,14 +307,19 @@ def _full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of it."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """What this rank has of it; of a nested tensor, all values in a row."""
+    tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if tensor.is_nested:
+        return torch.cat([one.flatten() for one in tensor.unbind()])
+    return tensor
 
 
 def _host(tensor: torch.Tensor) -> np.ndarray:
     """Its values, in float64."""
     if isinstance(tensor, AsyncCollectiveTensor):
         tensor = tensor.wait()
+    if tensor.layout != torch.strided:  # the gradient of a sparse embedding
+        tensor = tensor.to_dense()
     return tensor.detach().cpu().double().numpy()
 
 

@@ -86,5 +86,7 @@ def _size(step: Whole, kind: str, name: str) -> float:
     if kind == "loss":
         return abs(step.losses[0])
     if kind == "norm":
-        return step.norms[0]
+        return step.norms[0] if step.norms else 0.0
+    if name not in step.arrays[kind]:  # two players have their steps in turn
+        return 0.0
     return float(np.linalg.norm(step.arrays[kind][name]))

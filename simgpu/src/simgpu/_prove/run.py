@@ -18,7 +18,7 @@ from pathlib import Path
 
 from simgpu._prove import rounding
 from simgpu._prove.combine import combine
-from simgpu._prove.compare import Finding, first_difference
+from simgpu._prove.compare import Finding, first_difference, unaligned
 from simgpu._prove.noise import Rounding
 from simgpu._prove.record import RankRecord
 from simgpu._prove.recorder import Recorder
@@ -41,23 +41,29 @@ class Report:
         steps: that were compared in each.
         findings: at most one difference for each number of ranks, and what is never
             right.
+        notes: what could not be compared.
     """
 
     worlds: tuple[int, ...]
     steps: int
     findings: tuple[Finding, ...]
+    notes: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return not self.findings
 
     def __str__(self) -> str:
         if self.findings:
-            return "\n".join(map(str, self.findings))
+            return "\n".join(map(str, [*self.findings, *self.notes]))
         worlds = ", ".join(map(str, self.worlds))
-        return (
-            f"{self.steps} steps on {worlds} ranks: samples, gradients, norms and "
-            "updates agree as far as rounding allows"
+        what = "gradients, norms and updates"
+        if not self.notes:
+            what = f"samples, {what}"
+        agree = (
+            f"{self.steps} steps on {worlds} ranks: {what} agree as far as rounding "
+            "allows"
         )
+        return "\n".join([agree, *self.notes])
 
     __repr__ = __str__
 
@@ -109,10 +115,11 @@ def _compare(work: "_Work", worlds: tuple[int, ...], line: "_Line") -> Report:
         raise ValueError(f"the program fails on one rank: {_reason(failed)}") from None
     if not alone[0][0].steps:
         raise ValueError("the program has taken no step of a torch.optim optimizer")
-    shapes = _shapes(alone[0][0])
-    reference, *noisy = (combine(records, shapes) for records in alone)
+    first = alone[0][0].steps[0]
+    wholes = first.before | first.buffers
+    reference, *noisy = (combine(records, wholes) for records in alone)
     allowed = rounding.Allowed(reference, noisy)
-    findings = list(look(alone[0]))
+    findings, notes = list(look(alone[0])), []
     for ranks in worlds[1:]:
         line.next(ranks)
         try:
@@ -123,11 +130,13 @@ def _compare(work: "_Work", worlds: tuple[int, ...], line: "_Line") -> Report:
                 Finding(ranks, None, "error", f"rank {rank}", _reason(failed))
             )
             continue
-        steps_of_all = combine(records, shapes)
+        steps_of_all = combine(records, wholes)
         difference = first_difference(ranks, steps_of_all, reference, allowed)
         findings += filter(None, [difference])
+        if difference is None:
+            notes += filter(None, [unaligned(steps_of_all, reference, ranks)])
         findings += (f for f in look(records) if f.stage not in _stages(findings))
-    return Report(worlds, len(reference), tuple(findings))
+    return Report(worlds, len(reference), tuple(findings), tuple(notes))
 
 
 def assert_same_on_worlds(
@@ -160,12 +169,6 @@ def assert_same_on_worlds(
 
 def _stages(findings: list[Finding]) -> set[str]:
     return {finding.stage for finding in findings}
-
-
-def _shapes(record: RankRecord) -> dict[str, tuple[int, ...]]:
-    step = record.steps[0]
-    arrays = step.before | step.buffers
-    return {name: array.shape for name, array in arrays.items()}
 
 
 def _reason(failed: RanksFailed) -> str:

@@ -10,7 +10,9 @@ from itertools import combinations
 import numpy as np
 
 from simgpu._prove.compare import Finding
-from simgpu._prove.record import Mask, RankRecord
+from simgpu._prove.record import Mask, RankRecord, Step
+
+_CHANCE = 1e-9  # that dropout takes the same elements without a cause
 
 
 def look(records: list[RankRecord]) -> Iterator[Finding]:
@@ -39,6 +41,7 @@ def _ties(records: list[RankRecord]) -> Finding | None:
 def _dropout(records: list[RankRecord]) -> Finding | None:
     for number in range(min(len(record.steps) for record in records)):
         for one, other in combinations(records, 2):
+            given = one.steps[number].inputs, other.steps[number].inputs
             pairs = zip(
                 one.steps[number].masks, other.steps[number].masks, strict=False
             )
@@ -47,6 +50,10 @@ def _dropout(records: list[RankRecord]) -> Finding | None:
                     continue
                 same = mask.dropped == its.dropped
                 if same == _same_input(mask, its):
+                    continue
+                # few elements may be dropped alike; ranks with other samples may drop
+                # others of what does not depend on samples, such as positions
+                if mask.chance > _CHANCE if same else given[0] != given[1]:
                     continue
                 who = f"ranks {one.rank} and {other.rank}"
                 text = f"{who} drop the same elements of different activations"
@@ -75,12 +82,21 @@ def _epochs(records: list[RankRecord]) -> Finding | None:
 
 def _optimizers(records: list[RankRecord]) -> Finding | None:
     for number, step in enumerate(records[0].steps):
-        if step.without_optimizer:
-            name = step.without_optimizer[0]
+        for name in step.without_optimizer:
+            steps = records[0].steps  # of two players, each has an optimizer
+            if any(name in other.used for other in steps) or _changed(steps, name):
+                continue
             text = "it has a gradient, and the optimizer does not have it"
             hint = "Make the optimizer after the model is sharded, moved or wrapped."
             return Finding(len(records), number, "optimizer", name, text, hint)
     return None
+
+
+def _changed(steps: list[Step], name: str) -> bool:
+    """Whether something else updates it, such as a master copy."""
+    known = [step.before.get(name) for step in steps]
+    known = [a for a in [*known, *(s.later.get(name) for s in steps)] if a is not None]
+    return any((array != known[0]).any() for array in known)
 
 
 def _devices(records: list[RankRecord]) -> Finding | None:
