@@ -9,7 +9,7 @@
     files.py     checkpoints: their shapes
     steps.py     where a training step begins and ends
     memory.py    what the memory of the card held when it held most
-    report.py    what came out of it
+    report.py    what came out of it; words.py has a part of its words
     command.py   `simgpu dry-run`
     kinds.py     which ranks run, and their processes
     run.py       one rank from its start to its report

@@ -2,13 +2,13 @@
 
 import dataclasses
 import pickle
-import re
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from simgpu._dry.drawn import Drawn, timeline_of
+from simgpu._dry.words import briefly, of_compiling
 from simgpu._frames import is_program_code, shown
 from simgpu._pictures import dry_runs
 from simgpu._pictures.picture import Picture
@@ -16,6 +16,7 @@ from simgpu._timing.job import JobTimeline, log_of
 
 _MIB, _GIB = 2**20, 2**30
 _LINES = 12  # that a report shows of each table
+_FLEX = {True: "compiled", False: "uncompiled"}
 _MATMUL = ("bfloat16", "float16")
 
 
@@ -82,6 +83,8 @@ class DryReport:
             checkpoints do again, over what the card could do in the time; of several
             ranks that ran, their mean.
         unknown_reads: values that the program has read and a dry run does not know.
+        compiled: what `torch.compile` did: "refuse", "eager", "fuse".
+        flex_attention: "compiled", "uncompiled", or both: how it was called.
         error: of the out-of-memory.
         error_line: of the program where it came.
         kinds: reports of each rank, if several ran.
@@ -109,6 +112,7 @@ class DryReport:
     mfu: float | None = None
     unknown_reads: list[dict] = field(default_factory=list)
     compiled: str = ""
+    flex_attention: list[str] = field(default_factory=list)
     error: str = ""
     error_line: str = ""
     used_bytes: int = 0
@@ -180,6 +184,7 @@ def of(dry, full: Exception | None) -> DryReport:
         job.world, [dry.rank], gpu.card.name, full is None, peak,
         gpu.memory.both.reserved_bytes.peak, gpu.memory.total, by_kind, by_line,
         len(dry.moments), compiled=job.compile,
+        flex_attention=sorted(_FLEX[compiled] for compiled in dry.flex_attention),
         unknown_reads=[
             {"line": line, "value": value, "times": n}
             for (line, value), n in dry.reads.items()
@@ -345,6 +350,7 @@ def _lines(report: DryReport) -> list[str]:
         lines += ["", "nothing ran on the GPU between the last two steps"]
     else:
         lines += _step(report)
+    lines += of_compiling(report)
     if report.unknown_reads:
         lines += ["", "values that were read and are not known here:"]
         for read in report.unknown_reads[:_LINES]:
@@ -361,20 +367,6 @@ def _lines(report: DryReport) -> list[str]:
                 f"  rank {its.ranks[0]:<10}{_bytes(its.peak_bytes):>13}{shown}"
             )
     return lines
-
-
-def _briefly(name: str) -> str:
-    """A collective and its group: "ranks 0 to 24 by 8" for "ranks 0, 8, 16, 24"."""
-    many = re.search(r"\d+(, \d+){3,}", name)
-    if many is None:
-        return name
-    ranks = [int(word) for word in many[0].split(", ")]
-    by = ranks[1] - ranks[0]
-    if ranks == list(range(ranks[0], ranks[-1] + 1, by or 1)):
-        short = f"{ranks[0]} to {ranks[-1]}" + (f" by {by}" if by != 1 else "")
-    else:
-        short = f"{ranks[0]}, {ranks[1]}, ... {ranks[-1]} ({len(ranks)})"
-    return name.replace(many[0], short)
 
 
 def _largest(report: DryReport) -> list[str]:
@@ -399,7 +391,7 @@ def _step(report: DryReport) -> list[str]:
     lines = ["", f"a step                    {_time_of(seconds):>16}"]
     lines.append(share("computing", report.compute_seconds or 0.0))
     lines.append(share("messages, nothing else", report.exposed_seconds or 0.0))
-    lines += [f"    {_briefly(name):<38}{_time_of(part):>14}"
+    lines += [f"    {briefly(name):<38}{_time_of(part):>14}"
               for name, part in list(report.exposed_by_group.items())[:4]]  # fmt: skip
     lines.append(share("the host keeps it waiting", report.host_seconds or 0.0))
     lines.append(f"  what binds: {report.binds}")
@@ -412,9 +404,4 @@ def _step(report: DryReport) -> list[str]:
     lines.append(
         f"  MFU {report.mfu:.1%}" if report.mfu else "  MFU: no matrix product"
     )
-    if report.compiled == "eager":
-        lines.append("  torch.compile gave back what it was given (--no-compile)")
-    elif report.compiled == "fuse":
-        lines.append("  torch.compile: chains of pointwise operations and reductions "
-                     "counted as one kernel (--compile fuse)")  # fmt: skip
     return lines

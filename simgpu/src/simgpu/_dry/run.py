@@ -155,6 +155,7 @@ class DryRun:
         self.events: list = []
         self.recomputed = 0  # floating-point operations of forward done again
         self.tokens = tokens.Counted()
+        self.flex_attention: set[bool] = set()  # whether its calls are compiled
 
     def compiled(self, model):
         """What `torch.compile` gives back, where its operations are fused."""
