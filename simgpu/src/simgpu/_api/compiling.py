@@ -18,6 +18,7 @@ from types import CodeType, FrameType
 from torch import nn
 
 from simgpu import _runtime as state
+from simgpu._compat import call_module
 from simgpu._errors import NotSimulated
 
 _ADVICE = (
@@ -33,7 +34,7 @@ _SWITCHES = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")  # PyTorch's own
 _FLEX = "_flex_attention_hop_wrapper"
 _FLEX_MODULE = "torch.nn.attention.flex_attention"
 _UNFUSED = "flex_attention_performance"  # PyTorch's warning about what is not compiled
-_CALL_MODULE = nn.Module._call_impl.__code__
+_CALL_MODULE = call_module.__code__
 _told = False
 # what a program has compiled
 _code: set[CodeType] = set()
