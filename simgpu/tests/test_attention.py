@@ -13,6 +13,7 @@ from support import programs
 
 FLASH = "_scaled_dot_product_flash_attention"
 EFFICIENT = "_scaled_dot_product_efficient_attention"
+CUDNN = "_scaled_dot_product_cudnn_attention"
 MATH = "_safe_softmax"  # of the kernels that "math" takes
 HALF = {"dtype": torch.bfloat16}
 
@@ -133,8 +134,95 @@ def test_a_chosen_kernel_that_cannot_run_is_an_error_as_on_cuda():
         with pytest.raises(RuntimeError, match="No available kernel"):
             F.scaled_dot_product_attention(x, x, x)  # float32
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        with pytest.raises(simgpu.NotSimulated, match="cuDNN"):
+        with pytest.raises(RuntimeError, match="No available kernel"):
             F.scaled_dot_product_attention(x, x, x)
+
+
+# -- cuDNN's kernel --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"attn_mask": True}])
+def test_attention_by_cudnn_is_attention(options):
+    inputs = [heads(n, **HALF).requires_grad_() for n in (4, 2, 2)]
+    if options.get("attn_mask"):
+        options = {"attn_mask": torch.ones(6, 6, device="cuda").tril().bool()}
+    copies, right = expected(*inputs, is_causal=bool(options))
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        out = F.scaled_dot_product_attention(*inputs, **options, enable_gqa=True)
+    out.backward(torch.ones_like(out))
+    right.backward(torch.ones_like(right))
+    torch.testing.assert_close(out.cpu().float(), right, rtol=0.02, atol=0.02)
+    for one, other in zip(inputs, copies, strict=True):
+        grad = one.grad.cpu().float()
+        torch.testing.assert_close(grad, other.grad, rtol=0.05, atol=0.05)
+
+
+def test_cudnn_keeps_the_output_a_sum_for_each_query_and_a_random_state():
+    inputs = [heads(8, 256, 64, **HALF).requires_grad_() for _ in range(3)]
+    before = torch.cuda.memory_allocated()
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        out = F.scaled_dot_product_attention(*inputs)
+    rows = 2 * 8 * 256
+    kept = torch.cuda.memory_allocated() - before
+    assert kept == rows * 64 * 2 + rows * 4 + 2 * 512  # the smallest block has 512
+    assert out.grad_fn.name() == "ScaledDotProductCudnnAttentionBackward0"
+
+
+@pytest.mark.parametrize(
+    ("shape", "why"),
+    [
+        ((4, 6, 136), "too wide"),
+        ((4, 6, 12), "not a multiple of 8"),
+        ((4, 1, 8), "one key"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cudnn_does_not_take(shape, why):
+    x = heads(*shape, **HALF)
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        with pytest.raises(RuntimeError, match="No available kernel"):
+            F.scaled_dot_product_attention(x, x, x)
+
+
+def test_cudnn_is_not_deterministic_and_waits_for_ampere():
+    x = heads(**HALF)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            with pytest.raises(RuntimeError, match="No available kernel"):
+                F.scaled_dot_product_attention(x, x, x)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    simgpu.stop()
+    simgpu.start(1, card="V100")
+    x = heads(dtype=torch.float16)
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        with pytest.raises(RuntimeError, match="No available kernel"):
+            F.scaled_dot_product_attention(x, x, x)
+
+
+@pytest.mark.parametrize(
+    ("card", "width", "tflops"),
+    [("H100", 128, (595, 516)), ("H100", 64, (413, 433)), ("B200", 128, (1240, 1240))],
+)
+def test_cudnn_is_as_fast_as_was_published(card, width, tflops):
+    """16,384 tokens, not causal: FlashAttention-3's figures 5, 6; FlashAttention-4."""
+
+    def both_ways(x):
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            out = F.scaled_dot_product_attention(x, x, x)
+        torch.autograd.grad(out, x, out)
+
+    with torch.device("meta"):
+        x = torch.empty(1, 16, 2**14, width, dtype=torch.float16, requires_grad=True)
+    simgpu.stop()
+    found = simgpu.estimate(both_ways, x, card=card)
+    flops = 4 * 16 * 2**28 * width
+    for name, products, rate in zip(
+        (CUDNN, f"{CUDNN}_backward"), (1, 2.5), tflops, strict=True
+    ):
+        seconds = found.by_operation[name].seconds
+        assert flops * products / seconds / 1e12 == pytest.approx(rate, rel=0.05)
 
 
 def test_dropout_works_where_only_a_fused_kernel_is_allowed():

@@ -1,6 +1,7 @@
 """A dry run beside the same program with values: the same bytes, the same times.
 
-The programs are those of `test_cluster.py`: with values, each agrees with one process.
+The programs are those of `test_cluster.py`: with values, each agrees with one process;
+and networks for pictures.
 """
 
 import json
@@ -32,6 +33,12 @@ RUNS = [  # a program, its ranks, which of them run in the dry run, its argument
     ("context_parallel", 4, None, "--kernel=flash"),
     ("memory", 2, None),
     ("ring_attention", 4, None),
+    ("vision", 1, None, "resnet", "--last", "--half"),
+    ("vision", 1, None, "convnext"),
+    ("vision", 1, None, "efficientnet", "--last", "--half"),
+    ("vision", 1, None, "unet", "--last"),
+    ("vision", 1, None, "vit"),
+    ("vision", 1, None, "volumes", "--half"),
 ]
 
 

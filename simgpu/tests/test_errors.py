@@ -160,14 +160,14 @@ WORDS = {
     "type 'cpu'" + SAME: ['setattr(b, "grad", a)'],
     "attempting to assign a gradient located on device with index '1' to a tensor "
     "located on device with index '0'" + SAME: ['setattr(a, "grad", a.to(1))'],
-    "cannot pin 'CUDAFloatType' only dense CPU tensors can be pinned": [
+    "cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned": [
         "a.pin_memory()",
     ],
     "cannot pin 'CUDABFloat16Type' only dense CPU tensors can be pinned": [
         "a.bfloat16().pin_memory()",
     ],
-    "cannot pin 'CUDALongType' only dense CPU tensors can be pinned": [
-        "a.long().pin_memory()",
+    "cannot pin 'CUDABoolType' only dense CPU tensors can be pinned": [
+        "a.bool().pin_memory()",
     ],
     "linspace only supports 0-dimensional start and end tensors, but got start with 1 "
     "dimension(s) and end with 0 dimension(s).": [

@@ -58,7 +58,10 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "custom operations": {"OPDEFS": "torch._library.custom_ops.OPDEFS"},
     "TorchScript": {"builtin_table": "torch.jit._builtins._get_builtin_table"},
-    "torch.compile": {"torch_compile": "torch._compile"},
+    "torch.compile": {
+        "torch_compile": "torch._compile",
+        "call_module": "torch.nn.Module._call_impl",
+    },
     "nested lists and dictionaries of tensors": {
         "tree_leaves": "torch.utils._pytree.tree_leaves",
         "tree_map_only": "torch.utils._pytree.tree_map_only",

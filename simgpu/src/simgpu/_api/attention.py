@@ -1,9 +1,10 @@
 """Which kernel `F.scaled_dot_product_attention` takes, as CUDA chooses it.
 
 Models: flash attention for float16 and bfloat16, else memory-efficient attention, else
-plain matrix products ("math"), each where its restrictions, the program's switches
-(`sdpa_kernel`, `torch.backends.cuda.enable_flash_sdp`) and its order of them allow.
-Leaves out: cuDNN's kernel, and that a length of heads must be a multiple of 4 or 8.
+plain matrix products ("math"), and where a program prefers it cuDNN's, each where its
+restrictions, the program's switches (`sdpa_kernel`,
+`torch.backends.cuda.enable_flash_sdp`) and its order of them allow.
+Leaves out: that a length of heads must be a multiple of 4 or 8.
 
 PyTorch's C++ chooses by the device that it sees, which is the CPU.
 Source: ATen/native/transformers/cuda/sdp_utils.cpp of torch 2.13.
@@ -22,8 +23,8 @@ from simgpu._compat import (
     raw_attention,
     sdp_priority_order,
 )
+from simgpu._dispatch import cudnn_attention
 from simgpu._dispatch.placement import gpus_of
-from simgpu._errors import NotSimulated
 
 _raw_attention = raw_attention
 _flash = torch.ops.aten._scaled_dot_product_flash_attention.default
@@ -31,6 +32,7 @@ _efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
 _FLASH = SDPBackend.FLASH_ATTENTION.value
 _EFFICIENT = SDPBackend.EFFICIENT_ATTENTION.value
 _MATH = SDPBackend.MATH.value
+_CUDNN = SDPBackend.CUDNN_ATTENTION.value
 _MINUS_INFINITY = {
     dtype: torch.tensor(-math.inf, dtype=dtype)
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -59,7 +61,6 @@ def scaled_dot_product_attention(
 
     Raises:
         RuntimeError: if the program has switched off all that these inputs could take.
-        NotSimulated: if it has left only cuDNN's kernel.
     """
     __tracebackhide__ = True
     inputs = (query, key, value, *(() if attn_mask is None else (attn_mask,)))
@@ -90,6 +91,9 @@ def scaled_dot_product_attention(
         mask = mask.expand(*query.shape[:-1], key.shape[-2])
     learns = query.requires_grad or key.requires_grad or value.requires_grad
     learns = learns and torch.is_grad_enabled()
+    if backend == _CUDNN:
+        how = mask, learns, 0.0, is_causal, False
+        return cudnn_attention.attention(query, key, value, *how, scale=scale)[0]
     return _efficient(query, key, value, mask, learns, 0.0, is_causal, scale=scale)[0]
 
 
@@ -167,11 +171,11 @@ def _choose(query, key, value, no_flash: bool, gqa: bool, capability) -> int:
         elif backend == _EFFICIENT and fused and switches.mem_efficient_sdp_enabled():
             if _efficient_takes(query, key, value, capability):
                 return backend
+        elif backend == _CUDNN and fused and switches.cudnn_sdp_enabled():
+            if cudnn_attention.takes(query, key, value, gqa, capability):
+                return backend
         elif backend == _MATH and switches.math_sdp_enabled():
             return backend
-    on = switches.flash_sdp_enabled() or switches.mem_efficient_sdp_enabled()
-    if switches.cudnn_sdp_enabled() and not on:
-        raise NotSimulated("attention by cuDNN")
     raise RuntimeError("No available kernel. Aborting execution.")
 
 

@@ -5,16 +5,20 @@ a function when it is called, because packages decorate functions that nobody ca
 Uncompiled means: `torch.compile` gives back the very module or function, as PyTorch
 does with `disable=True`, so there is no `_orig_mod`. Leaves out: the time and memory
 that compiling would save; the figures are those of eager PyTorch. A dry run may count
-them, see `_dry/fusing.py`.
+them, see `_dry/fusing.py`. Only `flex_attention` is fused wherever a program compiles
+it, or what calls it: `is_compiled()` says so.
 """
 
 import functools
 import os
 import sys
+import weakref
+from types import CodeType, FrameType
 
 from torch import nn
 
 from simgpu import _runtime as state
+from simgpu._compat import call_module
 from simgpu._errors import NotSimulated
 
 _ADVICE = (
@@ -28,7 +32,13 @@ _DRY_ADVICE = (
 _SAYS = "simgpu: torch.compile gives back what it is given: all runs uncompiled"
 _SWITCHES = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")  # PyTorch's own
 _FLEX = "_flex_attention_hop_wrapper"
+_FLEX_MODULE = "torch.nn.attention.flex_attention"
+_UNFUSED = "flex_attention_performance"  # PyTorch's warning about what is not compiled
+_CALL_MODULE = call_module.__code__
 _told = False
+# what a program has compiled
+_code: set[CodeType] = set()
+_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def compile(model=None, *, disable: bool = False, **options):
@@ -40,10 +50,12 @@ def compile(model=None, *, disable: bool = False, **options):
     if getattr(model, "__name__", "") == _FLEX:  # what runs it uncompiled
         return model
     how = state.current().request.compile
-    if how == "fuse":
-        return state.current().dry.compiled(model)
-    if how == "eager":
-        _tell()
+    if how in ("fuse", "eager"):
+        given, model = model, _noted(model)
+        if how == "fuse":
+            return state.current().dry.compiled(model)
+        if model is given:
+            _tell()
         return model
     advice = _ADVICE if state.current().dry is None else _DRY_ADVICE
     if isinstance(getattr(model, "__self__", model), nn.Module):
@@ -64,3 +76,64 @@ def _tell() -> None:
     if not _told and os.environ.get("RANK", "0") == "0":
         print(_SAYS, file=sys.stderr, flush=True)
     _told = True
+
+
+# -- what is compiled ------------------------------------------------------------------
+
+
+def is_compiled() -> bool:
+    """Whether the code that asks is called by what the program has compiled."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in _code:
+            return True
+        if frame.f_code is _CALL_MODULE and frame.f_locals["self"] in _modules:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _noted(model):
+    """What is compiled, remembered; `flex_attention` itself as another function."""
+    _hush()
+    if isinstance(model, functools.partial):
+        func = _noted(model.func)
+        if func is model.func:
+            return model
+        return functools.partial(func, *model.args, **model.keywords)
+    owner = getattr(model, "__self__", model)
+    if isinstance(owner, nn.Module):
+        _modules.add(owner)
+        return model
+    if getattr(model, "__module__", "") == _FLEX_MODULE:
+        model = _apart(model)
+    code = getattr(model, "__code__", None)  # of a method, its function's
+    if code is not None:
+        _code.add(code)
+    return model
+
+
+def _apart(function):
+    """The same function, which is compiled when it is called by this name."""
+
+    @functools.wraps(function)
+    def compiled(*args, **kwargs):
+        __tracebackhide__ = True
+        return function(*args, **kwargs)
+
+    return compiled
+
+
+def _hush() -> None:
+    """Compiled code is not told to compile `flex_attention`."""
+    module = sys.modules.get(_FLEX_MODULE)
+    warn = getattr(module, "_warn_once", None)
+    if warn is None or hasattr(warn, "__wrapped__"):
+        return
+
+    @functools.wraps(warn)
+    def warn_once(warning_id, *args, **kwargs):
+        if warning_id != _UNFUSED or not is_compiled():
+            warn(warning_id, *args, **kwargs)
+
+    module._warn_once = warn_once

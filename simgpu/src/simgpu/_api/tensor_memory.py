@@ -3,7 +3,7 @@
 import torch
 
 from simgpu._dispatch import placement
-from simgpu._dispatch.errors import scalar_type_name
+from simgpu._dispatch.errors import name_in_errors
 from simgpu._dispatch.host_memory import read_by_host
 from simgpu._dispatch.placement import block_of, gpu_of, is_plain
 from simgpu._errors import NotSimulated
@@ -69,8 +69,7 @@ def cuda_array_interface(self):
 def pin_memory(self, device=None):
     if gpu_of(self) is not None:
         raise RuntimeError(
-            f"cannot pin 'CUDA{scalar_type_name(self)}Type' only dense CPU tensors can "
-            "be pinned"
+            f"cannot pin '{name_in_errors(self)}' only dense CPU tensors can be pinned"
         )
     if self.is_pinned():
         return self

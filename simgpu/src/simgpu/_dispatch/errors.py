@@ -46,6 +46,23 @@ def scalar_type_name(tensor) -> str:
     return _OTHER_NAMES.get(name, name.capitalize())
 
 
+# those that `processErrorMsg` in torch/csrc/Exceptions.cpp knows
+_OLD_TYPES = {
+    torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.int16,
+    torch.int8, torch.uint8,
+}  # fmt: skip
+
+
+def name_in_errors(tensor) -> str:
+    """What C++ calls the type of a GPU's tensor in an error: "CUDABFloat16Type".
+
+    Of old types, Python shows its own names: "torch.cuda.FloatTensor".
+    """
+    if tensor.dtype in _OLD_TYPES:
+        return type_name(tensor)
+    return f"{'Sparse' * tensor.is_sparse}CUDA{scalar_type_name(tensor)}Type"
+
+
 def mismatch(call, gpus: list) -> str:
     """What CUDA says when a call gets tensors of several devices.
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 
 import torch
+from torch.utils.flop_counter import flop_registry
 
 from simgpu._dispatch.placement import tensors_in
 from simgpu._timing.kernel_cost import Attention, Product, Work
@@ -87,6 +88,11 @@ def arithmetic_of(call, out) -> tuple[int, Product | Attention | None]:
     """FLOPs of a call with the result `out`, and the shape of its products."""
     if call.operation.name in COUNTED:
         return COUNTED[call.operation.name](call, out)
+    return by_formula(call, out)
+
+
+def by_formula(call, out) -> tuple[int, Product | Attention | None]:
+    """The same by PyTorch's formula, which is asked once for the same shapes."""
     func = call.operation.func
     values = (*call.args, *call.kwargs.values())
     key = (func, *(_shape(value) for value in values))
@@ -96,7 +102,7 @@ def arithmetic_of(call, out) -> tuple[int, Product | Attention | None]:
         args, shape = call.args, _product_of(call)
         if "attention" in call.operation.name:
             args, shape = _with_all_heads(args), _attention_of(call)
-        count = call.operation.flop_formula(*args, **call.kwargs, out_val=out)
+        count = flop_registry[func.overloadpacket](*args, **call.kwargs, out_val=out)
         _known[key] = int(count), shape
     return _known[key]
 

@@ -77,7 +77,7 @@ class Operation:
     def __init__(self, func):
         schema = func._schema
         self.func = func
-        self.name = schema.name.removeprefix("aten::")
+        self.name = schema.name.removeprefix("aten::").removeprefix("simgpu::")
         self.arguments = {a.name: a for a in schema.arguments}
         self.writes = [a.name for a in schema.arguments if is_written(a)]
         # its results are new tensors, and not its arguments

@@ -53,8 +53,9 @@ class DryCall(Call):
     def __init__(self, runtime, operation, func, args, kwargs):
         super().__init__(runtime, operation, func, args, kwargs)
         fusing = runtime.dry.fusing
-        # what fuses it, if it is a part of compiled code
-        self._fusing = fusing if fusing is not None and fusing.takes(self) else None
+        # what fuses it, if it is a part of compiled code, and no `with_tensors`
+        asks = fusing is not None and (args or kwargs)
+        self._fusing = fusing if asks and fusing.takes(self) else None
 
     @property
     def func(self):

@@ -15,6 +15,7 @@ from simgpu._pictures import dry_runs
 from simgpu._pictures.picture import Picture
 from simgpu._timing.job import JobTimeline, log_of
 
+_FLEX = {True: "compiled", False: "uncompiled"}
 _MATMUL = ("bfloat16", "float16")
 
 
@@ -88,6 +89,8 @@ class DryReport:
             checkpoints do again, over what the card could do in the time; of several
             ranks that ran, their mean.
         unknown_reads: values that the program has read and a dry run does not know.
+        compiled: what `torch.compile` did: "refuse", "eager", "fuse".
+        flex_attention: "compiled", "uncompiled", or both: how it was called.
         error: of the out-of-memory.
         error_line: of the program where it came.
         kinds: reports of each rank, if several ran.
@@ -120,6 +123,7 @@ class DryReport:
     mfu: float | None = None
     unknown_reads: list[dict] = field(default_factory=list)
     compiled: str = ""
+    flex_attention: list[str] = field(default_factory=list)
     error: str = ""
     error_line: str = ""
     used_bytes: int = 0
@@ -202,6 +206,7 @@ def of(dry, full: Exception | None) -> DryReport:
         job.world, [dry.rank], gpu.card.name, full is None, peak,
         gpu.memory.both.reserved_bytes.peak, gpu.memory.total, by_kind, by_line,
         len(dry.moments), compiled=job.compile,
+        flex_attention=sorted(_FLEX[compiled] for compiled in dry.flex_attention),
         unknown_reads=[
             {"line": line, "value": value, "times": n}
             for (line, value), n in dry.reads.items()

@@ -167,6 +167,7 @@ class DryRun:
         self.host_seconds = 0.0  # in which the host computes
         self.recomputed = 0  # floating-point operations of forward done again
         self.fed = fed.Counted()
+        self.flex_attention: set[bool] = set()  # whether its calls are compiled
 
     def compiled(self, model):
         """What `torch.compile` gives back, where its operations are fused."""

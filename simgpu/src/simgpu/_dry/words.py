@@ -9,6 +9,11 @@ if TYPE_CHECKING:
 _MIB, _GIB = 2**20, 2**30
 _LOW_MFU = 0.05  # at which one asks what the card computes
 _LINES = 12  # that a report shows of each table
+_FLEX = {
+    "compiled": "  flex_attention is compiled: fused kernels, which hold no scores",
+    "uncompiled": "  flex_attention is not compiled: it holds all scores, which "
+    "torch.compile(flex_attention) does not",
+}
 
 
 def _bytes(size: float) -> str:
@@ -50,6 +55,7 @@ def lines(report: "DryReport") -> list[str]:
         lines += ["", "nothing ran on the GPU between the last two steps"]
     else:
         lines += _step(report)
+    lines += _of_compiling(report)
     if report.unknown_reads:
         lines += ["", "values that were read and are not known here:"]
         for read in report.unknown_reads[:_LINES]:
@@ -123,9 +129,17 @@ def _step(report: "DryReport") -> list[str]:
         longest = [*report.seconds_by_kernel.items()][:3]
         lines.append("  can that be? of the time of kernels, the most have")
         lines += [share(f"  {name}"[:26], part) for name, part in longest]
-    if report.compiled == "eager":
+    return lines
+
+
+def _of_compiling(report: "DryReport") -> list[str]:
+    """What of a program counts as compiled."""
+    lines = []
+    if report.compiled == "eager" and report.step_seconds:
         lines.append("  torch.compile gave back what it was given (--no-compile)")
-    elif report.compiled == "fuse":
+    elif report.compiled == "fuse" and report.step_seconds:
         lines.append("  torch.compile: chains of pointwise operations and reductions "
                      "counted as one kernel (--compile fuse)")  # fmt: skip
+    for how in report.flex_attention:
+        lines.append(_FLEX[how])
     return lines

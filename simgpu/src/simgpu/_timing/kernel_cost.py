@@ -101,6 +101,7 @@ class Attention(NamedTuple):
     keys: int
     width: int  # of a head
     causal: bool = False  # the last query sees all keys, each before it one less
+    speed: float = 1.0  # times the rate of FlashAttention 2
 
 
 class Work(NamedTuple):
@@ -175,8 +176,10 @@ def _rate(card, work: Work) -> float:
         if not _has_tensor_cores(card, dtype):
             return peak * CONVOLUTION
         return peak * (TF32_CONVOLUTION if dtype == "tf32" else HALF_CONVOLUTION)
-    share = card.reached[dtype]
-    return peak * share * (card.reached["attention"] if work.attention else 1.0)
+    rate = peak * card.reached[dtype]
+    if work.attention:
+        rate *= card.reached["attention"]
+    return rate if work.shape is None else rate * work.shape.speed
 
 
 def _has_tensor_cores(card, dtype: str) -> bool:
