@@ -3,7 +3,7 @@
     python launch_ways.py mp.spawn raises
     python launch_ways.py
 
-Process 1 raises an error, or is killed. Process 0 works for five seconds more, and
+Process 1 raises an error, or is killed. Process 0 works for ten seconds more, and
 then writes a file. The functions with `by_` are the ways. Without arguments, they
 are all tried, and two tables are printed. Used in lesson 14.
 """
@@ -23,7 +23,7 @@ def work(rank, how):
     if rank == 0:
         while not Path("failing").exists():
             time.sleep(0.05)
-        time.sleep(5)
+        time.sleep(10)
         Path("finished").touch()
         return
     Path("failing").touch()

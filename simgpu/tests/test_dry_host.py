@@ -81,12 +81,7 @@ def test_an_optimizer_on_the_card_takes_none_of_the_host():
 
 
 def test_copies_to_an_optimizer_on_the_host_take_the_time_of_the_link():
-    seconds = []
-
-    def program():
-        by_hand(fused=True)
-
-    found = run(Job(), program)
+    found = run(Job(), lambda: by_hand(fused=True))
     seconds = found.step_seconds - found.host_computes_seconds
     both_ways = 2 * 4 * COUNT / cost.HOST_COPY  # pageable memory
     assert both_ways < seconds < both_ways * 1.2
