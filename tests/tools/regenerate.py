@@ -32,12 +32,12 @@ from nbformat import NotebookNode
 from nbval.plugin import get_sanitize_patterns
 from PIL import Image, ImageChops
 
+from support import checkout
 from tests.harness import numbers
 from tests.harness.kernels import kernel_settings
 from tests.harness.notebooks import SANITIZER
 from tests.harness.processes import end_processes, fix_environment, kernel_environment
 from tests.lesson_rules import CELL_METADATA, METADATA
-from tests.lessons import lessons
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS_PER_CELL = 180
@@ -211,7 +211,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("lessons", nargs="*", metavar="NN", help="numbers; none: all")
     parser.add_argument("--check", action="store_true", help="write nothing")
     args = parser.parse_args(arguments)
-    paths = lessons()
+    paths = checkout.here(ROOT / "notebooks", "[0-9][0-9]*.ipynb")
     if unknown := set(args.lessons) - {path.name[:2] for path in paths}:
         parser.error(f"no lesson has the number {', '.join(sorted(unknown))}")
     if args.lessons:
