@@ -14,7 +14,12 @@ import warnings
 
 import torch
 
-from simgpu._compat import is_functorch_tensor, is_legacy_batchedtensor
+from simgpu._compat import (
+    DispatchKey,
+    SetExcludeDispatchKeyGuard,
+    is_functorch_tensor,
+    is_legacy_batchedtensor,
+)
 from simgpu._dispatch.placement import gpu_of, storage_of, tensors_in
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -69,13 +74,18 @@ def _run(raw, input, *args, **kwargs):
 def flatten_weight(weights, *shape) -> torch.Tensor:
     """`torch._cudnn_rnn_flatten_weight`: weights become parts of one buffer.
 
+    It is a kernel, so autograd does not see that they change: they may be views, as
+    those of replicas are.
+
     Returns:
         the buffer.
     """
     buffer = weights[0].new_empty(sum(weight.numel() for weight in weights))
     for weight, offset in zip(weights, _offsets(weights), strict=True):
         part = buffer[offset : offset + weight.numel()].view(weight.shape)
-        weight.set_(part.copy_(weight))
+        part.copy_(weight)
+        with SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, True):
+            weight.set_(part)
     return buffer
 
 
