@@ -99,14 +99,20 @@ class Stats:
 
     def inactive_changed(self, count: int, nbytes: int) -> None:
         """So many free blocks came into, or left, segments that are partly in use."""
-        if count > 0:
-            self.inactive_split.add(count)
-        elif count:
-            self.inactive_split.current += count
+        # as `Stat.add`, but what leaves is subtracted; often no block comes or goes
+        if count:
+            stat = self.inactive_split
+            stat.current = current = stat.current + count
+            if count > 0:
+                stat.allocated += count
+                if current > stat.peak:
+                    stat.peak = current
+        stat = self.inactive_split_bytes
+        stat.current = current = stat.current + nbytes
         if nbytes > 0:
-            self.inactive_split_bytes.add(nbytes)
-        else:
-            self.inactive_split_bytes.current += nbytes
+            stat.allocated += nbytes
+            if current > stat.peak:
+                stat.peak = current
 
     def segment_allocated(self, nbytes: int) -> None:
         self.segment.add(1)

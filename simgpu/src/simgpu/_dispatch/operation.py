@@ -70,7 +70,7 @@ class Operation:
     __slots__ = (
         "func", "name", "arguments", "writes", "makes", "has_device", "random",
         "silent", "is_factory", "gathers", "written", "overwrites", "scatters",
-        "size_is_read_back", "take_memory", "flop_formula", "traffic", "run",
+        "dynamic", "size_is_read_back", "take_memory", "flop_formula", "traffic", "run",
         "in_parts",
     )  # fmt: skip
 
@@ -103,10 +103,10 @@ class Operation:
         self.scatters = _SCATTERS.get(self.name, 0)
         # what it takes of a GPU's memory beside its results
         self.take_memory = working_memory.TAKES.get(self.name)
-        # the host must read how large the result is before it can go on; "index" only
-        # if a mask is among its indices
-        dynamic = torch.Tag.dynamic_output_shape in func.tags
-        self.size_is_read_back = dynamic and self.name != "index"
+        # the shape of its result depends on values, which the host must read before it
+        # can go on; that of "index" only if a mask is among its indices
+        self.dynamic = torch.Tag.dynamic_output_shape in func.tags
+        self.size_is_read_back = self.dynamic and self.name != "index"
         formula = flop_registry.get(func.overloadpacket)
         self.flop_formula = COUNTED.get(self.name, formula)
         self.traffic = TRAFFIC.get(self.name, 1.0)

@@ -18,21 +18,24 @@ _MOST_KNOWN = 100_000
 _aten = torch.ops.aten
 
 
-class Part(NamedTuple):
-    """A tensor among results."""
+class Part:
+    """A tensor among results.
 
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
+    Attributes:
+        shape: of it.
+        strides: of it, in elements.
+        dtype: of its elements.
+        nbytes: of a storage that holds it.
+    """
 
-    @property
-    def nbytes(self) -> int:
-        if 0 in self.shape:
-            return 0
-        last = sum(
-            (n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True)
-        )
-        return (last + 1) * self.dtype.itemsize
+    __slots__ = ("shape", "strides", "dtype", "nbytes")
+
+    def __init__(
+        self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
+    ):
+        self.shape, self.strides, self.dtype = shape, strides, dtype
+        last = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+        self.nbytes = 0 if 0 in shape else (last + 1) * dtype.itemsize
 
 
 class Result(NamedTuple):

@@ -1,5 +1,6 @@
 """An operation in a dry run: computed where its values are known, else not."""
 
+import functools
 import math
 import sys
 import weakref
@@ -12,10 +13,11 @@ from simgpu import _runtime as state
 from simgpu._compat import (
     DisableTorchDispatch,
     DisableTorchFunction,
+    TensorBase,
     current_graph_task_id,
     torch_ops,
 )
-from simgpu._dispatch.operation import operation_of
+from simgpu._dispatch.operation import Operation, operation_of
 from simgpu._dispatch.operation_call import Call
 from simgpu._dispatch.placement import storage_of
 from simgpu._dry import fed, values
@@ -35,10 +37,13 @@ _FOLLOWS = {"logical_or", "logical_and", "logical_xor", "logical_not", "bitwise_
 _SETS = {"zero", "fill"}
 _RESIZES = {"resize_", "resize_as_"}
 _COUNTS = {"sum", "nansum", "count_nonzero"}
+_TELLING = _FOLLOWS | _SETS | _COUNTS
 _MESSAGES = ("c10d", "_c10d_functional")
 _CHOOSES = {"topk", "max", "argmax"}
 _WRITTEN = {"running_mean", "running_var"}  # by batch norm, whatever its schema says
 _MASKS = (torch.bool, torch.uint8)
+# as PyTorch has it: a tensor that is asked itself looks for its GPU first
+_is_meta = TensorBase.is_meta.__get__
 
 
 class DryCall(Call):
@@ -105,7 +110,7 @@ class DryCall(Call):
         if hasattr(func, "asks"):
             return func(*args, **kwargs)
         operation = self.operation
-        if isinstance(func, torch_ops.OpOverload):
+        if func is not operation.func and isinstance(func, torch_ops.OpOverload):
             operation = operation_of(func)
         tensors = values.tensors_of(args, kwargs)
         if operation.silent or operation.func.namespace in _MESSAGES:
@@ -122,11 +127,12 @@ class DryCall(Call):
                 if unknown:
                     return self._read(unknown[0])
                 return func(*args, **kwargs)
-        if not unknown and self._is_small(operation, func, tensors, args, kwargs):
+            known = not unknown and self._is_small(
+                operation, func, tensors, args, kwargs
+            )
+            out = None if known else self._skip(operation, func, args, kwargs)
+        if known:
             out = func(*args, **kwargs)
-        else:
-            with DisableTorchFunction(), DisableTorchDispatch(), torch.no_grad():
-                out = self._skip(operation, func, args, kwargs)
         with DisableTorchFunction():
             fed.follow(operation, tensors, out)
         return out
@@ -136,24 +142,23 @@ class DryCall(Call):
     def _is_small(self, operation, func, tensors, args, kwargs) -> bool:
         on_host = not any(self.gpus)
         for tensor in tensors:
-            if tensor.is_meta or tensor.layout is not torch.strided:
+            if _is_meta(tensor) or tensor.layout is not torch.strided:
                 return True  # of which PyTorch computes nothing, or what we leave to it
             if not values.fits(tensor.nbytes, tensor.dtype, on_host):
                 return False
         if not operation.makes or self.is_dynamic(operation, args):
             return True
-        with DisableTorchFunction(), DisableTorchDispatch(), torch.no_grad():
-            try:
-                found = values.result_of(self._shaper(func), args, kwargs)
-            except RuntimeError:  # the operation itself will say what is wrong
-                return True
+        try:
+            found = values.result_of(self._shaper(func), args, kwargs)
+        except RuntimeError:  # the operation itself will say what is wrong
+            return True
         if found is None:
             return True
         return all(values.fits(p.nbytes, p.dtype, on_host) for p in found.tensors())
 
     def is_dynamic(self, operation, args) -> bool:
         """Whether the shape of its result depends on values."""
-        if torch.Tag.dynamic_output_shape in operation.func.tags:
+        if operation.dynamic:
             if operation.name not in ("index", "_unsafe_index"):
                 return True
             return any(index is not None and index.dtype in _MASKS for index in args[1])
@@ -182,8 +187,8 @@ class DryCall(Call):
         found = values.result_of(self._shaper(func), args, kwargs)
         if found is None:
             raise NotSimulated(f"{operation.func.name()} in a dry run")
-        for name in {*operation.writes, *_WRITTEN} & operation.arguments.keys():
-            written = self.argument(list(operation.arguments).index(name), name)
+        for position, name in _written_beside(operation):
+            written = self.argument(position, name)
             if written is not None:
                 values.forget(written)
         out = found.made(values.new)
@@ -209,7 +214,8 @@ class DryCall(Call):
             written += [value] if isinstance(value, torch.Tensor) else value or []
         if any(a.is_out for a in arguments) and not all(t.numel() for t in written):
             found = values.result_of(self._shaper(func), args, kwargs)
-            values.reshape(written, found)
+            with torch.no_grad():
+                values.reshape(written, found)
         kept = _KEPT.get(operation.name, ())
         answer = None
         if len(written) == 1:
@@ -231,7 +237,7 @@ class DryCall(Call):
         name = operation.name.rstrip("_")
         if name in ("eq", "ne") and _is_finite_asked(*args[:2]):
             return name == ("eq" if args[0] is args[1] else "ne")
-        if name not in _FOLLOWS | _SETS | _COUNTS:
+        if name not in _TELLING:
             return None
         try:
             # what is overwritten tells nothing of the result
@@ -274,6 +280,13 @@ class _Function:
 
     def __getattr__(self, name: str):
         return getattr(self._func, name)
+
+
+@functools.cache
+def _written_beside(operation: Operation) -> list[tuple[int, str]]:
+    """(position, name) of the arguments that change although it makes its results."""
+    changes = {*operation.writes, *_WRITTEN}
+    return [(i, name) for i, name in enumerate(operation.arguments) if name in changes]
 
 
 def _is_finite_asked(one, other) -> bool:

@@ -1,9 +1,11 @@
 """What the memory of a card held when it held most: by kind, and by line."""
 
+import functools
 import gc
 import sys
 from collections import Counter
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
 
 import torch
@@ -46,21 +48,42 @@ def _is_message(file: str) -> bool:
     return file.startswith(_DISTRIBUTED) and not file.startswith(_MODEL)
 
 
+class _File(NamedTuple):
+    """What a file on the stack says of a block that was made below it.
+
+    Attributes:
+        kind: of the block; "" if it says nothing.
+        calls: whether it calls layers and backward passes, which are not of that kind.
+    """
+
+    kind: str
+    calls: bool
+
+
+@functools.cache
+def _file(name: str) -> _File:
+    kind = "communication" if _is_message(name) else ""
+    if name == workspaces.__file__:
+        kind = "workspaces"
+    elif name.startswith(_OPTIM):
+        kind = "optimizer"
+    return _File(kind, name in _CALLS)
+
+
 class _Lines(History):
     """Of each block, the program's line and what made it."""
 
     def frames(self) -> list[dict]:
-        frame, kind, called = sys._getframe(1), "", False
+        # the allocator's own frames say nothing, and a frame is dear
+        frame: FrameType | None = sys._getframe(3)
+        kind, called = "", False
         while frame is not None:
-            file = frame.f_code.co_filename
-            called = called or file in _CALLS
-            if not kind and file == workspaces.__file__:
-                kind = "workspaces"
-            elif not kind and not called and _is_message(file):
-                kind = "communication"
-            elif not kind and file.startswith(_OPTIM):
-                kind = "optimizer"
-            if is_program_code(file):
+            name = frame.f_code.co_filename
+            file = _file(name)
+            called = called or file.calls
+            if not kind and not (called and file.kind == "communication"):
+                kind = file.kind
+            if is_program_code(name):
                 break
             frame = frame.f_back
         if not kind and current_graph_task_id() != -1:
@@ -90,7 +113,8 @@ class Watch:
         self._kept: list[dict] | None = [] if keep else None
         self.memory = gpu.memory
         self.memory.history = _Lines(self.memory)
-        self.memory.history.record(10**8, "alloc")
+        skipped = () if keep else ("free_requested",)  # which nobody asks for
+        self.memory.history.record(10**8, "alloc", skipped)
         self._kinds: dict[int, str] = {}  # number of an allocation -> kind
         self._live: dict[int, int] = {}  # address -> number of its allocation
         self._made: list[tuple[int, dict]] = []  # of each allocation

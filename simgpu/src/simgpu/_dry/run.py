@@ -149,6 +149,11 @@ def run(job: Job, program: Callable[[], Any], progress: Progress | None = None,
     return report.merged([its for its in found if its is not None])
 
 
+def import_for_optimizers() -> None:
+    """Import what the first optimizer of all does, before the program is watched."""
+    torch.optim.SGD([torch.zeros(1)])
+
+
 class DryRun:
     """One rank of a dry run, and what has been seen of it so far."""
 
@@ -207,7 +212,7 @@ class DryRun:
         environ = Place(self.rank, job.world, job.world // job.node).environ()
         environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
         full = None
-        torch.optim.SGD([torch.zeros(1)])  # what the first optimizer of all imports
+        import_for_optimizers()
         with (
             _with_nvidia_smi(job) as path, _environment(environ | {"PATH": path}),
             self.fed.watching(), objects_of(job.found),

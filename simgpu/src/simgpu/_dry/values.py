@@ -108,6 +108,7 @@ def fits(nbytes: int, dtype: torch.dtype, on_host: bool) -> bool:
 # -- the shapes of results -------------------------------------------------------------
 
 _known = Known()
+_NEW: Any = object()  # what is not known yet
 
 
 def result_of(func, args, kwargs) -> Result | None:
@@ -118,8 +119,9 @@ def result_of(func, args, kwargs) -> Result | None:
     """
     try:
         key = key_of(func, args, kwargs)
-        if key in _known:
-            return _known[key]
+        found = _known.get(key, _NEW)
+        if found is not _NEW:
+            return found
     except TypeError:  # something that cannot be looked up by
         key = None
     args, kwargs = on_meta(args), on_meta(kwargs)
@@ -129,7 +131,8 @@ def result_of(func, args, kwargs) -> Result | None:
     if kwargs.get("pin_memory"):
         kwargs["pin_memory"] = False
     try:
-        found = result_shapes.result_of(as_on_gpu(func)(*args, **kwargs))
+        with torch.no_grad():
+            found = result_shapes.result_of(as_on_gpu(func)(*args, **kwargs))
     except NotImplementedError:
         found = None
     if key is not None:

@@ -161,7 +161,8 @@ class StreamSanitizer:
         with self.lock:
             self.number += 1
             self.last[key] = number = self.number
-        frame = sys._getframe(1)
+        # the four frames from here on are the simulator's, and a frame is dear
+        frame = sys._getframe(4)
         while _is_machinery(frame.f_code.co_filename) and frame.f_back:
             frame = frame.f_back
         writer = (number, key, func, frame.f_code, frame.f_lineno)
