@@ -1,14 +1,25 @@
 """What the memory of a card held when it held most: by kind, and by line."""
 
+import contextlib
+import functools
 import gc
 import sys
+import weakref
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from types import CodeType
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
-from simgpu._compat import current_graph_task_id
+from simgpu._compat import (
+    current_graph_task_id,
+    fsdp_param_group,
+    fsdp_runtime,
+    is_absent,
+)
 from simgpu._device import workspaces
 from simgpu._device.history import History
 from simgpu._dispatch.placement import block_of, inner_tensors, is_plain
@@ -22,9 +33,20 @@ _MODEL = tuple(
 )
 # what it calls of the program's is not its own: a layer, a backward pass
 _CALLS = {torch.nn.modules.module.__file__, torch.autograd.__file__}
+_TENSOR = str(Path(_DISTRIBUTED, "tensor"))
 _DDP = torch.nn.parallel.distributed.__file__  # its buckets
 _OPTIM = str(Path(torch.__file__).parent / "optim")
-KINDS = ("parameters", "gradients", "optimizer", "buffers", "activations",
+# what FSDP2 and FSDP1 gather parameters into, by file: the functions that make it
+_GATHERS = {
+    str(Path(_DISTRIBUTED, "fsdp", file)): names
+    for file, *names in (
+        ("_fully_shard/_fsdp_param.py", "init_all_gather_outputs", "alloc_storage"),
+        ("_flat_param.py", "_alloc_padded_unsharded_flat_param"),
+    )
+}
+GATHERED = "gathered"
+_MESSAGES = "", "communication"  # what a frame further out may know better
+KINDS = ("parameters", GATHERED, "gradients", "optimizer", "buffers", "activations",
          "communication", "workspaces", "other")  # fmt: skip
 
 
@@ -46,6 +68,10 @@ def _is_message(file: str) -> bool:
     return file.startswith(_DISTRIBUTED) and not file.startswith(_MODEL)
 
 
+def _gathers(code: CodeType) -> bool:
+    return code.co_name in _GATHERS.get(code.co_filename, ())
+
+
 class _Lines(History):
     """Of each block, the program's line and what made it."""
 
@@ -56,8 +82,10 @@ class _Lines(History):
             called = called or file in _CALLS
             if not kind and file == workspaces.__file__:
                 kind = "workspaces"
-            elif not kind and not called and _is_message(file):
-                kind = "communication"
+            elif kind in _MESSAGES and not called and _is_message(file):
+                kind = GATHERED if _gathers(frame.f_code) else "communication"
+            elif kind == "communication" and file.startswith(_TENSOR):
+                kind = ""  # what a DTensor gathers is the model's, as its result
             elif not kind and file.startswith(_OPTIM):
                 kind = "optimizer"
             if is_program_code(file):
@@ -78,6 +106,15 @@ def _named(frame: dict) -> str:
     return f"{name}:{frame['line']}" if frame["line"] else name
 
 
+def _parameters() -> Iterator[torch.nn.Parameter]:
+    """All that there are."""
+    for found in gc.get_objects():
+        # its type first: an object may do anything when asked for its class
+        if issubclass(type(found), torch.Tensor):
+            if isinstance(found, torch.nn.Parameter):
+                yield found
+
+
 class Watch:
     """Watches the allocator of a GPU.
 
@@ -96,6 +133,7 @@ class Watch:
         self._made: list[tuple[int, dict]] = []  # of each allocation
         self._moves: list[tuple[int, int]] = []  # (number, 1 or -1)
         self._ends: list[int] = []  # how many of them there were after each step
+        self._leaves: list[weakref.ref] | None = None  # parameters, as of this step
 
     def _follow(self) -> None:
         """Read the events that came since."""
@@ -116,16 +154,18 @@ class Watch:
                 if number is not None:
                     self._moves.append((number, -1))
 
-    def optimizer_steps(self, optimizer) -> None:
-        """Before an optimizer steps: what are gradients, parameters, states."""
+    def _follow_all(self) -> None:
         self.memory._take_back_freed()
         self._follow()
+
+    def optimizer_steps(self, optimizer) -> None:
+        """Before an optimizer steps: what are gradients, parameters, states."""
+        self._follow_all()
         self.tag_parameters(frozen=True)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 self._tag(parameter, "parameters")
-                if parameter.grad is not None:
-                    self._tag(parameter.grad, "gradients")
+                self._tag_gradients([parameter.grad])
         self._tag_states(optimizer)
 
     def tag_parameters(self, frozen: bool = False) -> None:
@@ -136,16 +176,45 @@ class Watch:
         """
         if self._ends or not self._live:
             return
-        for found in gc.get_objects():
-            # its type first: an object may do anything when asked for its class
-            if issubclass(type(found), torch.Tensor) and isinstance(
-                found, torch.nn.Parameter
-            ):
-                if frozen and found.requires_grad:
-                    continue
+        for found in _parameters():
+            if not (frozen and found.requires_grad):
                 self._tag(found, "parameters")
-                if found.grad is not None:
-                    self._tag(found.grad, "gradients")
+                self._tag_gradients([found.grad])
+
+    def backward_is_over(self) -> None:
+        """What has been added up so far are gradients, whoever frees them later."""
+        self._follow_all()
+        if self._leaves is None:
+            self._leaves = [weakref.ref(found) for found in _parameters()]
+        leaves = [leaf for ref in self._leaves if (leaf := ref()) is not None]
+        self._tag_gradients([leaf.grad for leaf in leaves])
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, what FSDP2 and FSDP1 reduce is seen before they free it."""
+        with contextlib.ExitStack() as stack:
+            for module, name, gradients in (
+                (fsdp_param_group, "foreach_reduce", lambda params, grads: grads),
+                (fsdp_runtime, "_reduce_grad", lambda _, its: [its.flat_param.grad]),
+            ):
+                if not is_absent(module) and hasattr(module, name):
+                    seen = self._seeing(getattr(module, name), gradients)
+                    stack.enter_context(mock.patch.object(module, name, seen))
+            yield
+
+    def _seeing(self, reduce: Callable, gradients: Callable) -> Callable:
+        @functools.wraps(reduce)
+        def seen(first, second, *args, **kwargs) -> Any:
+            self._follow_all()
+            self._tag_gradients(gradients(first, second))
+            return reduce(first, second, *args, **kwargs)
+
+        return seen
+
+    def _tag_gradients(self, gradients: Iterable[torch.Tensor | None]) -> None:
+        for gradient in gradients:
+            if gradient is not None:
+                self._tag(gradient, "gradients")
 
     def _tag_states(self, optimizer) -> None:
         for its in optimizer.state.values():
@@ -155,15 +224,14 @@ class Watch:
 
     def step_is_over(self, optimizer) -> None:
         """After it: what are its states, made in its first step."""
-        self.memory._take_back_freed()
-        self._follow()
+        self._follow_all()
+        self._leaves = None
         self._ends.append(len(self._moves))
         self._tag_states(optimizer)
 
     def snapshot(self) -> dict:
         """What `torch.cuda.memory._snapshot` returns, of this card alone."""
-        self.memory._take_back_freed()
-        self._follow()
+        self._follow_all()
         traces: list[list[dict]] = [[] for _ in range(self.memory.index)]
         return {
             "segments": self.memory.history.snapshot(),
@@ -191,8 +259,7 @@ class Watch:
             whole: to the end, and not only to that of the last step.
             most: moments that are kept; of all between two, that with most bytes.
         """
-        self.memory._take_back_freed()
-        self._follow()
+        self._follow_all()
         count = len(self._moves)
         if self._ends and not whole:
             count = self._ends[-1]
@@ -213,8 +280,7 @@ class Watch:
 
     def peak(self) -> tuple[int, dict[str, int], list[dict]]:
         """The most bytes that tensors took, by kind, and by kind and line."""
-        self.memory._take_back_freed()
-        self._follow()
+        self._follow_all()
         self.tag_parameters()
         total = most = when = 0
         for i, (number, sign) in enumerate(self._moves):
