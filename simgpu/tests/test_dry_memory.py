@@ -120,7 +120,7 @@ def test_what_a_split_model_gathers_are_activations():
         mesh = dist.init_device_mesh("cuda", (RANKS,))
         plan = {"3": ColwiseParallel(output_layouts=Replicate())}
         model = parallelize_module(layers().cuda(), mesh, plan)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, foreach=False)
         for _ in range(2):
             model(torch.randn(rows, WIDTH, device="cuda")).square().sum().backward()
             optimizer.step()
