@@ -105,6 +105,48 @@ def test_gradients_that_make_room_for_others_are_gradients():
     assert kinds["gradients"] >= 2 * LAYERS * LAYER, kinds
 
 
+def test_what_is_reduced_inside_a_node_alone_are_gradients():
+    """HSDP adds up over micro-batches what it has not sent to other nodes yet."""
+
+    def program():
+        dist.init_process_group("nccl")
+        mesh = dist.init_device_mesh("cuda", (4, 2), mesh_dim_names=("far", "near"))
+        model = layers().cuda()
+        for part in [*model, model]:
+            fully_shard(part, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(3):
+            for last in (False, True):
+                model.set_requires_all_reduce(last)
+                model(torch.randn(8, WIDTH, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    kinds = run(Job(RANKS, node=2), program).memory_by_kind
+    assert kinds["gradients"] >= LAYERS * LAYER // 2, kinds
+
+
+def test_gradients_that_are_added_up_in_float32_are_gradients():
+    """As Megatron-LM does: `main_grad`, which a hook adds to."""
+
+    def program():
+        model = layers().cuda().bfloat16()
+
+        def add(parameter: nn.Parameter) -> None:
+            parameter.main_grad.add_(parameter.grad)
+            parameter.grad = None
+
+        for parameter in model.parameters():
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+            parameter.register_post_accumulate_grad_hook(add)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(3):
+            model(torch.randn(8, WIDTH, device="cuda").bfloat16()).sum().backward()
+            optimizer.step()
+
+    assert run(Job(), program).memory_by_kind["gradients"] == LAYERS * LAYER
+
+
 @pytest.mark.parametrize("way", ["FSDP1", "FSDP2"])
 def test_whole_parameters_are_named(way):
     kinds = kinds_of(way, (True,))

@@ -115,6 +115,16 @@ def _parameters() -> Iterator[torch.nn.Parameter]:
                 yield found
 
 
+def _of_fsdp_2(_, gradients: list, *more) -> list:
+    """What `foreach_reduce` is given; also what is reduced in part, by HSDP."""
+    return gradients + [each for each in more if isinstance(each, torch.Tensor)]
+
+
+def _of_fsdp_1(_, handle) -> list:
+    """What `_reduce_grad` is given."""
+    return [handle.flat_param.grad]
+
+
 class Watch:
     """Watches the allocator of a GPU.
 
@@ -182,20 +192,24 @@ class Watch:
                 self._tag_gradients([found.grad])
 
     def backward_is_over(self) -> None:
-        """What has been added up so far are gradients, whoever frees them later."""
+        """What has been added up so far are gradients, whoever frees them later.
+
+        `main_grad` is where Megatron-LM adds them up, in float32.
+        """
         self._follow_all()
         if self._leaves is None:
             self._leaves = [weakref.ref(found) for found in _parameters()]
-        leaves = [leaf for ref in self._leaves if (leaf := ref()) is not None]
-        self._tag_gradients([leaf.grad for leaf in leaves])
+        for ref in self._leaves:
+            if (leaf := ref()) is not None:
+                self._tag_gradients([leaf.grad, getattr(leaf, "main_grad", None)])
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Inside, what FSDP2 and FSDP1 reduce is seen before they free it."""
         with contextlib.ExitStack() as stack:
             for module, name, gradients in (
-                (fsdp_param_group, "foreach_reduce", lambda params, grads: grads),
-                (fsdp_runtime, "_reduce_grad", lambda _, its: [its.flat_param.grad]),
+                (fsdp_param_group, "foreach_reduce", _of_fsdp_2),
+                (fsdp_runtime, "_reduce_grad", _of_fsdp_1),
             ):
                 if not is_absent(module) and hasattr(module, name):
                     seen = self._seeing(getattr(module, name), gradients)
@@ -204,10 +218,10 @@ class Watch:
 
     def _seeing(self, reduce: Callable, gradients: Callable) -> Callable:
         @functools.wraps(reduce)
-        def seen(first, second, *args, **kwargs) -> Any:
+        def seen(*args, **kwargs) -> Any:
             self._follow_all()
-            self._tag_gradients(gradients(first, second))
-            return reduce(first, second, *args, **kwargs)
+            self._tag_gradients(gradients(*args))
+            return reduce(*args, **kwargs)
 
         return seen
 
