@@ -43,7 +43,7 @@ def dry_run(folder: Path, name: str, layers: int) -> tuple[dict, float]:
         "report.json", SCRIPT, "--model", model, "--layers", layers, *words,
     )  # fmt: skip
     assert done.status in (0, 3), done.stderr
-    used = [float(line) for line in done.stdout.splitlines() if line[0].isdigit()]
+    used = [float(line) for line in done.stdout.splitlines() if line[:1].isdigit()]
     return json.loads((folder / "report.json").read_text()), max(used)
 
 
@@ -57,9 +57,9 @@ def check(report: dict, name: str, layers: int) -> None:
     if "--lora" in words:
         whole += layers * lora_of(model)
     found = report["memory_by_kind"]
-    assert found["parameters"] == pytest.approx(whole * each / world, rel=2e-3)
+    assert found["parameters"] == pytest.approx(whole * each / world, rel=5e-3)
     if "--lora" not in words:  # AdamW's two numbers for each
-        assert found["optimizer"] == pytest.approx(2 * 4 * whole / world, rel=2e-3)
+        assert found["optimizer"] == pytest.approx(2 * 4 * whole / world, rel=5e-3)
     else:
         assert found["optimizer"] < 0.02 * found["parameters"]
     if name == "FSDP2":  # at the end of backward: this block's, perhaps the next one's
