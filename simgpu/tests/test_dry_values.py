@@ -438,3 +438,23 @@ LARGE = {  # what is gathered in one piece -> ranks, the model, its input
 def test_what_fsdp_gathers_may_be_of_any_size(name):
     ranks, model, batch = LARGE[name]
     assert megabytes(TRAINS.format(model, batch), ranks)[0] < 100
+
+
+def test_large_tensors_of_a_program_on_meta_stay_there():
+    """Above 1 GiB, too: what is split or loaded later is told by `is_meta`."""
+    found = []
+
+    def program():
+        with torch.device("meta"):
+            weight = nn.Linear(2**15, 2**14, bias=False).weight
+            found.extend([weight, torch.zeros(2**29), torch.randn(2**29)])
+        found.extend(
+            [weight.bfloat16(), torch.empty_like(weight), weight.new_ones(2**29)]
+        )
+        found.append(torch.empty(2**29, device="meta"))
+        assert torch.empty_like(weight, device="cuda").is_cuda
+        found.append(torch.cuda.memory_allocated())
+
+    run(Job(), program)
+    assert found.pop() == 0
+    assert all(tensor.is_meta for tensor in found)

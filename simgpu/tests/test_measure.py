@@ -155,7 +155,8 @@ def test_a_card_is_like_the_one_of_its_name_or_generation():
                             "multi_processors": processors})  # fmt: skip
 
     assert like("NVIDIA A100-SXM4-80GB", 8, 0) == "A100"
-    assert like("NVIDIA A10", 8, 6, processors=72) == "A100"
+    assert like("NVIDIA A10", 8, 6, processors=72) == "A10G"
+    assert like("NVIDIA H100 PCIe", 9, 0, processors=114) == "H100-PCIE"
     assert like("GeForce GTX 1080", 6, 1) == "V100"
 
 

@@ -225,6 +225,10 @@ NAMES: dict[str, dict[str, str]] = {
         "sharding_prop": "torch.distributed.tensor._sharding_prop",
         "StridedShard": "torch.distributed.tensor.placement_types._StridedShard",
     },
+    "which memory of a dry run is gradients": {
+        "fsdp_param_group": "torch.distributed.fsdp._fully_shard._fsdp_param_group",
+        "fsdp_runtime": "torch.distributed.fsdp._runtime_utils",
+    },
     "dry runs of many parameters": {  # since 2.13
         "raw_propagate_strided": (
             "torch.distributed.tensor._sharding_prop._propagate_use_strided_shard_flag"

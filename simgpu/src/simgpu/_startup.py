@@ -59,7 +59,8 @@ def start(
 
     Args:
         number: 1 to 64.
-        card: "T4", "V100", "A100", "H100", "H200", "B200" or "L40S", or a file that
+        card: "T4", "V100", "A100", "H100", "H200", "B200" or "L40S", one of
+            `MORE_CARDS` in `_device/cards.py` ("A100-40GB", "RTX4090"), or a file that
             `simgpu measure` has written, "my.json".
         memory: of each card, in bytes or as text ("512MB"); None is all it has.
         honour_visible: whether CUDA_VISIBLE_DEVICES hides some of them, as it does

@@ -2,10 +2,9 @@
 
 from dataclasses import replace
 
-from simgpu._device.cards import CARDS, GIB, MIB, Card, card_from
+from simgpu._device.cards import CARDS, MIB, MORE_CARDS, Card, card_from
 
 _A100, _H100, _V100 = CARDS["A100"], CARDS["H100"], CARDS["V100"]
-_A100_40GB = replace(_A100, memory_bandwidth=1555e9, total_memory=int(39.39 * GIB))
 
 
 def _datasheet(
@@ -38,14 +37,11 @@ _RTX_PRO_6000 = _datasheet(
     128 * MIB,
 )
 
-# NVIDIA's datasheets: V100 and A100 (PCIe), P4, P100 (PCIe, 16 GB), L4, A40, GB200,
+# NVIDIA's datasheets: V100 and A100 (PCIe), P4, P100 (PCIe, 16 GB), A40, GB200,
 # RTX PRO 6000 Blackwell (Server Edition)
 VARIANTS = {
     "A100-80GB-PCIE": replace(_A100, memory_bandwidth=1935e9, nvlink_bandwidth=0),
-    "A100-40GB-PCIE": replace(_A100_40GB, nvlink_bandwidth=0),
-    "A100-40GB": _A100_40GB,
-    "V100-32GB": _V100,
-    "V100-16GB": _V100,
+    "A100-40GB-PCIE": replace(MORE_CARDS["A100-40GB"], nvlink_bandwidth=0),
     "V100-PCIE": replace(
         _V100,
         nvlink_bandwidth=0,
@@ -53,9 +49,6 @@ VARIANTS = {
     ),
     "P4": _datasheet("Tesla P4", CARDS["T4"], 20, 5.5e12, 5.5e12, 192, (6, 1), 2 * MIB),
     "P100": _datasheet("Tesla P100", _V100, 56, 9.3e12, 18.7e12, 732, (6, 0), 4 * MIB),
-    "L4": _datasheet(
-        "NVIDIA L4", CARDS["T4"], 58, 30.3e12, 121e12, 300, (8, 9), 48 * MIB
-    ),
     "A40": _datasheet("NVIDIA A40", _A100, 84, 37.4e12, 149.7e12, 696, (8, 6), 6 * MIB),
     "GB200": replace(CARDS["B200"], name="NVIDIA GB200", multi_processors=152),
     "RTX PRO 6000": replace(_RTX_PRO_6000, pcie_bandwidth=64e9),
@@ -68,7 +61,7 @@ def add_measured(file: dict) -> None:
     A card that is in a table stays as it is there.
     """
     name = file["card_name"].upper()
-    if "card" in file and name not in CARDS | VARIANTS:
+    if "card" in file and name not in CARDS | MORE_CARDS | VARIANTS:
         VARIANTS[name] = card_from(file["card"])
 
 
@@ -76,6 +69,6 @@ def card_named(name: str) -> Card:
     """The card that a recording names.
 
     Raises:
-        KeyError: for one that is in neither table.
+        KeyError: for one that is in no table.
     """
-    return (VARIANTS | CARDS)[str(name).upper()]
+    return (VARIANTS | MORE_CARDS | CARDS)[str(name).upper()]

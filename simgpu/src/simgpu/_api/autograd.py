@@ -13,6 +13,7 @@ from simgpu._api import fake_tensors
 from simgpu._api.backward_streams import streams_of_forward
 from simgpu._api.gradient_hooks import invalid_gradient
 from simgpu._compat import (
+    current_graph_task_id,
     disable_modes,
     function_modes,
     is_absent,
@@ -45,7 +46,14 @@ def run_backward(outputs, gradients, *args, **kwargs):
         with _function_mode(), streams_of_forward(outputs, inputs):
             return raw_run_backward(outputs, gradients, *args, **kwargs)
     finally:
+        _say_that_it_is_over()
         thread.device, thread.device_chosen_in = chosen
+
+
+def _say_that_it_is_over() -> None:
+    dry = state.current().dry
+    if dry is not None and current_graph_task_id() == -1:  # not within another one
+        dry.watch.backward_is_over()
 
 
 def _root(index: int, output, gradient):

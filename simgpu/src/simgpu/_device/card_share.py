@@ -23,6 +23,7 @@ class CardShare:
         reserved: bytes of PyTorch's segments.
         most: bytes that this process had at a time, its context among them.
         outside: who else of this process has how many bytes.
+        most_outside: the same when that was most.
         has_context: whether CUDA has been used on the card; nobody else sees this
             process there before.
     """
@@ -31,6 +32,7 @@ class CardShare:
         self.total = total
         self.reserved = self.most = 0
         self.outside: dict[str, int] = {}
+        self.most_outside: dict[str, int] = {}
         self.has_context = False
         self.entry: Entry | None = None  # None: no other process has the card
 
@@ -89,6 +91,7 @@ class CardShare:
             return False
         self.outside[name] = nbytes
         self.most = max(self.most, self.used)
+        self._note_outside()
         return True
 
     def give_back_outside(self, name: str) -> None:
@@ -100,7 +103,12 @@ class CardShare:
         if self.entry is not None and not self.entry.grow(nbytes, self.total):
             return False
         self.has_context = True
+        self._note_outside()
         return True
+
+    def _note_outside(self) -> None:
+        if sum(self.outside.values()) > sum(self.most_outside.values()):
+            self.most_outside = dict(self.outside)
 
     def _shrink(self) -> None:
         if self.entry is not None:

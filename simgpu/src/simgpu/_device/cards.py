@@ -18,7 +18,7 @@ datasheet's 7.7 TB/s.
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from simgpu._device import measured
@@ -224,6 +224,113 @@ CARDS = {
 }
 """Short name -> the card. A file of `simgpu measure` is one more: see `find_card`."""
 
+# Cards of the same chips in other sizes, and those of desks and clouds. Datasheets and
+# whitepapers of NVIDIA: A100 (2021), V100 (2020), GA102 (2021: RTX 3090), Ada (2023:
+# RTX 4090), A10G at AWS (2022), L4 (2023), H100 PCIe (2022); of H20, for which NVIDIA
+# has no public one, what sellers of HGX H20 print. Tensor cores of a GeForce and of
+# A10G add up in float32, as cuBLAS lets them, at half the rate. Float64 of those
+# without a figure: a 64th of float32, as the whitepapers say of GA10x and AD10x.
+# `total_memory`, in MiB or bytes, clocks, buses, caches: what public reports print, as
+# `get_device_properties` of PyTorch (A10G 22587 MB, H100 PCIe 81008 MB, H20 97285 MB),
+# Ultralytics' line of it (L4 22563 MiB, with PyTorch 2.11), or `deviceQuery`
+# (A100-40GB 42298834944 bytes, bottlerocket's pull request 3873; V100-16GB 16945512448;
+# RTX 4090 25250627584 under CUDA 13; RTX 3090 25414860800). Drivers differ by 150 MiB.
+# Shares of the peak: the largest of products of up to 10240 in the tables of
+# zzc0721/torch-performance-test-data (RTX 4090 and RTX 3090 exceed their datasheets,
+# whose clock is below theirs). Assumed: NVLink bridges of RTX 3090 and H100 PCIe, which
+# are sold apart, are not there; GeForce cards reach each other as L40S do, and so do
+# H20's in its machine as H100's; clocks of A10G and H20's memory, from their bandwidth.
+_A100, _V100, _H100, _L40S = (CARDS[name] for name in ("A100", "V100", "H100", "L40S"))
+_GA102 = replace(  # without rates: of RTX 3090 and A10G
+    _L40S,
+    capability=(8, 6),
+    l2_cache=6 * MIB,
+    clock=1_695_000,
+    memory_clock=9_751_000,
+)
+MORE_CARDS = {
+    "A100-40GB": replace(
+        _A100,
+        name="NVIDIA A100-SXM4-40GB",
+        total_memory=42_298_834_944,
+        memory_bandwidth=1555e9,
+        memory_clock=1_215_000,
+    ),
+    "V100-32GB": _V100,
+    "V100-16GB": replace(
+        _V100, name="Tesla V100-SXM2-16GB", total_memory=16_945_512_448
+    ),
+    "RTX4090": replace(
+        _L40S,
+        name="NVIDIA GeForce RTX 4090",
+        total_memory=25_250_627_584,
+        multi_processors=128,
+        flops=_rates(82.6e12, 165.2e12, 1.29e12, 82.6e12, 165.2e12, 330.3e12),
+        reached=_reached(0.66, 1.0, 0.84),  # attention in proportion to L40S's
+        memory_bandwidth=1008e9,
+        l2_cache=72 * MIB,
+        clock=2_520_000,
+        memory_clock=10_501_000,
+    ),
+    "RTX3090": replace(
+        _GA102,
+        name="NVIDIA GeForce RTX 3090",
+        total_memory=25_414_860_800,
+        multi_processors=82,
+        flops=_rates(35.6e12, 71e12, 0.56e12, 35.6e12, 71e12),
+        reached=_reached(0.69, 1.06, 0.89),  # attention in proportion to L40S's
+        memory_bandwidth=936e9,
+    ),
+    "A10G": replace(
+        _GA102,
+        name="NVIDIA A10G",
+        total_memory=22_587 * MIB,
+        multi_processors=80,
+        flops=_rates(35e12, 70e12, 0.55e12, 35e12, 70e12),
+        reached=_reached(0.63, 0.8, 0.67),  # as A40 in the same tables; as L40S's
+        memory_bandwidth=600e9,
+        clock=1_710_000,
+        memory_clock=6_251_000,
+    ),
+    "L4": replace(
+        _L40S,  # also the shares that are reached: as L40S
+        name="NVIDIA L4",
+        total_memory=22_563 * MIB,
+        multi_processors=58,
+        flops=_rates(30.3e12, 121e12, 0.47e12, 60e12, 121e12, 242.5e12),
+        memory_bandwidth=300e9,
+        l2_cache=48 * MIB,
+        clock=2_040_000,
+        memory_clock=6_251_000,
+        memory_bus=192,
+    ),
+    "H100-PCIE": replace(
+        _H100,
+        name="NVIDIA H100 PCIe",
+        total_memory=81_008 * MIB,
+        multi_processors=114,
+        flops=_rates(51e12, 756.5e12, 51e12, 378e12, 756.5e12, 1513e12),
+        reached=_reached(0.72, 0.655, 0.28, 0.49),  # attention in proportion to H100's
+        memory_bandwidth=2039e9,
+        nvlink_bandwidth=0,
+        clock=1_755_000,
+        memory_clock=1_593_000,
+    ),
+    "H20": replace(
+        _H100,
+        name="NVIDIA H20",
+        total_memory=97_285 * MIB,
+        multi_processors=78,
+        flops=_rates(44e12, 148e12, 1e12, 74e12, 148e12, 296e12),
+        reached=_reached(0.73, 0.96, 0.41, 0.72),  # attention in proportion to H100's
+        memory_bandwidth=4000e9,
+        l2_cache=60 * MIB,
+        memory_clock=2_604_000,
+        memory_bus=6144,
+    ),
+}
+"""The same: found by name like those of `CARDS`."""
+
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
 
@@ -231,7 +338,7 @@ def find_card(name: str | os.PathLike[str] | Card) -> Card:
     """The card of that name, in any case; a `Card` of your own is taken as it is.
 
     Args:
-        name: of the table, or of a file that `simgpu measure` has written: "my.json".
+        name: of the tables, or of a file that `simgpu measure` has written: "my.json".
 
     Raises:
         ValueError: for a name that is not in the table; the message lists them. For a
@@ -244,9 +351,10 @@ def find_card(name: str | os.PathLike[str] | Card) -> Card:
             return card_from(measured.constants(name, "card"))
         except (TypeError, KeyError) as error:
             raise measured.damaged(name, "card", error) from None
-    card = CARDS.get(str(name).upper())
+    cards = CARDS | MORE_CARDS
+    card = cards.get(str(name).upper())
     if card is None:
-        raise ValueError(f"unknown card {name!r}; choose one of {', '.join(CARDS)}")
+        raise ValueError(f"unknown card {name!r}; choose one of {', '.join(cards)}")
     return card
 
 

@@ -2,12 +2,30 @@
 
 import os
 
+import torch
+
 from simgpu._device.cards import show_bytes
 
+FULL = "_simgpu_full"  # marks other errors that say so
 _DOCS = (
     "https://docs.pytorch.org/docs/stable/notes/cuda.html"
     "#optimizing-memory-usage-with-pytorch-cuda-alloc-conf"
 )
+
+
+def out_of_memory_of(error: BaseException | None) -> BaseException | None:
+    """What said that a card is full, of an error that a program ended with.
+
+    Args:
+        error: itself, or what the program raised because of it.
+    """
+    seen = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, torch.OutOfMemoryError) or hasattr(error, FULL):
+            return error
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def words(memory, nbytes: int, processes: dict[int, int]) -> str:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from simgpu._device import overhead
+from simgpu._device.out_of_memory import FULL
 from simgpu._distributed.cluster import Cluster
 from simgpu._distributed.collective import Channel, Collective
 from simgpu._distributed.flight_entries import Group
@@ -211,7 +212,9 @@ class Communicator:
         share = gpu.memory.share
         if "context" in share.outside and len(self.ranks) > 1:
             if not share.take_outside(f"NCCL {self.name}", overhead.NCCL_BUFFERS):
-                raise dist.DistBackendError(_NO_ROOM)
+                error = dist.DistBackendError(_NO_ROOM)
+                setattr(error, FULL, True)
+                raise error
 
     def set_limit(self, seconds: float) -> None:
         """From now on a collective may wait so long for the others."""

@@ -1,16 +1,25 @@
 """What the memory of a card held when it held most: by kind, and by line."""
 
+import contextlib
 import functools
 import gc
 import sys
+import weakref
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import FrameType
-from typing import NamedTuple
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
-from simgpu._compat import current_graph_task_id
+from simgpu._compat import (
+    current_graph_task_id,
+    fsdp_param_group,
+    fsdp_runtime,
+    is_absent,
+)
 from simgpu._device import workspaces
 from simgpu._device.history import History
 from simgpu._dispatch.placement import block_of, inner_tensors, is_plain
@@ -24,9 +33,20 @@ _MODEL = tuple(
 )
 # what it calls of the program's is not its own: a layer, a backward pass
 _CALLS = {torch.nn.modules.module.__file__, torch.autograd.__file__}
+_TENSOR = str(Path(_DISTRIBUTED, "tensor"))
 _DDP = torch.nn.parallel.distributed.__file__  # its buckets
 _OPTIM = str(Path(torch.__file__).parent / "optim")
-KINDS = ("parameters", "gradients", "optimizer", "buffers", "activations",
+# what FSDP2 and FSDP1 gather parameters into, by file: the functions that make it
+_GATHERS = {
+    str(Path(_DISTRIBUTED, "fsdp", file)): names
+    for file, *names in (
+        ("_fully_shard/_fsdp_param.py", "init_all_gather_outputs", "alloc_storage"),
+        ("_flat_param.py", "_alloc_padded_unsharded_flat_param"),
+    )
+}
+GATHERED = "gathered"
+_MESSAGES = "", "communication"  # what a frame further out may know better
+KINDS = ("parameters", GATHERED, "gradients", "optimizer", "buffers", "activations",
          "communication", "workspaces", "other")  # fmt: skip
 
 
@@ -54,10 +74,12 @@ class _File(NamedTuple):
     Attributes:
         kind: of the block; "" if it says nothing.
         calls: whether it calls layers and backward passes, which are not of that kind.
+        of_dtensor: what a DTensor gathers is the model's, as its result.
     """
 
     kind: str
     calls: bool
+    of_dtensor: bool
 
 
 @functools.cache
@@ -67,7 +89,11 @@ def _file(name: str) -> _File:
         kind = "workspaces"
     elif name.startswith(_OPTIM):
         kind = "optimizer"
-    return _File(kind, name in _CALLS)
+    return _File(kind, name in _CALLS, name.startswith(_TENSOR))
+
+
+def _gathers(code: CodeType) -> bool:
+    return code.co_name in _GATHERS.get(code.co_filename, ())
 
 
 class _Lines(History):
@@ -81,7 +107,12 @@ class _Lines(History):
             name = frame.f_code.co_filename
             file = _file(name)
             called = called or file.calls
-            if not kind and not (called and file.kind == "communication"):
+            if file.kind == "communication":
+                if not called and kind in _MESSAGES:
+                    kind = GATHERED if _gathers(frame.f_code) else file.kind
+            elif kind == "communication" and file.of_dtensor:
+                kind = ""
+            elif not kind:
                 kind = file.kind
             if is_program_code(name):
                 break
@@ -99,6 +130,25 @@ def _named(frame: dict) -> str:
     """A line of the program: "train.py:12"."""
     name = shown(frame["filename"]).replace("\\", "/").rpartition("/")[2]
     return f"{name}:{frame['line']}" if frame["line"] else name
+
+
+def _parameters() -> Iterator[torch.nn.Parameter]:
+    """All that there are."""
+    for found in gc.get_objects():
+        # its type first: an object may do anything when asked for its class
+        if issubclass(type(found), torch.Tensor):
+            if isinstance(found, torch.nn.Parameter):
+                yield found
+
+
+def _of_fsdp_2(_, gradients: list, *more) -> list:
+    """What `foreach_reduce` is given; also what is reduced in part, by HSDP."""
+    return gradients + [each for each in more if isinstance(each, torch.Tensor)]
+
+
+def _of_fsdp_1(_, handle) -> list:
+    """What `_reduce_grad` is given."""
+    return [handle.flat_param.grad]
 
 
 class Watch:
@@ -120,6 +170,7 @@ class Watch:
         self._made: list[tuple[int, dict]] = []  # of each allocation
         self._moves: list[tuple[int, int]] = []  # (number, 1 or -1)
         self._ends: list[int] = []  # how many of them there were after each step
+        self._leaves: list[weakref.ref] | None = None  # parameters, as of this step
 
     def _follow(self) -> None:
         """Read the events that came since."""
@@ -140,16 +191,18 @@ class Watch:
                 if number is not None:
                     self._moves.append((number, -1))
 
-    def optimizer_steps(self, optimizer) -> None:
-        """Before an optimizer steps: what are gradients, parameters, states."""
+    def _follow_all(self) -> None:
         self.memory._take_back_freed()
         self._follow()
+
+    def optimizer_steps(self, optimizer) -> None:
+        """Before an optimizer steps: what are gradients, parameters, states."""
+        self._follow_all()
         self.tag_parameters(frozen=True)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 self._tag(parameter, "parameters")
-                if parameter.grad is not None:
-                    self._tag(parameter.grad, "gradients")
+                self._tag_gradients([parameter.grad])
         self._tag_states(optimizer)
 
     def tag_parameters(self, frozen: bool = False) -> None:
@@ -160,16 +213,49 @@ class Watch:
         """
         if self._ends or not self._live:
             return
-        for found in gc.get_objects():
-            # its type first: an object may do anything when asked for its class
-            if issubclass(type(found), torch.Tensor) and isinstance(
-                found, torch.nn.Parameter
-            ):
-                if frozen and found.requires_grad:
-                    continue
+        for found in _parameters():
+            if not (frozen and found.requires_grad):
                 self._tag(found, "parameters")
-                if found.grad is not None:
-                    self._tag(found.grad, "gradients")
+                self._tag_gradients([found.grad])
+
+    def backward_is_over(self) -> None:
+        """What has been added up so far are gradients, whoever frees them later.
+
+        `main_grad` is where Megatron-LM adds them up, in float32.
+        """
+        self._follow_all()
+        if self._leaves is None:
+            self._leaves = [weakref.ref(found) for found in _parameters()]
+        for ref in self._leaves:
+            if (leaf := ref()) is not None:
+                self._tag_gradients([leaf.grad, getattr(leaf, "main_grad", None)])
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, what FSDP2 and FSDP1 reduce is seen before they free it."""
+        with contextlib.ExitStack() as stack:
+            for module, name, gradients in (
+                (fsdp_param_group, "foreach_reduce", _of_fsdp_2),
+                (fsdp_runtime, "_reduce_grad", _of_fsdp_1),
+            ):
+                if not is_absent(module) and hasattr(module, name):
+                    seen = self._seeing(getattr(module, name), gradients)
+                    stack.enter_context(mock.patch.object(module, name, seen))
+            yield
+
+    def _seeing(self, reduce: Callable, gradients: Callable) -> Callable:
+        @functools.wraps(reduce)
+        def seen(*args, **kwargs) -> Any:
+            self._follow_all()
+            self._tag_gradients(gradients(*args))
+            return reduce(*args, **kwargs)
+
+        return seen
+
+    def _tag_gradients(self, gradients: Iterable[torch.Tensor | None]) -> None:
+        for gradient in gradients:
+            if gradient is not None:
+                self._tag(gradient, "gradients")
 
     def _tag_states(self, optimizer) -> None:
         for its in optimizer.state.values():
@@ -179,15 +265,14 @@ class Watch:
 
     def step_is_over(self, optimizer) -> None:
         """After it: what are its states, made in its first step."""
-        self.memory._take_back_freed()
-        self._follow()
+        self._follow_all()
+        self._leaves = None
         self._ends.append(len(self._moves))
         self._tag_states(optimizer)
 
     def snapshot(self) -> dict:
         """What `torch.cuda.memory._snapshot` returns, of this card alone."""
-        self.memory._take_back_freed()
-        self._follow()
+        self._follow_all()
         traces: list[list[dict]] = [[] for _ in range(self.memory.index)]
         return {
             "segments": self.memory.history.snapshot(),
@@ -215,8 +300,7 @@ class Watch:
             whole: to the end, and not only to that of the last step.
             most: moments that are kept; of all between two, that with most bytes.
         """
-        self.memory._take_back_freed()
-        self._follow()
+        self._follow_all()
         count = len(self._moves)
         if self._ends and not whole:
             count = self._ends[-1]
@@ -237,8 +321,7 @@ class Watch:
 
     def peak(self) -> tuple[int, dict[str, int], list[dict]]:
         """The most bytes that tensors took, by kind, and by kind and line."""
-        self.memory._take_back_freed()
-        self._follow()
+        self._follow_all()
         self.tag_parameters()
         total = most = when = 0
         for i, (number, sign) in enumerate(self._moves):

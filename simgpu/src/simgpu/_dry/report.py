@@ -66,8 +66,11 @@ class DryReport:
         total_bytes: of the card.
         used_bytes: the most of it that was taken: reserved, CUDA's context, NCCL's
             buffers.
-        memory_by_kind: bytes at the peak: parameters, gradients, optimizer, buffers,
-            activations, communication, workspaces (of cuBLAS), other.
+        outside_by_owner: of these, the most bytes that are not PyTorch's: "CUDA's
+            context", "NCCL's buffers".
+        memory_by_kind: bytes at the peak: parameters, gathered (whole ones, by FSDP),
+            gradients, optimizer, buffers, activations, communication, workspaces (of
+            cuBLAS), other.
         memory_by_line: the same by kind and line, largest first.
         steps: that were seen.
         step_seconds: of the last one; None if fewer than two were seen. So of all
@@ -127,6 +130,7 @@ class DryReport:
     error: str = ""
     error_line: str = ""
     used_bytes: int = 0
+    outside_by_owner: dict[str, int] = field(default_factory=dict)
     kinds: list["DryReport"] = field(default_factory=list)
     drawn: Drawn | None = field(default=None, repr=False, compare=False)
 
@@ -193,7 +197,7 @@ def of_dict(values: dict[str, Any]) -> DryReport:
     return DryReport(**values | {"kinds": [of_dict(its) for its in values["kinds"]]})
 
 
-def of(dry, full: Exception | None) -> DryReport:
+def of(dry, full: BaseException | None) -> DryReport:
     """The report of one rank.
 
     Args:
@@ -214,12 +218,21 @@ def of(dry, full: Exception | None) -> DryReport:
         error=str(full or ""),
         error_line="" if full is None else _line_of(full),
         used_bytes=gpu.memory.share.most,
+        outside_by_owner=_outside(gpu.memory.share),
     )  # fmt: skip
     if len(dry.moments) > 1:
         _time(made, dry)
     if full is not None:
         made.binds = "memory"
     return made
+
+
+def _outside(share) -> dict[str, int]:
+    """What else of a process had the card, when that was most."""
+    found: Counter[str] = Counter()
+    for name, nbytes in share.most_outside.items() if share.has_context else ():
+        found["CUDA's context" if name == "context" else "NCCL's buffers"] += nbytes
+    return dict(found)
 
 
 def _line_of(error: BaseException) -> str:
@@ -292,6 +305,7 @@ def merged(kinds: list[DryReport]) -> DryReport:
         peak_bytes=highest.peak_bytes,
         reserved_bytes=max(its.reserved_bytes for its in kinds),
         used_bytes=max(its.used_bytes for its in kinds),
+        outside_by_owner=highest.outside_by_owner,
         memory_by_kind=highest.memory_by_kind,
         memory_by_line=highest.memory_by_line,
         tokens=tokens,

@@ -14,7 +14,8 @@ import torch
 
 from simgpu import _startup as startup
 from simgpu._device import measured, overhead
-from simgpu._device.cards import CARDS, Card, find_card, parse_memory
+from simgpu._device.cards import CARDS, MORE_CARDS, Card, find_card, parse_memory
+from simgpu._device.out_of_memory import out_of_memory_of
 from simgpu._dispatch.kernel_work import work_of
 from simgpu._dispatch.placement import tensors_in
 from simgpu._dry import fed, files, regions, report, values
@@ -211,7 +212,7 @@ class DryRun:
         job, clock = self.job, self.runtime.clock
         environ = Place(self.rank, job.world, job.world // job.node).environ()
         environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-        full = None
+        full: BaseException | None = None
         import_for_optimizers()
         with (
             _with_nvidia_smi(job) as path, _environment(environ | {"PATH": path}),
@@ -224,13 +225,14 @@ class DryRun:
             if self.progress is not None:
                 self.progress.begin(self)
             try:
-                program()
+                with self.watch.watching():
+                    program()
             except Over:
                 pass
-            except torch.OutOfMemoryError as error:
-                full = error
             except BaseException as error:
-                if not isinstance(error, SystemExit) or error.code:
+                full = out_of_memory_of(error)
+                ended = isinstance(error, SystemExit) and not error.code
+                if full is None and not ended:
                     self._leave()
                     raise
             finally:
@@ -272,7 +274,8 @@ def _with_nvidia_smi(job: Job) -> contextlib.AbstractContextManager[str]:
     """A PATH with the stand-in, which finds its card by name."""
     named = job.card
     if isinstance(named, Card):
-        named = next((name for name, its in CARDS.items() if its == named), "")
+        cards = CARDS | MORE_CARDS
+        named = next((name for name, its in cards.items() if its == named), "")
     if not named:
         return contextlib.nullcontext(os.environ.get("PATH", os.defpath))
     total = job.request().total_memory

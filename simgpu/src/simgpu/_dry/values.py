@@ -114,9 +114,13 @@ _NEW: Any = object()  # what is not known yet
 def result_of(func, args, kwargs) -> Result | None:
     """What an operation would return; None where PyTorch has no code to tell.
 
+    None, too, for what the program makes on "meta" itself, which PyTorch does at once.
+
     Raises:
         NotSimulated: if the shape depends on values.
     """
+    if _is_on_meta(args, kwargs):
+        return None
     try:
         key = key_of(func, args, kwargs)
         found = _known.get(key, _NEW)
@@ -138,6 +142,13 @@ def result_of(func, args, kwargs) -> Result | None:
     if key is not None:
         _known.keep(key, found)
     return found
+
+
+def _is_on_meta(args, kwargs) -> bool:
+    """Whether a program asks for a tensor on "meta"."""
+    if (device := kwargs.get("device")) is not None:
+        return torch.device(device).type == "meta"
+    return any(tensor.is_meta for tensor in tensors_in(args))
 
 
 def is_huge(result: Result) -> bool:

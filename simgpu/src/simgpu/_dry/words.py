@@ -41,13 +41,17 @@ def lines(report: "DryReport") -> list[str]:
         )
     else:
         lines.append(f"does not fit: {report.error_line} asks for too much")
-        lines.append(f"  {report.error.partition(' GPU ')[0]}")
+        lines.append(f"  {_briefly_full(report.error)}")
     lines += ["", f"memory at the peak   {_bytes(report.peak_bytes):>12}"
               f"   ({_bytes(report.reserved_bytes)} reserved, {_bytes(used)} of the "
               "card in use)"]  # fmt: skip
     lines += [f"  {kind:<19}{_bytes(size):>12}"
               for kind, size in report.memory_by_kind.items()]  # fmt: skip
     lines += _largest(report)
+    if report.outside_by_owner:
+        lines.append("  beside PyTorch's memory:")
+    lines += [f"    {owner:<43}{_bytes(size):>12}"
+              for owner, size in report.outside_by_owner.items()]  # fmt: skip
     if report.step_seconds is None:
         words = "no step to time: fewer than two calls of Optimizer.step were seen"
         lines += ["", words]
@@ -72,6 +76,13 @@ def lines(report: "DryReport") -> list[str]:
                 f"  rank {its.ranks[0]:<10}{_bytes(its.peak_bytes):>13}{shown}"
             )
     return lines
+
+
+def _briefly_full(error: str) -> str:
+    """Of what PyTorch says how much was asked for; of what NCCL says, its reason."""
+    if error.startswith("NCCL"):
+        return f"NCCL's buffers: {error.rpartition(chr(10))[2]}"
+    return error.partition(" GPU ")[0]
 
 
 def briefly(name: str) -> str:

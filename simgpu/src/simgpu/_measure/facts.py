@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from simgpu._device.cards import CARDS
+from simgpu._device.cards import CARDS, MORE_CARDS
 
 SIMULATED = " (simulated)"  # ends the name of a simulated card
 # of `torch.cuda.get_device_properties`, in older versions of PyTorch not all: a
@@ -30,7 +30,8 @@ def name() -> str:
 
 def known_card() -> str:
     """The card as `simgpu.start` knows it, or else a name made of its own."""
-    known = [key for key, card in CARDS.items() if card.name == name()]
+    cards = CARDS | MORE_CARDS
+    known = [key for key, card in cards.items() if card.name == name()]
     return known[0] if known else re.sub(r"\W+", "-", name())
 
 

@@ -20,7 +20,7 @@ def fitted(data: dict[str, Any]) -> dict[str, Any]:
     data = {**data, "simgpu": __version__}
     data["like"], data["measured"] = found.like, found.measured
     # of a card that is in no table, links alone are too little
-    known = fit.CARDS[found.like].name == properties["name"]
+    known = fit.KNOWN[found.like].name == properties["name"]
     if known or launch is not None:
         data["card"] = as_json(found.card)
     network = fit.network_of(found.card, rows.get("nccl_nodes", ()))

@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from simgpu import costs
-from simgpu._device.cards import CARDS, Card, Host
+from simgpu._device.cards import CARDS, MORE_CARDS, Card, Host
 from simgpu._timing.collective_cost import choose
 from simgpu._timing.cost import ASSUMED
 from simgpu._timing.kernel_cost import (
@@ -40,6 +40,7 @@ from simgpu._timing.kernel_cost import (
 )
 from simgpu._timing.topology import Network, Topology
 
+KNOWN = CARDS | MORE_CARDS
 LARGE, SMALL = 64 * 2**20, 64 * 2**10  # bytes of a message
 LARGE_SUM = 16 * 2**20  # bytes of a sum
 NVLINK = 1.5  # times PCIe
@@ -70,19 +71,19 @@ class Fitted(NamedTuple):
 def nearest(properties: dict[str, Any]) -> str:
     """The card of the table that is most like one: by name, or by generation."""
     capability = tuple(properties["capability"])
-    for key, card in CARDS.items():
+    for key, card in KNOWN.items():
         if card.name == properties["name"]:
             return key
 
     def far(key: str) -> tuple:
-        card = CARDS[key]
+        card = KNOWN[key]
         processors = properties.get("multi_processors", card.multi_processors)
         off = abs(math.log(card.multi_processors / processors))
         if card.capability <= capability:
             return 0, [-part for part in card.capability], off
         return 1, list(card.capability), off
 
-    return min(CARDS, key=far)
+    return min(KNOWN, key=far)
 
 
 def solve(ratio: Callable[[float], float], low: float, high: float) -> float:
@@ -112,9 +113,9 @@ def card_of(
         launch: seconds of the host for a launch, if that was measured.
     """
     like = nearest(properties)
-    known = CARDS[like].name == properties["name"]
+    known = KNOWN[like].name == properties["name"]
     given = properties | {"capability": tuple(properties["capability"])}
-    card = dataclasses.replace(CARDS[like], **given)
+    card = dataclasses.replace(KNOWN[like], **given)
     if not known:  # whether it has NVLink must be measured
         card = dataclasses.replace(card, nvlink_bandwidth=0)
     measured = list(given)

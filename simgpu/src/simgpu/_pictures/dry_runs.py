@@ -9,10 +9,10 @@ from simgpu._pictures.picture import COLOURS, HOST, INK, WIDEST, Picture, size_t
 FILLS = dict(
     zip(
         ("parameters", "gradients", "optimizer", "activations", "communication",
-         "workspaces", "buffers"),
+         "workspaces", "gathered"),
         COLOURS, strict=True,
     )
-) | {"other": HOST}  # fmt: skip
+) | {"buffers": INK, "other": HOST}  # fmt: skip
 _TIMES = {"computing": COLOURS[0], "messages, nothing else": COLOURS[1],
           "the host keeps it waiting": HOST}  # fmt: skip
 _TALL, _LEFT, _TOP = 200, 70, 34
