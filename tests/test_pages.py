@@ -51,6 +51,7 @@ def test_links_lead_somewhere(page):
     [
         "CONTRIBUTING.md", "tests/README.md", "simgpu/README.md",
         "simgpu/HOW-IT-WORKS.md", "simgpu/WHAT-RUNS.md", "simgpu/ADD-A-CARD.md",
+        "simgpu/FIGURES.md",
     ],
 )  # fmt: skip
 def test_links_of_the_pages_for_maintainers_lead_somewhere(name):

@@ -28,6 +28,7 @@ BESIDE = {
     "simgpu/WHAT-RUNS.md": "simgpu-what-runs",
     "simgpu/HOW-IT-WORKS.md": "simgpu-how-it-works",
     "simgpu/ADD-A-CARD.md": "simgpu-add-a-card",
+    "simgpu/FIGURES.md": "simgpu-figures",
     "simgpu/CHANGELOG.md": "simgpu-changes",
 }
 PAGES = [FIRST, *CUTS.values(), *BESIDE.values()]

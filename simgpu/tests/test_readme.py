@@ -24,6 +24,7 @@ PAGES = [
         "HOW-IT-WORKS.md",
         "WHAT-RUNS.md",
         "ADD-A-CARD.md",
+        "FIGURES.md",
         "CHANGELOG.md",
     )  # fmt: skip
 ]
