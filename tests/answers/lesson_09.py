@@ -77,10 +77,6 @@ def only_if_finite(*lines):
     return step
 
 
-def own_scaler(model, optimizer, scaler, x, y):
-    return right_step(model, optimizer, torch.amp.GradScaler("cuda"), x, y)
-
-
 def repairs_inf(model, optimizer, scaler, x, y):
     loss = right_step(model, optimizer, scaler, x, y)
     if scaler.get_scale() > 2**30:  # "so that no step is lost"
@@ -220,7 +216,6 @@ WRONG = {
         (only_if_finite("step", "update"), "as large as before"),
         (only_if_finite("step", "update", "zero_grad"), "as large as before"),
         (only_if_finite("zero_grad"), "leaves gradients behind when"),
-        (own_scaler, "scaler that it is given"),
         (in_order("scale only", "backward", *WHOLE[1:]), "is not the scaled one"),
         (in_order(*WHOLE, of_loss=lambda loss: loss / 100), "clip to a norm of 1"),
         (in_order(*WHOLE, of_loss=lambda loss: -loss), "not those after one step"),
