@@ -126,7 +126,10 @@ WRONG = {
         (lambda x, n: list(torch.zeros(n)), "is on cpu"),
     ],
     "score_batches": [
-        (first_gpu_only, "while cuda:1 has no batch yet"),
+        (
+            first_gpu_only,
+            "cuda:0 must give its scores back while cuda:1 has no batch yet",
+        ),
         (all_at_the_end, "cuda:0 gets its batch number 2 while scores"),
         (a_model_for_each_batch, "the weight travels 7 times to 3 GPUs"),
         (by_gpu, "in their order"),

@@ -141,7 +141,7 @@ WRONG = {
     ],
     "place": [
         (lambda model, batch: (model.cuda(), 3), "came back as an int"),
-        (forgets_the_mask, "the batch stays on cpu"),
+        (forgets_the_mask, "the batch stays on cpu; keep what .to() returns"),
         (drops_the_text, "keep all its entries"),
         (
             lambda model, batch: (model.to(fastest()), batch.to(fastest())),
@@ -149,7 +149,8 @@ WRONG = {
         ),
         (
             lambda model, batch: (model.to("cuda"), sent(batch, "cuda")),
-            "without a GPU the model goes to cuda",
+            "without a GPU the model goes to cuda:0: ask whether there is one "
+            "(current_accelerator needs check_available=True",
         ),
         (
             lambda model, batch: (model.cpu(), sent(batch, "cpu")),

@@ -171,7 +171,11 @@ WRONG = {
         (yields_inside, "before you `yield`"),
         (ends_with_none, "it yields None"),
         (not_blocking, "on the stream of the work"),
-        (one_ahead(waits="after"), "its own batch only"),
+        (
+            one_ahead(waits="after"),
+            "before you yield or use this batch, and let the work wait for its own "
+            "batch only",
+        ),
         (one_ahead(waits="never"), "nothing makes it wait"),
         (one_ahead(records=False), "given back or filled again too early"),
         (one_buffer, "given back or filled again too early"),

@@ -130,7 +130,7 @@ WRONG = {
     ],
     "balanced_cut": [
         (without_room, "GPU 1 has room for 2 MiB, and its layers in [1, 3] need 3"),
-        (by_memory, "score"),
+        (by_memory, "a large first layer on 2 GPUs: score 0.75"),
         (lambda ms, mib, room: [len(ms)], "to 1 GPUs"),
         (lambda ms, mib, room: [1] * len(room), "2 of 4 layers"),
         (lambda ms, mib, room: [len(ms)] + [0] * (len(room) - 1), "no layer"),

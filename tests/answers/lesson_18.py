@@ -180,8 +180,14 @@ WRONG = {
     "make_room": [
         (gpus_divide_activations, '"groups" makes only the four blocks half'),
         (without_adamw, "the shards 32.0, activations 26.0"),
-        (with_one_block, '12.0, the four blocks 16.0; "tokens" makes only'),
-        (without_gpus, '"GPUs" makes only the shards'),
+        (
+            with_one_block,
+            '12.0, the four blocks 16.0; "tokens" makes only activations half',
+        ),
+        (
+            without_gpus,
+            'activations 30.0, the four blocks 3.5; "GPUs" makes only the shards',
+        ),
         (lambda parameters, block, gpus, activations: "DDP", "'DDP'"),
     ],
     "clip": [
