@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+import simgpu
 from helpers.processes import MARK, end
 from simgpu import RankError, Ranks
 from support.limits import JOB
@@ -58,6 +59,16 @@ def temporary_folder(folder: Path) -> Iterator[None]:
     ):
         yield
     assert os.listdir(folder) == []
+
+
+@contextlib.contextmanager
+def simulated(number: int, *more, **options) -> Iterator[None]:
+    """Simulated GPUs in this process, with what `simgpu.start` takes."""
+    simgpu.start(number, *more, **options)
+    try:
+        yield
+    finally:
+        simgpu.stop()
 
 
 def launch(name: str, ranks: int, *arguments: str) -> subprocess.CompletedProcess:
@@ -201,6 +212,17 @@ def text_of(name: str) -> str:
     return (SCRIPTS / name).read_text(encoding="utf-8")
 
 
+def edited(name: str, edits: dict[str, str], folder: Path) -> Path:
+    """A script of this name with other text in places that are there once."""
+    text = text_of(name)
+    for old, new in edits.items():
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    script = folder / name
+    script.write_text(text, encoding="utf-8")
+    return script
+
+
 def last_calls(name: str) -> list[str]:
     """What a script does when it is launched: the calls of its last `if`."""
     return [ast.unparse(line) for line in ast.parse(text_of(name)).body[-1].body]
@@ -212,6 +234,23 @@ def prose_of(lesson: str) -> str:
     notebook = nbformat.read(NOTEBOOKS / lesson, as_version=4)
     cells = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
     return "\n".join(cells)
+
+
+def functions_of(text: str) -> dict[str, str]:
+    """The source of each function of a program, by its name."""
+    nodes = [n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef)]
+    return {node.name: ast.get_source_segment(text, node) for node in nodes}
+
+
+def functions_in(lesson: str) -> dict[str, str]:
+    """The same for the cells of a lesson."""
+    import nbformat
+
+    found = {}
+    for cell in nbformat.read(NOTEBOOKS / lesson, as_version=4).cells:
+        if cell.cell_type == "code":
+            found |= functions_of(cell.source)
+    return found
 
 
 def shown(prose: str, code: str) -> bool:

@@ -127,13 +127,17 @@ class Runs:
 
 def command_for(number: str, way: str) -> str:
     """The command that starts a lesson's script on as many GPUs as it has ranks."""
+    return command_of(script_of(commands(prose_of(lesson_of(number)))[0]), way)
+
+
+def command_of(script: str | Path, way: str) -> str:
+    """The same for a script of any name."""
     count, what, *options = way.split()
-    script = script_of(commands(prose_of(lesson_of(number)))[0])
     launcher = {
         "ranks": ["torchrun", "--standalone", f"--nproc-per-node={count}"],
         "gpus": [],
     }
-    words = ["python", "-m", "simgpu", "--gpus", count, *launcher[what], script]
+    words = ["python", "-m", "simgpu", "--gpus", count, *launcher[what], str(script)]
     return " ".join([*words, *options])
 
 

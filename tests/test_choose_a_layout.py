@@ -1,6 +1,5 @@
 """Lesson 27: what its prose says is what its planner and the recordings say."""
 
-import ast
 import functools
 import itertools
 import json
@@ -18,17 +17,12 @@ from scripts import plan_run, published_runs, real_sweep
 from scripts.plan_run import LAUNCHES, MODELS, Plan, peak_bytes
 from support.limits import LONG
 from tests import planned, take_home
-from tests.launching import NOTEBOOKS, ROOT, SCRIPTS, prose_of
+from tests.launching import ROOT, SCRIPTS, functions_in, functions_of, prose_of, text_of
 
 RECORDED = ROOT / "simgpu" / "tests" / "recordings"
-PROSE = prose_of(take_home.lesson_of("27"))
+LESSON = take_home.lesson_of("27")
+PROSE = prose_of(LESSON)
 COMMAND = dict(total=2e12, price=3.99)
-
-
-def functions_of(text: str) -> dict[str, str]:
-    """The source of each function, by its name."""
-    nodes = [n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef)]
-    return {node.name: ast.get_source_segment(text, node) for node in nodes}
 
 
 def said(pattern: str) -> list[float]:
@@ -53,12 +47,7 @@ ALL = "FSDP + slices + stages"
 
 
 def test_the_lesson_has_the_functions_of_the_script():
-    script = functions_of((SCRIPTS / "plan_run.py").read_text("utf-8"))
-    path = NOTEBOOKS / take_home.lesson_of("27")
-    found = {}
-    for cell in json.loads(path.read_text("utf-8"))["cells"]:
-        if cell["cell_type"] == "code":
-            found |= functions_of("".join(cell["source"]))
+    script, found = functions_of(text_of("plan_run.py")), functions_in(LESSON)
     shared = script.keys() & found.keys()
     assert shared == {
         "flops", "compute_seconds", "ring", "weight_messages", "message_seconds",

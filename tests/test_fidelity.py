@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import simgpu
 from layouts import rows as layouts
 from layouts.shapes import Layout
 from recorded import allocator, files, memory
@@ -22,6 +21,7 @@ from recorded.comparison import Comparison, figures_of
 from recorded.step import predict
 from support.limits import JOB
 from tests import fidelity, planned
+from tests.launching import simulated
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -285,11 +285,8 @@ def test_no_recording_here_was_simulated():
 @pytest.fixture(scope="module")
 def programs() -> dict[str, dict]:
     """What is recorded of a simulated allocator, by the program's name."""
-    simgpu.start(1)
-    try:
+    with simulated(1):
         rows = allocator.record(allocator.QUICK_TRAINING)["rows"]
-    finally:
-        simgpu.stop()
     return {row["name"]: row for row in rows}
 
 
@@ -329,8 +326,7 @@ def test_a_step_has_its_type_and_float16_a_scaler(numbers, monkeypatch):
         return scale(scaler, loss)
 
     monkeypatch.setattr(torch.amp.GradScaler, "scale", watched)
-    simgpu.start(1)
-    try:
+    with simulated(1):
         model = torch.nn.Linear(8, 4).cuda()
         model.register_forward_hook(lambda *args: seen.append(args[2].dtype))
         x = torch.ones(2, 8, device="cuda")
@@ -338,8 +334,6 @@ def test_a_step_has_its_type_and_float16_a_scaler(numbers, monkeypatch):
         allocator.training_step(model, lambda: model(x).float().mean(), numbers)()
         assert model.weight.tolist() != before
         assert model.weight.dtype == torch.float32
-    finally:
-        simgpu.stop()
     assert seen == [allocator.NUMBERS[numbers]]
     assert scaled == [numbers == "float16"]
 
@@ -350,13 +344,10 @@ def test_a_small_transformer_is_recorded_and_replayed(numbers, monkeypatch):
         return allocator.transformer(numbers, width=16, words=50)
 
     monkeypatch.setitem(allocator.TRAINING, "small", small)
-    simgpu.start(1)
-    try:
+    with simulated(1):
         placed, blocks, faults = allocator.placed_blocks(
             allocator.record_training("small")
         )
-    finally:
-        simgpu.stop()
     assert placed == blocks > 300 and faults == []
 
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from tests import take_home
-from tests.launching import ROOT, SCRIPTS, load, prose_of
+from tests.launching import ROOT, edited, load, prose_of
 
 A100, H100 = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3"
-QUICK = "--quick "
+SCRIPT, QUICK = "first_hour.py", "--quick "
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def hour(monkeypatch):
     """The script as a module that believes it runs on some ranks of some nodes."""
 
     def on(ranks: int = 4, nodes: int = 1):
-        script = load("first_hour.py")
+        script = load(SCRIPT)
         for name, value in {
             "RANKS": ranks, "LOCAL_RANKS": ranks // nodes, "NODES": nodes,
         }.items():  # fmt: skip
@@ -314,13 +314,13 @@ def test_the_lessons_matmuls_are_the_recorded_ones(card, name):
         for _, m, n, k, microseconds in recording(f"gemm_bf16_{card}.json")
         if m * n * k > 3e11
     ]
-    peak = load("first_hour.py").CARDS[name].bfloat16
+    peak = load(SCRIPT).CARDS[name].bfloat16
     said = f"{statistics.median(large):.0f} TFLOP/s of {peak:.0f}"
     assert said in prose_of(take_home.lesson_of("30"))
 
 
 def test_the_limits_of_the_datasheet_are_those_of_recorded_matmuls():
-    script, least = load("first_hour.py"), {}
+    script, least = load(SCRIPT), {}
     for name, card in {
         "A100": A100, "H100": H100, "H200": "NVIDIA H200", "B200": "NVIDIA B200",
         "L40S": "NVIDIA L40S",
@@ -342,17 +342,9 @@ def test_the_limits_of_the_datasheet_are_those_of_recorded_matmuls():
 def started(ranks: int, folder: Path, options: str, script=None, before=""):
     """Exit status and report."""
     command = f"python -m simgpu --gpus {ranks} {before} torchrun --standalone "
-    command += f"--nproc-per-node={ranks} {script or 'first_hour.py'} {options}"
+    command += f"--nproc-per-node={ranks} {script or SCRIPT} {options}"
     done = take_home.start_command(command, folder)
     return done.returncode, done.stdout, done.stderr
-
-
-def changed(folder: Path, old: str, new: str) -> Path:
-    text = (SCRIPTS / "first_hour.py").read_text(encoding="utf-8")
-    assert text.count(old) == 1
-    path = folder / "changed.py"
-    path.write_text(text.replace(old, new), encoding="utf-8")
-    return path
 
 
 @pytest.mark.slow
@@ -366,7 +358,7 @@ def test_a_planted_mistake_in_your_model_fails_the_command(tmp_path):
 def test_rows_that_are_alike_cannot_judge_your_model(tmp_path):
     rows = "torch.randint(SIZES[size].vocabulary, (rows, SIZES[size].tokens + 1))"
     alike = "torch.ones((rows, SIZES[size].tokens + 1), dtype=torch.int64)"
-    script = changed(tmp_path, rows, alike)
+    script = edited(SCRIPT, {rows: alike}, tmp_path)
     status, report, _ = started(2, tmp_path, QUICK + "--parts claims", script)
     assert status == 1 and "holds  your model" in report
     assert "your model: claim 1 holds even if nothing is averaged" in report
@@ -386,7 +378,7 @@ def test_your_model_is_right_on_three_ranks_and_every_planted_mistake_is_refused
 
 @pytest.mark.slow
 def test_where_nothing_can_be_forked_the_parts_run_one_after_the_other(tmp_path):
-    script = changed(tmp_path, 'hasattr(os, "fork")', "False")
+    script = edited(SCRIPT, {'hasattr(os, "fork")': "False"}, tmp_path)
     options = QUICK + "--parts gpus links fsdp ddp"
     status, report, _ = started(2, tmp_path, options, script)
     assert status == 0 and "== to look into\nnothing" in report
@@ -407,7 +399,7 @@ def test_one_gpu_has_a_report_without_torchrun(tmp_path):
 def test_a_part_that_fails_says_what_to_do_and_the_others_run(tmp_path):
     fails = "    nbytes, found = 2**24 if args.quick else 2**29, {}\n"
     raises = "    if RANK == 1:\n        raise RuntimeError('NCCL: no such link')\n"
-    script = changed(tmp_path, fails, raises + fails)
+    script = edited(SCRIPT, {fails: raises + fails}, tmp_path)
     options = QUICK + "--parts gpus links speed"
     status, report, _ = started(2, tmp_path, options, script)
     assert status == 1
@@ -419,7 +411,8 @@ def test_a_part_that_fails_says_what_to_do_and_the_others_run(tmp_path):
 @pytest.mark.slow
 def test_a_part_that_hangs_is_ended_at_its_time_limit(tmp_path):
     fails = "    nbytes, found = 2**24 if args.quick else 2**29, {}\n"
-    script = changed(tmp_path, fails, "    time.sleep(1000)\n" + fails)
+    hangs = "    time.sleep(1000)\n"
+    script = edited(SCRIPT, {fails: hangs + fails}, tmp_path)
     options = QUICK + "--parts links gpus --limit 20"
     status, report, errors = started(2, tmp_path, options, script)
     assert status == 1 and "links failed: somebody waited too long" in report

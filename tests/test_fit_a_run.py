@@ -1,6 +1,5 @@
 """Lesson 26: its formulas, its script, and the figures that its prose quotes."""
 
-import ast
 import json
 import re
 import sys
@@ -11,16 +10,17 @@ import pytest
 from scripts import fit_run, plan_run, published_runs
 from scripts.fit_run import GIB, MODELS, peak_bytes
 from tests import take_home
-from tests.launching import NOTEBOOKS, SCRIPTS, environment, prose_of
+from tests.launching import (
+    SCRIPTS,
+    environment,
+    functions_in,
+    functions_of,
+    prose_of,
+    text_of,
+)
 from tests.take_home import lesson_of
 
 SIZES = [8, 64, 1024]
-
-
-def functions_of(text: str) -> dict[str, str]:
-    """The source of each function, by its name."""
-    nodes = [n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef)]
-    return {node.name: ast.get_source_segment(text, node) for node in nodes}
 
 
 def prose() -> str:
@@ -43,12 +43,8 @@ def row(words: str) -> list[str]:
 
 
 def test_the_lesson_has_the_functions_of_the_script():
-    script = functions_of((SCRIPTS / "fit_run.py").read_text("utf-8"))
-    notebook = json.loads((NOTEBOOKS / lesson_of("26")).read_text("utf-8"))
-    found = {}
-    for cell in notebook["cells"]:
-        if cell["cell_type"] == "code":
-            found |= functions_of("".join(cell["source"]))
+    script = functions_of(text_of("fit_run.py"))
+    found = functions_in(lesson_of("26"))
     shared = script.keys() & found.keys()
     assert script.keys() - shared == {"widths", "from_file", "model_of", "main"}
     for name in shared:

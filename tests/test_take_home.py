@@ -1,8 +1,9 @@
-"""The script of each lesson, started unmodified on simulated GPUs: four tables.
+"""The script of each lesson, started unmodified on simulated GPUs: five tables.
 
 What a script must print that is started by its lesson's own command; ways to start it
 that must all have the losses of one process; wrong arguments, with the sentence that
-refuses them; and its functions that a lesson shows. Tests that calculate more are in
+refuses them; a reader's own parts that are refused; and its functions that a lesson
+shows. Tests that calculate more are in
 `test_scripts_of_one_process.py`, `test_scripts_in_ranks.py`, `test_plan_run.py` and
 `test_whole_trainer.py`.
 """
@@ -225,7 +226,12 @@ REFUSED = [  # GPUs that CUDA sees, command, exit status, words of the last line
     ("", ANYWHERE + "cuda", 2, "there is no cuda: this process sees cpu."),
     ("0", ANYWHERE + "gpu", 2, "'gpu' is not cpu, cuda or cuda:N"),
     (None, "03 3 ranks", 1, "ranks cannot share 128 samples equally; change BATCH"),
+    (None, "09 1 gpus --clip=0", 2, "must be above 0"),
+    (None, "09 1 gpus --clip=nan", 2, "must be above 0"),
+    (None, "09 1 gpus --width=-1", 2, "must be above 0"),
     (None, "11 1 gpus --workers=-1", 2, "--workers is 0 or more, not -1"),
+    (None, "13 2 gpus --parts 9", 2, "--parts 9: a batch has 8 rows"),
+    (None, "13 2 gpus --load nowhere.pt", 2, "nowhere.pt: there is no such file"),
     (None, "04 1 gpus many", 1, "BATCH_SIZE, a whole number above 0"),
     (None, SMALL + "memory_table.py 8000", 1, "a batch of 8000 does not fit, try a"),
     (None, "24 1 ranks --batch=2000", 1, "2000 is more than the 1440 samples"),
@@ -254,6 +260,90 @@ def test_wrong_arguments_are_refused(
     if status == 2:  # argparse's, in its last line and without a traceback
         assert "Traceback" not in done.stderr
         assert why in done.stderr.splitlines()[-1]
+
+
+def added(line: str, more: str) -> dict[str, str]:
+    """An edit: this line, and more behind it."""
+    return {line: f"{line}{more}\n"}
+
+
+LOSS = "nn.functional.cross_entropy(model(x), y)"
+BATCHES = "return list(zip(images.split(8192), labels.split(8192), strict=True))"
+PARTS = 'return [{"images": x, "labels": y} for x, y in parts]'
+GENERATOR = PARTS.replace("[", "(", 1)[:-1] + ")"
+LAST = '"labels": images[:, :10].argmax(1)})\n'
+NAMES = '    batches[-1]["names"] = ["a"] * 8192'
+MASK = '    batches[-1]["mask"] = torch.ones(4)'
+ITEM = '"labels": self.labels[index]}'
+FACTOR = ITEM[:-1] + ', "factor": torch.tensor(0.5)}'
+PICK = "checked(next(iter(loader)))"
+ONE_ROW = 'checked({**next(iter(loader)), "factor": torch.ones(1)})'
+LOADER, SUM = "batch_size=8)\n", 'labels, reduction="sum")\n'
+TOKENS = 'return self.embedding(batch["tokens"])'
+MASKED = SUM.replace("\n", ' * batch["mask"].sum()\n')
+ALL = "loader = [{**b, 'all': torch.ones(64)} for b in loader]"
+SCORE = '    return model(batch["image"])'
+SCORED = '    scores = model(batch["image"])\n    return '
+NORM = "        self.norm = nn.LayerNorm(width)\n"
+SCALE = "        self.scale = nn.Parameter(torch.ones(1))"
+BUFFER = "        self.register_buffer"
+PAIR = "tokens[:, :-1], tokens[:, 1:]"
+PLANNED = '    "norm": SequenceParallel(),\n'
+ALONE = "layer 0 fails alone on cuda:0: it must fit, and its tensors must be"
+NO_SCALE = "no scale helps: the model overflows in float16; use bfloat16"
+NO_BATCH = "no batch: give a list or a DataLoader, not a generator"
+OWN_PARTS = [  # script, a reader's own text in places, way, words of the last lines
+    ("train_anywhere.py", {LOSS: "{'out': model(x)}"}, "1 gpus", "returned a dict; r"),
+    ("train_anywhere.py", {LOSS: "float(model(x).sum())"}, "1 gpus", "a float; return"),
+    ("prefetch.py", {BATCHES: "return zip([images], [labels])"}, "1 gpus",
+     "return a list or a DataLoader"),
+    # inf in float16, whatever the scale
+    ("mixed_precision.py", {'model(batch["images"])': 'model(1e5 * batch["images"])'},
+     "1 gpus", NO_SCALE),
+    ("mixed_precision.py", {PARTS: GENERATOR}, "1 gpus", NO_BATCH),
+    ("less_memory.py", added(LAST, MASK), "1 gpus --accumulate 2",
+     "'labels': 8192, 'mask': 4} rows: all need as many"),
+    ("less_memory.py", added(LAST, NAMES), "1 gpus",
+     "not tensors, leave them out of the batches: ['names']"),
+    ("split_batch.py", {ITEM: FACTOR, PICK: ONE_ROW}, "2 gpus",
+     "{'images': 128, 'labels': 128, 'factor': 1}; all need as"),
+    ("split_model.py", added(LOADER, ALL), "2 gpus", "'all' of a batch does not"),
+    ("split_model.py", {SUM: MASKED}, "2 gpus", "in 4 parts"),
+    ("split_model.py", {SUM: "labels)\n"}, "2 gpus", "is sum_of_losses a mean"),
+    ("split_model.py", added(LOADER, "loader = [[*b.values()] for b in loader]"),
+     "2 gpus", "a batch is no dictionary"),
+    ("split_model.py", {TOKENS: f"{TOKENS} * torch.ones(WIDTH)"}, "2 gpus", ALONE),
+    ("score_workers.py", {SCORE: f"{SCORED}scores[:, :9]"}, "1 gpus",
+     "(1000, 9), not (samples, 10)"),
+    ("score_workers.py", {SCORE: f"{SCORED}scores[0]"}, "1 gpus",
+     "(10,), not (samples, 10): change WIDTH, or score()"),
+    ("bus_bandwidth.py", {"DTYPE = torch.float32": "DTYPE = torch.int32"}, "1 ranks",
+     "gradients have fractions, and torch.int32 has none"),
+    ("sharded_training.py", added(NORM, SCALE), "1 ranks --steps=1",
+     "fill blocks.0.scale in first_values()"),
+    ("sharded_training.py", added(NORM, f'{BUFFER}("mask", torch.ones(2) > 0)'),
+     "1 ranks --steps=1", "fill blocks.0.mask in first_values()"),
+    ("sharded_training.py", added(NORM, f'{BUFFER}("count", torch.tensor(3))'),
+     "1 ranks --steps=1", "fill blocks.0.count in first_values()"),
+    ("sharded_training.py", {"\nfill(model)": "\npass"}, "1 ranks --steps=1",
+     "parameter enter.weight has no value"),
+    ("slice_layers.py", {"(-1, WIDTH // HEADS)": "(HEADS, WIDTH // HEADS)"}, "2 ranks",
+     "of the heads"),
+    ("slice_layers.py", {PLANNED: ""}, "2 ranks", "no style for norm.weight"),
+    ("slice_layers.py", {'    "norm": Seq': '    "nrom": Seq'}, "2 ranks",
+     "Parallelize plan key 'nrom'"),
+    ("slice_layers.py", {"seed(step)": "seed(step + dist.get_rank())"}, "2 ranks",
+     "rank 1 has other tokens"),
+    ("slice_layers.py", {"BLOCKS = 64, 64,": "BLOCKS = 64, 63,"}, "2 ranks",
+     "63 tokens: pad to a multiple of 2"),
+    ("stretch_sequence.py", {PAIR: "tokens[:, :-4], tokens[:, 1:-3]"}, "2 ranks",
+     "128 does not divide 253 tokens; pad sequences"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, edits, way, why", OWN_PARTS)
+def test_a_readers_own_part_is_refused_if_it_cannot_be(own, name, edits, way, why):
+    assert why in own(name, edits, way, code=None)
 
 
 # -- what a lesson shows of its script -------------------------------------------------

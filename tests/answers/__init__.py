@@ -18,3 +18,8 @@ What an answer takes from its lesson's checks, it imports from `exercises.lesson
 def as_answers(entry) -> tuple:
     """What an entry of `RIGHT` or `WRONG` gives to the check."""
     return entry if isinstance(entry, tuple) else (entry,)
+
+
+def other(base: type, **members) -> type:
+    """The class of an answer that does these things in another way than `base`."""
+    return type("Other", (base,), members)

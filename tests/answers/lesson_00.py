@@ -12,29 +12,9 @@ def in_turn(x, n):
     return [piece.to(f"cuda:{i}") for i, piece in enumerate(x.tensor_split(n))]
 
 
-def all_on_the_first(x, n):
-    return [piece.to("cuda") for piece in x.tensor_split(n)]
-
-
-def too_few(x, n):
-    return [piece.to(i) for i, piece in enumerate(x.chunk(n - 1))]
-
-
-def chunked(x, n):
-    return [piece.to(i) for i, piece in enumerate(x.chunk(n))]
-
-
-def not_moved(x, n):
-    return x.tensor_split(n)
-
-
 def rest_dropped(x, n):
     rows = len(x) // n
     return [x[rows * i : rows * (i + 1)].to(i) for i in range(n)]
-
-
-def raises(x, n):
-    return [x.to(n)]
 
 
 @torch.no_grad()
@@ -68,15 +48,6 @@ def only_those_that_get_a_batch(model, batches, gpus):
 def with_gradients(model, batches, gpus):
     with torch.enable_grad():
         return in_rounds.__wrapped__(model, batches, gpus)
-
-
-@torch.no_grad()
-def one_after_the_other(model, batches, gpus):
-    replicas = [copy.deepcopy(model).to(gpu) for gpu in gpus]
-    n = len(gpus)
-    return torch.cat(
-        [replicas[i % n](b.to(gpus[i % n])).cpu() for i, b in enumerate(batches)]
-    )
 
 
 @torch.no_grad()
@@ -120,14 +91,6 @@ def left_on_the_gpu(model, batches, gpus):
     return oldest_first(model, batches, gpus).to(gpus[0])
 
 
-def forgets_the_last(model, batches, gpus):
-    return oldest_first(model, batches[:-1], gpus)
-
-
-def as_a_list(model, batches, gpus):
-    return [oldest_first(model, batches, gpus)]
-
-
 RIGHT = {
     "copied_bytes": [IMAGES + 2 * MODEL + LABELS],
     "spread": [in_turn],
@@ -150,25 +113,37 @@ WRONG = {
         ("many", "give a number"),
     ],
     "spread": [
-        (all_on_the_first, "not on cuda:1"),
-        (too_few, "need 4 pieces"),
-        (chunked, "need 4 pieces, not 3"),
-        (not_moved, "is on cpu"),
+        (
+            lambda x, n: [piece.to("cuda") for piece in x.tensor_split(n)],
+            "not on cuda:1",
+        ),
+        (
+            lambda x, n: [piece.to(i) for i, piece in enumerate(x.chunk(n))],
+            "need 4 pieces, not 3",
+        ),
         (rest_dropped, "put together"),
-        (raises, "AcceleratorError"),
+        (lambda x, n: [x.to(n)], "AcceleratorError"),
         (lambda x, n: list(torch.zeros(n)), "is on cpu"),
     ],
     "score_batches": [
-        (one_after_the_other, "cuda:0 must give its scores back while cuda:1 has no"),
-        (first_gpu_only, "while cuda:1 has no batch yet"),
+        (
+            first_gpu_only,
+            "cuda:0 must give its scores back while cuda:1 has no batch yet",
+        ),
         (all_at_the_end, "cuda:0 gets its batch number 2 while scores"),
         (a_model_for_each_batch, "the weight travels 7 times to 3 GPUs"),
         (by_gpu, "in their order"),
         (with_gradients, "use torch.no_grad()"),
         (moves_the_model, "a deepcopy"),
         (left_on_the_gpu, "fetch them with .cpu()"),
-        (forgets_the_last, "(30, 3), not (32, 3)"),
-        (as_a_list, "it returns a list, not a tensor"),
+        (
+            lambda model, batches, gpus: oldest_first(model, batches[:-1], gpus),
+            "(30, 3), not (32, 3)",
+        ),
+        (
+            lambda model, batches, gpus: [oldest_first(model, batches, gpus)],
+            "it returns a list, not a tensor",
+        ),
         (lambda model, batches, gpus: model(batches), "TypeError"),
     ],
 }

@@ -5,6 +5,8 @@ import copy
 import torch
 from torch import nn
 
+from tests.answers import other
+
 
 def fastest():
     """The accelerator, or the CPU where there is none."""
@@ -16,10 +18,6 @@ def sent(batch, device):
     """The dictionary with its tensors on the device."""
     is_tensor = torch.is_tensor
     return {k: v.to(device) if is_tensor(v) else v for k, v in batch.items()}
-
-
-def to_fastest(model, batch):
-    return model.to(fastest()), sent(batch, fastest())
 
 
 def in_the_older_way(model, batch):
@@ -34,35 +32,8 @@ def by_counting(model, batch):
     return model, batch
 
 
-def throws_the_batch_away(model, batch):
-    model.to(fastest())
-    for value in batch.values():
-        if torch.is_tensor(value):
-            value.to(fastest())
-    return model, batch
-
-
 def forgets_the_mask(model, batch):
     return model.to(fastest()), {**batch, "x": batch["x"].to(fastest())}
-
-
-def forgets_the_model(model, batch):
-    return model, sent(batch, fastest())
-
-
-def hard_codes_cuda(model, batch):
-    return model.to("cuda"), sent(batch, "cuda")
-
-
-def does_not_check(model, batch):
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    if device.type == "cpu":  # this PyTorch is built without CUDA
-        device = torch.device("cuda")
-    return model.to(device), sent(batch, device)
-
-
-def always_on_the_cpu(model, batch):
-    return model.cpu(), sent(batch, "cpu")
 
 
 def uses_two_gpus(model, batch):
@@ -75,14 +46,6 @@ def copies_the_model(model, batch):
     return copy.deepcopy(model).to(fastest()), sent(batch, fastest())
 
 
-def returns_the_model_only(model, batch):
-    return model.to(fastest())
-
-
-def swaps_them(model, batch):
-    return sent(batch, fastest()), model.to(fastest())
-
-
 def makes_another_batch(model, batch):
     zeros = torch.zeros_like(batch["x"], device=fastest())
     return model.to(fastest()), {**sent(batch, fastest()), "x": zeros}
@@ -91,10 +54,6 @@ def makes_another_batch(model, batch):
 def drops_the_text(model, batch):
     here = {k: v.to(fastest()) for k, v in batch.items() if torch.is_tensor(v)}
     return model.to(fastest()), here
-
-
-def a_dictionary_as_a_tensor(model, batch):
-    return model.to(fastest()), batch.to(fastest())
 
 
 class Stem(nn.Module):
@@ -118,43 +77,9 @@ class Stem(nn.Module):
         return self.norm(x) * self.scale + self.mean() + self.places(x)[:, None]
 
 
-class LikeTheInput(Stem):
-    def places(self, x):
-        return torch.ones_like(x[:, 0]).cumsum(0) - 1
-
-
-class Attribute(Stem):
-    def hold(self, scale):
-        self.scale = scale
-
-
-class Saved(Stem):
-    def hold(self, scale):
-        self.register_buffer("scale", scale)
-
-
 class ScaleAsParameter(Stem):
     def hold(self, scale):
         self.scale = nn.Parameter(scale)
-
-
-class SentEachTime(Stem):
-    def hold(self, scale):
-        self.kept = scale
-
-    @property
-    def scale(self):
-        return self.kept.to(self.norm.weight.device)
-
-
-class PlacesOnTheCpu(Stem):
-    def places(self, x):
-        return torch.arange(len(x))
-
-
-class PlacesSent(Stem):
-    def places(self, x):
-        return torch.arange(len(x)).to(x.device)
 
 
 class KeptReference(Stem):
@@ -183,47 +108,61 @@ class WithoutNorm(Stem):
         self.hold(torch.ones(8))
 
 
-class Back(Stem):
-    def forward(self, x):
-        return super().forward(x).cpu()
-
-
 RIGHT = {
-    "movable": [Stem, LikeTheInput],
-    "place": [to_fastest, in_the_older_way, by_counting],
+    "movable": [
+        Stem,
+        other(Stem, places=lambda self, x: torch.ones_like(x[:, 0]).cumsum(0) - 1),
+    ],
+    "place": [
+        lambda model, batch: (model.to(fastest()), sent(batch, fastest())),
+        in_the_older_way,
+        by_counting,
+    ],
     "visible_devices": ["3,1", "3, 1"],
 }
 
 WRONG = {
     "movable": [
-        (Attribute, "on cuda:1 your code raised RuntimeError"),
-        (Saved, "the state_dict has scale too"),
         (ScaleAsParameter, "the state_dict has scale too"),
-        (SentEachTime, "each forward copies 32 bytes from cpu"),
-        (PlacesOnTheCpu, "on cuda:1 your code raised RuntimeError"),
-        (PlacesSent, "each forward copies 48 bytes from cpu"),
+        (
+            other(Stem, places=lambda self, x: torch.arange(len(x)).to(x.device)),
+            "each forward copies 48 bytes from cpu",
+        ),
         (KeptReference, "on cuda:1 your code raised RuntimeError"),
         (TwoBuffers, "does `mean` still follow"),
         (OnOneGpu, "on cuda:2 your code raised RuntimeError"),
         (WithoutNorm, "lacks norm.bias"),
-        (Back, "on cuda:1 the result is on cpu"),
+        (
+            other(Stem, forward=lambda self, x: Stem.forward(self, x).cpu()),
+            "on cuda:1 the result is on cpu",
+        ),
         (lambda: 3, "this makes an int"),
         (Stem(), "TypeError"),
     ],
     "place": [
         (lambda model, batch: (model.cuda(), 3), "came back as an int"),
-        (forgets_the_mask, "the batch stays on cpu"),
+        (forgets_the_mask, "the batch stays on cpu; keep what .to() returns"),
         (drops_the_text, "keep all its entries"),
-        (a_dictionary_as_a_tensor, "has no attribute 'to'"),
-        (throws_the_batch_away, "keep what .to() returns"),
-        (forgets_the_model, "the model stays on cpu"),
-        (hard_codes_cuda, "without a GPU the model goes to cuda"),
-        (does_not_check, "check_available"),
-        (always_on_the_cpu, "the model stays on cpu"),
+        (
+            lambda model, batch: (model.to(fastest()), batch.to(fastest())),
+            "has no attribute 'to'",
+        ),
+        (
+            lambda model, batch: (model.to("cuda"), sent(batch, "cuda")),
+            "without a GPU the model goes to cuda:0: ask whether there is one "
+            "(current_accelerator needs check_available=True",
+        ),
+        (
+            lambda model, batch: (model.cpu(), sent(batch, "cpu")),
+            "the model stays on cpu",
+        ),
         (uses_two_gpus, "the batch on cuda:1"),
         (copies_the_model, "a copy of the model"),
-        (returns_the_model_only, "return two things"),
-        (swaps_them, "the model comes first"),
+        (lambda model, batch: model.to(fastest()), "return two things"),
+        (
+            lambda model, batch: (sent(batch, fastest()), model.to(fastest())),
+            "the model comes first",
+        ),
         (makes_another_batch, "keep its values"),
     ],
     "visible_devices": [

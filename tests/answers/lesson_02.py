@@ -3,49 +3,11 @@
 import torch
 from torch import nn
 
+from tests.answers import other
+
 
 def counted(x):
     return torch.arange(x.shape[1], device=x.device)
-
-
-def added_up(x):
-    return torch.ones_like(x[0], dtype=torch.int64).cumsum(0) - 1
-
-
-def on_the_cpu(x):
-    return torch.arange(x.shape[1])
-
-
-def moved(x):
-    return torch.arange(x.shape[1]).to(x.device)
-
-
-def from_a_list(x):
-    return x.new_tensor(range(x.shape[1]), dtype=torch.int64)
-
-
-def on_the_current_gpu(x):
-    return torch.arange(x.shape[1], device="cuda")
-
-
-def dtype_of_x(x):
-    return torch.arange(x.shape[1], device=x.device, dtype=x.dtype)
-
-
-def rows_instead(x):
-    return torch.arange(x.shape[0], device=x.device)
-
-
-def as_a_row(x):
-    return torch.arange(x.shape[1], device=x.device)[None]
-
-
-def from_one(x):
-    return torch.arange(1, x.shape[1] + 1, device=x.device)
-
-
-def in_place(x):
-    return x[0].copy_(counted(x)).long() * 0 + counted(x)
 
 
 class Validation:
@@ -104,10 +66,6 @@ class ReadsEach(Validation):
         return sum(each.item() for each in right) / count, max(largest).item()
 
 
-class KeepsTheGraph(Validation):
-    graph = True
-
-
 class MeanOfMeans(Validation):
     def add(self, right, largest, scores, y):
         super().add(right, largest, scores, y)
@@ -154,34 +112,6 @@ class Filled(nn.Module):
         return x.masked_fill((positions > lengths[:, None]).unsqueeze(2), 0)
 
 
-class Where(nn.Module):
-    def forward(self, x, lengths):
-        positions = torch.arange(x.shape[1], device=lengths.device)
-        hidden = positions[None, :, None] >= lengths[:, None, None]
-        return torch.where(hidden, torch.zeros_like(x), x)
-
-
-class LoopBeside(nn.Module):
-    def empty(self, x):
-        return x.new_zeros(x.shape[0], x.shape[1], 1)
-
-    def forward(self, x, lengths):
-        keep = self.empty(x)
-        for row, length in enumerate(lengths):
-            keep[row, :length] = 1
-        return x * keep.to(x.device)
-
-
-class AsGiven(LoopBeside):
-    def empty(self, x):
-        return torch.zeros(x.shape[0], x.shape[1], 1)
-
-
-class OnTheCpu(Compared):
-    def positions(self, x):
-        return torch.arange(x.shape[1])
-
-
 class HardCoded(Compared):
     def positions(self, x):
         return torch.arange(x.shape[1], device="cuda:0")
@@ -190,11 +120,6 @@ class HardCoded(Compared):
 class Moved(Compared):
     def positions(self, x):
         return torch.arange(x.shape[1]).to(x.device)
-
-
-class OneTooMany(Compared):
-    def positions(self, x):
-        return super().positions(x) - 1
 
 
 class FixedLength(Compared):
@@ -223,9 +148,12 @@ class ToTheHost(Compared):
 
 
 RIGHT = {
-    "positions_like": [counted, added_up],
+    "positions_like": [
+        counted,
+        lambda x: torch.ones_like(x[0], dtype=torch.int64).cumsum(0) - 1,
+    ],
     "validate_in_one_copy": [Validation()],
-    "hide_padding": [Compared, Filled, Where],
+    "hide_padding": [Compared, Filled],
 }
 
 WRONG = {
@@ -235,7 +163,7 @@ WRONG = {
         (IndexOnTheCpu(), "a slice needs no index"),
         (TwoCopies(), "stack both"),
         (ReadsEach(), "keep results on the GPU"),
-        (KeepsTheGraph(), "leaves activations"),
+        (other(Validation, graph=True)(), "leaves activations"),
         (MeanOfMeans(), "mean of means"),
         (LastLoss(), "not the largest loss"),
         (CountOnly(), "not the share"),
@@ -243,25 +171,40 @@ WRONG = {
         (OneNumber(), "return two numbers"),
     ],
     "positions_like": [
-        (on_the_cpu, "the positions are on cpu"),
-        (moved, "make them there"),
-        (from_a_list, "make them there"),
-        (on_the_current_gpu, "the positions are on cuda:0"),
-        (dtype_of_x, "not torch.int64"),
-        (rows_instead, "the positions are (2,)"),
-        (as_a_row, "the positions are (1, 300)"),
-        (from_one, "not 0, 1"),
-        (in_place, "into x"),
+        (lambda x: torch.arange(x.shape[1]), "the positions are on cpu"),
+        (
+            lambda x: x.new_tensor(range(x.shape[1]), dtype=torch.int64),
+            "make them there",
+        ),
+        (
+            lambda x: torch.arange(x.shape[1], device="cuda"),
+            "the positions are on cuda:0",
+        ),
+        (
+            lambda x: torch.arange(x.shape[1], device=x.device, dtype=x.dtype),
+            "not torch.int64",
+        ),
+        (lambda x: torch.arange(x.shape[0], device=x.device), "the positions are (2,)"),
+        (
+            lambda x: torch.arange(x.shape[1], device=x.device)[None],
+            "the positions are (1, 300)",
+        ),
+        (lambda x: torch.arange(1, x.shape[1] + 1, device=x.device), "not 0, 1"),
+        (lambda x: x[0].copy_(counted(x)).long() * 0 + counted(x), "into x"),
         (lambda x: 300, "not a tensor"),
     ],
     "hide_padding": [
-        (AsGiven, "bytes; compare positions"),
-        (LoopBeside, "bytes; compare positions"),
-        (OnTheCpu, "on the same device"),
+        (
+            other(Compared, positions=lambda self, x: torch.arange(x.shape[1])),
+            "on the same device",
+        ),
         (HardCoded, "on the same device"),
         (Moved, "bytes; compare positions"),
         (FloatMask, "a mask has changed it"),
-        (OneTooMany, "a wrong element"),
+        (
+            other(Compared, positions=lambda self, x: Compared.positions(self, x) - 1),
+            "a wrong element",
+        ),
         (InPlace, "changes its input"),
         (FixedLength, "your code raised"),
         (ToTheHost, "the result is on cpu"),

@@ -6,25 +6,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
+from tests.answers import other
+
 
 def share(batch):
     return batch // dist.get_world_size()
-
-
-def whole_batch(batch):
-    return batch
-
-
-def always_four(batch):
-    return batch // 4
-
-
-def a_float(batch):
-    return batch / dist.get_world_size()
-
-
-def too_many(batch):
-    return batch // dist.get_world_size() + 1
 
 
 class Training:
@@ -76,30 +62,6 @@ class Alone(Training):
         return model.state_dict()
 
 
-class BareInTheLoop(Training):
-    def wrap(self, model):
-        self.unused = DistributedDataParallel(model)
-        return model
-
-    def state(self, model):
-        return model.state_dict()
-
-
-class WithPrefix(Training):
-    def state(self, model):
-        return self.trained.state_dict()
-
-
-class WeightsOnly(Training):
-    def state(self, model):
-        return {"weight": model.weight}
-
-
-class NoDictionary(Training):
-    def state(self, model):
-        return list(model.parameters())
-
-
 class AllSamples(Training):
     def load(self, data):
         return DataLoader(data, self.batch(), shuffle=True)
@@ -110,34 +72,9 @@ class TooFew(Training):
         return DataLoader(data, 4, sampler=list(self.sampler)[:8])
 
 
-class SameOrder(Training):
-    def begin(self, epoch):
-        pass
-
-
-class LargeStep(Training):
-    def batch(self):
-        return 16
-
-
-class OtherSeed(Training):
-    def sample(self, data):
-        return DistributedSampler(data, seed=1)
-
-
-class OwnLoss(Training):
-    def mean(self, loss):
-        return loss.item()
-
-
 class SumOfLosses(Training):
     def mean(self, loss):
         return super().mean(loss) * dist.get_world_size()
-
-
-class SumOfSteps(Training):
-    def mean(self, loss):
-        return super().mean(loss) * 2
 
 
 class OnRank0(Training):
@@ -208,44 +145,50 @@ def all_of_it(model, data):
     return share
 
 
-def in_batches(model, data):
-    images, labels = data.tensors
-    mine = slice(dist.get_rank(), None, dist.get_world_size())
-    model.module.eval()
-    right = (model.module(images[mine]).argmax(1) == labels[mine]).sum()
-    model.module.train()
-    dist.all_reduce(right)
-    return right.item() / len(labels)
-
-
 RIGHT = {
     "batch_of_a_rank": [share],
     "train_in_ranks": [Training()],
-    "accuracy_of_all": [all_of_it, in_batches],
+    "accuracy_of_all": [all_of_it],
 }
 
 WRONG = {
     "batch_of_a_rank": [
-        (whole_batch, "takes all"),
-        (always_four, "ask how many ranks"),
-        (a_float, "no whole number"),
-        (too_many, "it should be 64"),
+        (lambda batch: batch, "takes all"),
+        (lambda batch: batch // 4, "ask how many ranks"),
+        (lambda batch: batch / dist.get_world_size(), "no whole number"),
+        (lambda batch: batch // dist.get_world_size() + 1, "it should be 64"),
         (128, "give a function"),
     ],
     "train_in_ranks": [
         (Alone(), "who averages the gradients"),
-        (BareInTheLoop(), "who averages the gradients"),
-        (WithPrefix(), "begin with `module.`"),
-        (WeightsOnly(), "['weight', 'bias']"),
-        (NoDictionary(), "a list, not a dictionary"),
+        (
+            other(Training, state=lambda self, model: self.trained.state_dict())(),
+            "begin with `module.`",
+        ),
+        (
+            other(Training, state=lambda self, model: {"weight": model.weight})(),
+            "['weight', 'bias']",
+        ),
+        (
+            other(Training, state=lambda self, model: list(model.parameters()))(),
+            "a list, not a dictionary",
+        ),
         (AllSamples(), "who divides them"),
         (TooFew(), "takes 24 samples in 3 epochs"),
-        (SameOrder(), "the same order"),
-        (LargeStep(), "has 48 samples, not 24"),
-        (OtherSeed(), "not those of one process"),
-        (OwnLoss(), "different losses"),
+        (other(Training, begin=lambda self, epoch: None)(), "the same order"),
+        (other(Training, batch=lambda self: 16)(), "has 48 samples, not 24"),
+        (
+            other(
+                Training, sample=lambda self, data: DistributedSampler(data, seed=1)
+            )(),
+            "not those of one process",
+        ),
+        (other(Training, mean=lambda self, loss: loss.item())(), "different losses"),
         (SumOfLosses(), "the sum of all ranks"),
-        (SumOfSteps(), "not the mean loss"),
+        (
+            other(Training, mean=lambda self, loss: Training.mean(self, loss) * 2)(),
+            "not the mean loss",
+        ),
         (OnRank0(), "every rank"),
         (LossOnly(), "return the loss and the weights"),
     ],

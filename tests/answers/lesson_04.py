@@ -11,24 +11,12 @@ def one_or_five(model):
     )
 
 
-def five_of_trained(model):
-    return 5 * sum(p.nbytes for p in model.parameters() if p.requires_grad)
-
-
 def parameters_only(model):
     return sum(p.nbytes for p in model.parameters())
 
 
-def numbers_of(model):
-    return sum(p.numel() for p in model.parameters())
-
-
 def so_many_times(count):
     return lambda model: count * parameters_only(model)
-
-
-def with_buffers(model):
-    return 5 * sum(value.nbytes for value in model.state_dict().values())
 
 
 @torch.inference_mode()
@@ -176,14 +164,6 @@ def tries(smaller=lambda samples: samples // 2):
     return first_that_fits
 
 
-def one_less(train, samples):
-    return after_the_block(train, samples // 2)
-
-
-def never_zero(train, samples):
-    return after_the_block(train, samples) or 1
-
-
 RIGHT = {
     "peak_of_step": [one_or_five],
     "lean_evaluation": [with_clones, stacked],
@@ -196,11 +176,15 @@ WRONG = {
         (so_many_times(2), "moments are missing"),
         (so_many_times(3), "two parts are missing"),
         (so_many_times(4), "makes and drops"),
-        (numbers_of, "4 bytes"),
+        (lambda model: sum(p.numel() for p in model.parameters()), "4 bytes"),
         (so_many_times(20), "in bytes already"),
-        (with_buffers, "buffers"),
+        (
+            lambda model: (
+                5 * sum(value.nbytes for value in model.state_dict().values())
+            ),
+            "buffers",
+        ),
         (so_many_times(5), "frozen"),
-        (five_of_trained, "frozen"),
         (lambda model: 12345, "12,345 bytes for a model"),
         (17, "give a function"),
     ],
@@ -228,11 +212,14 @@ WRONG = {
         (inside_the_block, "the error holds"),
         (search(empty=False), "segments of another size"),
         (search(RuntimeError), "swallows"),
-        (one_less, "of 8 samples, 8 fit"),
+        (
+            lambda train, samples: after_the_block(train, samples // 2),
+            "of 8 samples, 8 fit",
+        ),
         (tries(), "18 fit; it returns 16 and tries 128, 64, 32, 16"),
         (tries(lambda samples: samples - 1), "more than 12 times"),
         (tries(lambda samples: 0), "18 fit"),
-        (never_zero, "not even one"),
+        (lambda train, samples: after_the_block(train, samples) or 1, "not even one"),
         (search(middle=lambda fits, most: (fits + most) / 2), "whole number"),
         (17, "give a function"),
     ],

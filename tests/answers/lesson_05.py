@@ -43,22 +43,6 @@ def one_ahead(waits="before", records=True, last=True):
 ahead = one_ahead()
 
 
-def with_next(batches):
-    copier, here = torch.cuda.Stream(), torch.cuda.current_stream()
-    batches = iter(batches)
-
-    def load():
-        batch = next(batches, None)
-        return None if batch is None else _load(copier, batch)
-
-    following = load()
-    while following is not None:
-        here.wait_stream(copier)
-        current, following = following, load()
-        current.record_stream(here)
-        yield current
-
-
 def two_buffers(batches):
     copier, here = torch.cuda.Stream(), torch.cuda.current_stream()
     buffers, used = [None, None], [here.record_event() for _ in range(2)]
@@ -90,15 +74,6 @@ def plain(batches):
 def not_blocking(batches):
     for batch in batches:
         yield batch.to("cuda", non_blocking=True)
-
-
-def as_in_the_lesson(batches):
-    copier, here = torch.cuda.Stream(), torch.cuda.current_stream()
-    for batch in batches:
-        x = _load(copier, batch)
-        here.wait_stream(copier)
-        x.record_stream(here)
-        yield x
 
 
 def one_buffer(batches):
@@ -164,7 +139,7 @@ def one_minus_two(n, copy, compute):
 RIGHT = {
     "time_saved": [one_minus_two, lambda n, *both: min(both) * (n - 1)],
     "best_parts": [(10, 1510.72), (10, 1511)],
-    "prefetch": [ahead, with_next, two_buffers],
+    "prefetch": [ahead, two_buffers],
 }
 
 WRONG = {
@@ -196,8 +171,11 @@ WRONG = {
         (yields_inside, "before you `yield`"),
         (ends_with_none, "it yields None"),
         (not_blocking, "on the stream of the work"),
-        (as_in_the_lesson, "before you yield"),
-        (one_ahead(waits="after"), "its own batch only"),
+        (
+            one_ahead(waits="after"),
+            "before you yield or use this batch, and let the work wait for its own "
+            "batch only",
+        ),
         (one_ahead(waits="never"), "nothing makes it wait"),
         (one_ahead(records=False), "given back or filled again too early"),
         (one_buffer, "given back or filled again too early"),

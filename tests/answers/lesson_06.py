@@ -52,10 +52,6 @@ def _flagged(parts, buffers, work, waits=("full", "free"), side=True, one=False)
     return results
 
 
-def flagged(parts, buffers, work):
-    return _flagged(parts, buffers, work)
-
-
 def in_turn(x):
     here, side = torch.cuda.current_stream(), torch.cuda.Stream()
     x = x.to("cuda", non_blocking=True)
@@ -97,22 +93,17 @@ def _host_waits(here, side):
     torch.cuda.synchronize()
 
 
-def both_waits(x):
-    return _means(x, _side_waits, _here_waits)
-
-
-def by_event(x):
-    return _means(x, _side_waits, _by_event)
-
-
 RIGHT = {
     "doubled_on_side": [
         lambda x, copier: _doubled(x, copier, after=_here_waits),
         lambda x, copier: _doubled(x, copier, after=_by_event),
         doubled_and_waited_for,
     ],
-    "variance": [both_waits, by_event],
-    "two_buffers": [flagged],
+    "variance": [
+        lambda x: _means(x, _side_waits, _here_waits),
+        lambda x: _means(x, _side_waits, _by_event),
+    ],
+    "two_buffers": [lambda parts, buffers, work: _flagged(parts, buffers, work)],
 }
 
 WRONG = {

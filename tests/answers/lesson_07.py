@@ -47,18 +47,6 @@ def each_part(clock, wait=lambda: None):
     return times
 
 
-def event_waits_each_time(parts, n):
-    times = []
-    for part in n * parts:
-        begin, end = timing_event(), timing_event()
-        begin.record()
-        part()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return medians(times, parts)
-
-
 def between_marks(read):
     """One mark before all parts and one behind each, then `read(marks)`."""
 
@@ -107,10 +95,6 @@ def warm_up(parts, n):
     return one_mark_a_part(parts, n)
 
 
-def one_part_after_the_other(parts, n):
-    return [one_mark_a_part([part], n)[0] for part in parts]
-
-
 def alone(before=True, after=True, clock=host_seconds, unit=1):
     """A stopwatch that waits before its first and its last reading, or does not."""
 
@@ -136,10 +120,6 @@ def alone_by_events(work):
     return begin.elapsed_time(end) / 1e3
 
 
-def own_cpu():
-    return 1e6 * time.perf_counter()
-
-
 def reported(step=statistics.median, rate=lambda left, _: max(map(sum, left)), of=sum):
     """Of all samples and the milliseconds that `rate` makes of the times."""
 
@@ -155,10 +135,6 @@ def usual_steps(left, times):
     return len(left[0]) * max(statistics.median(of_rank) for of_rank in left)
 
 
-def warmed_up(left, times):
-    return max(map(sum, times)) * len(left[0]) / len(times[0])
-
-
 RIGHT = {
     "seconds_alone": [alone(), alone_by_events],
     "report": [reported(), lambda *given: list(reported()(*given))],
@@ -171,7 +147,7 @@ WRONG = {
         (alone(after=False), "before the last reading"),
         (alone(before=False), "before the first reading"),
         (alone(unit=1e3), "milliseconds"),
-        (alone(clock=own_cpu), "another clock"),
+        (alone(clock=lambda: 1e6 * time.perf_counter()), "another clock"),
         (lambda work: "now", "give a number"),
         (lambda work: 0.0, "is the launch"),
     ],
@@ -179,7 +155,14 @@ WRONG = {
         (reported(step=statistics.mean), "is the mean"),
         (reported(step=min), "a usual step of rank 0 takes 1.25 ms, not 1;"),
         (reported(rate=usual_steps), "slow steps take time, too"),
-        (reported(rate=warmed_up), "only warm up"),
+        (
+            reported(
+                rate=lambda left, times: (
+                    max(map(sum, times)) * len(left[0]) / len(times[0])
+                )
+            ),
+            "only warm up",
+        ),
         (reported(rate=lambda left, _: sum(left[0])), "the time of rank 0"),
         (
             reported(rate=lambda left, _: statistics.mean(map(sum, left))),
@@ -195,13 +178,15 @@ WRONG = {
         (each_part(time.perf_counter), "you say"),
         (each_part(host_seconds), "is the launch"),
         (each_part(host_seconds, torch.cuda.synchronize), "the host waits 6 times"),
-        (event_waits_each_time, "the host waits 6 times"),
         (between_marks(without_waiting), "must be completed"),
         (no_timing, "enable_timing=True"),
         (between_marks(from_the_first), "begins at the first part"),
         (means, "these are means"),
         (warm_up, "it calls the parts [0, 0, 1,"),
-        (one_part_after_the_other, "it calls the parts [0, 0, 0, 1,"),
+        (
+            lambda parts, n: [one_mark_a_part([part], n)[0] for part in parts],
+            "it calls the parts [0, 0, 0, 1,",
+        ),
         (lambda parts, n: [t / 1e3 for t in one_mark_a_part(parts, n)], "seconds"),
         (lambda parts, n: [1e3 * t for t in one_mark_a_part(parts, n)], "too much"),
         (lambda parts, n: sum(one_mark_a_part(parts, n)), "not a float"),

@@ -77,10 +77,6 @@ def only_if_finite(*lines):
     return step
 
 
-def own_scaler(model, optimizer, scaler, x, y):
-    return right_step(model, optimizer, torch.amp.GradScaler("cuda"), x, y)
-
-
 def repairs_inf(model, optimizer, scaler, x, y):
     loss = right_step(model, optimizer, scaler, x, y)
     if scaler.get_scale() > 2**30:  # "so that no step is lost"
@@ -208,7 +204,8 @@ WRONG = {
         (in_order("scale", "unscale", "step", "clip", "update"),
          "clip to 1 first"),
         (in_order("scale", "unscale", "clip", "step"), "update() is miss"),
-        (in_order("backward", "clip", "optimizer"), "not scaled"),
+        (in_order("backward", "clip", "optimizer"),
+         "not scaled by the scaler that it is given"),
         (in_order("scale", "unscale", "clip", "optimizer", "update"),
          "which can skip"),
         (in_order(*WHOLE, amp=False), "ran in torch.float32"),
@@ -220,7 +217,6 @@ WRONG = {
         (only_if_finite("step", "update"), "as large as before"),
         (only_if_finite("step", "update", "zero_grad"), "as large as before"),
         (only_if_finite("zero_grad"), "leaves gradients behind when"),
-        (own_scaler, "scaler that it is given"),
         (in_order("scale only", "backward", *WHOLE[1:]), "is not the scaled one"),
         (in_order(*WHOLE, of_loss=lambda loss: loss / 100), "clip to a norm of 1"),
         (in_order(*WHOLE, of_loss=lambda loss: -loss), "not those after one step"),

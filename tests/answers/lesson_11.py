@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
+from tests.answers import other
+
 # -- a loader for a job ----------------------------------------------------------------
 
 DATA = TensorDataset(torch.zeros(2048, 64))
@@ -162,49 +164,9 @@ class OwnGenerator(Jittered):
         return self.x[i] + self.noise(self.rng)
 
 
-class NoEpoch(Jittered):
-    def starts_from(self, i):
-        return [self.seed, i]
-
-
-class NoItem(Jittered):
-    def starts_from(self, i):
-        return [self.seed, self.epoch]
-
-
-class NoSeed(Jittered):
-    def starts_from(self, i):
-        return [self.epoch, i]
-
-
-class AddsThem(Jittered):
-    def starts_from(self, i):
-        return self.seed + self.epoch + i
-
-
-class FromTorch(Jittered):
-    def noise(self, rng):
-        return torch.randn(16)
-
-
-class OneNumber(Jittered):
-    def noise(self, rng):
-        return float(rng.normal())
-
-
-class InFloat64(Jittered):
-    def noise(self, rng):
-        return rng.normal(size=16)
-
-
 class Uniform(Jittered):
     def noise(self, rng):
         return torch.from_numpy(rng.random(size=16)).float()
-
-
-class NoNoise(Jittered):
-    def noise(self, rng):
-        return 0
 
 
 class NoiseAlone(Jittered):
@@ -247,15 +209,33 @@ WRONG = {
     ],
     "jitter": [
         (OwnGenerator, "two items of an epoch have the same noise"),
-        (NoEpoch, "has the noise of the first"),
-        (NoItem, "two items have the same noise"),
-        (FromTorch, "the noise is not that of none"),
-        (NoSeed, "another seed has the same noise"),
-        (NoNoise, "there is no noise"),
-        (AddsThem, "do not add"),
-        (OneNumber, "noise of its own"),
+        (
+            other(Jittered, starts_from=lambda self, i: [self.seed, i]),
+            "has the noise of the first",
+        ),
+        (
+            other(Jittered, starts_from=lambda self, i: [self.seed, self.epoch]),
+            "two items have the same noise",
+        ),
+        (
+            other(Jittered, noise=lambda self, rng: torch.randn(16)),
+            "the noise is not that of none",
+        ),
+        (
+            other(Jittered, starts_from=lambda self, i: [self.epoch, i]),
+            "another seed has the same noise",
+        ),
+        (other(Jittered, noise=lambda self, rng: 0), "there is no noise"),
+        (
+            other(Jittered, starts_from=lambda self, i: self.seed + self.epoch + i),
+            "do not add",
+        ),
+        (
+            other(Jittered, noise=lambda self, rng: float(rng.normal())),
+            "noise of its own",
+        ),
         (NoiseAlone, "plus the noise"),
-        (InFloat64, "torch.float64"),
+        (other(Jittered, noise=lambda self, rng: rng.normal(size=16)), "torch.float64"),
         (Uniform, "should be normal"),
     ],
 }

@@ -5,6 +5,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from exercises.lesson_12 import Base, Undivided
+from tests.answers import other
 
 
 def scored_by(loss, returned=lambda loss, scores, total: loss[None]):
@@ -22,20 +23,8 @@ def summed(scores, y, total):
     return cross_entropy(scores, y, reduction="sum") / total
 
 
-def weighted(scores, y, total):
-    return cross_entropy(scores, y) * len(y) / total
-
-
-def each(scores, y, total):
-    return cross_entropy(scores, y, reduction="none") / total
-
-
 def mean(scores, y, total):
     return cross_entropy(scores, y)
-
-
-def a_quarter(scores, y, total):
-    return cross_entropy(scores, y) / 4
 
 
 def as_it_is(loss, scores, total):
@@ -71,11 +60,6 @@ class MadeInForward(InABuffer):
         return super().scores(x)
 
 
-class OnesForRows(InABuffer):
-    def seen(self, x):
-        return x.new_ones(len(x))
-
-
 class AParameter(InABuffer):
     def __init__(self, linear, factor):
         nn.Module.__init__(self)
@@ -88,11 +72,6 @@ class AnAttribute(InABuffer):
         self.linear, self.factor = linear, factor
 
 
-class NoAutocast(InABuffer):
-    def scores(self, x):
-        return self.linear(x * self.factor)
-
-
 class NoDtype(InABuffer):
     def scores(self, x):
         with torch.autocast("cuda"):
@@ -102,21 +81,6 @@ class NoDtype(InABuffer):
 class AskingItsWeights(InABuffer):
     def scores(self, x):
         return super().scores(x.to(next(self.parameters()).device))
-
-
-class ANumber(InABuffer):
-    def seen(self, x):
-        return len(x)
-
-
-class AScalar(InABuffer):
-    def seen(self, x):
-        return super().seen(x)[0]
-
-
-class OnTheCPU(InABuffer):
-    def seen(self, x):
-        return torch.tensor([len(x)])
 
 
 class Remembers(InABuffer):
@@ -132,25 +96,26 @@ class Halves(InABuffer):
         return super().scores(x)[: len(x) // 2 + 1]
 
 
-class OnlyScores(InABuffer):
-    def forward(self, x):
-        return self.scores(x)
-
-
 class WithoutFactor(InABuffer):
     def scores(self, x):
         with torch.autocast("cuda", dtype=torch.bfloat16):
             return self.linear(x)
 
 
-class CutOff(InABuffer):
-    def scores(self, x):
-        return super().scores(x).detach()
-
-
 RIGHT = {
-    "fair_loss": [scored_by(summed), scored_by(weighted), scored_by(each, as_it_is)],
-    "sturdy": [InABuffer, MadeInForward, OnesForRows],
+    "fair_loss": [
+        scored_by(summed),
+        scored_by(lambda scores, y, total: cross_entropy(scores, y) * len(y) / total),
+        scored_by(
+            lambda scores, y, total: cross_entropy(scores, y, reduction="none") / total,
+            as_it_is,
+        ),
+    ],
+    "sturdy": [
+        InABuffer,
+        MadeInForward,
+        other(InABuffer, seen=lambda self, x: x.new_ones(len(x))),
+    ],
     "sizes_of_parts": [
         [362, 562, 562, 562],
         ((369, 560, 560, 559),),
@@ -162,7 +127,10 @@ RIGHT = {
 WRONG = {
     "fair_loss": [
         (scored_by(mean), "divided by the rows of the whole batch"),
-        (scored_by(a_quarter), "must weigh less"),
+        (
+            scored_by(lambda scores, y, total: cross_entropy(scores, y) / 4),
+            "must weigh less",
+        ),
         (Undivided, "not divided"),
         (scored_by(mean, lambda loss, scores, total: scores), "come back"),
         (
@@ -176,17 +144,29 @@ WRONG = {
     "sturdy": [
         (AParameter, "an optimizer would train others"),
         (AnAttribute, "Expected all tensors to be on the same device"),
-        (NoAutocast, "the scores are float32"),
+        (
+            other(InABuffer, scores=lambda self, x: self.linear(x * self.factor)),
+            "the scores are float32",
+        ),
         (NoDtype, "the scores are float16"),
         (AskingItsWeights, "StopIteration"),
-        (ANumber, "`seen` is an int, not a tensor"),
-        (AScalar, "is a scalar"),
-        (OnTheCPU, "on the CPU"),
+        (
+            other(InABuffer, seen=lambda self, x: len(x)),
+            "`seen` is an int, not a tensor",
+        ),
+        (
+            other(InABuffer, seen=lambda self, x: InABuffer.seen(self, x)[0]),
+            "is a scalar",
+        ),
+        (other(InABuffer, seen=lambda self, x: torch.tensor([len(x)])), "on the CPU"),
         (Remembers, "images went in"),
         (Halves, "images come back"),
-        (OnlyScores, "two things"),
+        (other(InABuffer, forward=lambda self, x: self.scores(x)), "two things"),
         (WithoutFactor, "not those of one GPU"),
-        (CutOff, "your code raised"),
+        (
+            other(InABuffer, scores=lambda self, x: InABuffer.scores(self, x).detach()),
+            "your code raised",
+        ),
         (nn.Linear(2, 2), "pass the class itself, Sturdy"),
     ],
     "sizes_of_parts": [

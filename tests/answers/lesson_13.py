@@ -6,22 +6,11 @@ from itertools import accumulate, combinations, pairwise
 
 from torch import nn
 
+from tests.answers import other
+
 
 def shortest_step(stages, ms):
     return min(ms, key=lambda m: (m + stages - 1) * ms[m])
-
-
-def computing_over_the_rest_of_the_bubble(stages, ms):
-    steps = []
-    for m, each in ms.items():
-        bubble = (stages - 1) / (m + stages - 1)
-        steps.append((m * each / (1 - bubble), m))
-    return min(steps)[1]
-
-
-def computing_and_the_share_of_a_step(stages, ms):
-    steps = {m: m * ms[m] * (1 + (stages - 1) / (m + stages - 1)) for m in ms}
-    return min(steps, key=steps.get)
 
 
 def first_cut(score):
@@ -49,55 +38,8 @@ without_room = first_cut(lambda stages: max(ms for ms, _, _ in stages))
 by_memory = first_cut(lambda stages: max(need / room for _, need, room in stages))
 
 
-def fill_up_to(ms, mib, room):
-    """The smallest limit under which a search with steps back places all layers."""
-
-    def place(first, gpu, limit):
-        if gpu == len(room):
-            return [] if first == len(ms) else None
-        for end in range(len(ms), first, -1):
-            if sum(ms[first:end]) <= limit and sum(mib[first:end]) <= room[gpu]:
-                rest = place(end, gpu + 1, limit)
-                if rest is not None:
-                    return [end - first, *rest]
-        return None
-
-    spans = {sum(ms[a:b]) for b in range(len(ms) + 1) for a in range(b)}
-    found = (place(0, 0, limit) for limit in sorted(spans))
-    return next(counts for counts in found if counts)
-
-
 def ends(ms, mib, room):
     return list(accumulate(try_all(ms, mib, room)))
-
-
-def starts(ms, mib, room):
-    return [0, *ends(ms, mib, room)[:-1]]
-
-
-def cuts_between(ms, mib, room):
-    return ends(ms, mib, room)[:-1]
-
-
-def equal_counts(ms, mib, room):
-    stages = len(room)
-    return [len(ms) // stages + (i < len(ms) % stages) for i in range(stages)]
-
-
-def greedy(ms, mib, room):
-    """Fill each stage until it reaches its share of the time, or its room."""
-    counts, total, used, stages = [0], 0, 0, len(room)
-    for i, time in enumerate(ms):
-        left = len(ms) - i
-        if counts[-1] and stages > len(counts):
-            full = used + mib[i] > room[len(counts) - 1]
-            if full or total >= sum(ms) / stages or left <= stages - len(counts):
-                counts.append(0)
-                total = used = 0
-        counts[-1] += 1
-        total += time
-        used += mib[i]
-    return counts
 
 
 class Once(nn.Module):
@@ -116,11 +58,6 @@ class Once(nn.Module):
         return self.up(h + self.middle(h))
 
 
-class OnceFromAnywhere(Once):
-    def forward(self, x):
-        return super().forward(x.to("cuda:0"))
-
-
 class OtherOrder(Once):
     def __init__(self, down, middle, up):
         nn.Module.__init__(self)
@@ -133,25 +70,10 @@ class Copied(Once):
         super().__init__(*copy.deepcopy((down, middle, up)))
 
 
-class ATuple(Once):
-    def forward(self, x):
-        return super().forward(x), x
-
-
-class ThroughTheCPU(Once):
-    def sent(self, h):
-        return h.cpu().to("cuda:1")
-
-
 class Twice(Once):
     def forward(self, x):
         h = self.down(x)
         return self.up(h.to("cuda:1") + self.middle(h.to("cuda:1")))
-
-
-class Detached(Once):
-    def sent(self, h):
-        return h.detach().to("cuda:1")
 
 
 class NoSkip(Once):
@@ -163,11 +85,6 @@ class Mixed(Once):
     def forward(self, x):
         h = self.down(x)
         return self.up(h + self.middle(h.to("cuda:1")))
-
-
-class SentBack(Once):
-    def forward(self, x):
-        return super().forward(x).to("cuda:0")
 
 
 class OnOne(Once):
@@ -188,9 +105,12 @@ class InATuple(Once):
 
 
 RIGHT = {
-    "fastest_parts": [shortest_step, computing_over_the_rest_of_the_bubble],
-    "balanced_cut": [try_all, fill_up_to],
-    "skip_on_two": [OnceFromAnywhere, OtherOrder],
+    "fastest_parts": [shortest_step],
+    "balanced_cut": [try_all],
+    "skip_on_two": [
+        other(Once, forward=lambda self, x: Once.forward(self, x.to("cuda:0"))),
+        OtherOrder,
+    ],
 }
 
 WRONG = {
@@ -205,15 +125,12 @@ WRONG = {
             lambda stages, ms: min(ms, key=lambda m: (m + stages) * ms[m]),
             "1 stages, ms = {1: 8.0",
         ),
-        (computing_and_the_share_of_a_step, "a step in 2 micro-batches takes 13.2 ms"),
         (lambda stages, ms: min(ms.values()), "was not measured"),
         (lambda stages, ms: "4", "give a number"),
     ],
     "balanced_cut": [
-        (equal_counts, "a large first layer on 2 GPUs: score 0.75"),
-        (greedy, "GPU 1 has room for 2 MiB"),
         (without_room, "GPU 1 has room for 2 MiB, and its layers in [1, 3] need 3"),
-        (by_memory, "score"),
+        (by_memory, "a large first layer on 2 GPUs: score 0.75"),
         (lambda ms, mib, room: [len(ms)], "to 1 GPUs"),
         (lambda ms, mib, room: [1] * len(room), "2 of 4 layers"),
         (lambda ms, mib, room: [len(ms)] + [0] * (len(room) - 1), "no layer"),
@@ -221,20 +138,30 @@ WRONG = {
         (lambda ms, mib, room: [len(ms) / len(room)] * len(room), "whole numbers"),
         (lambda ms, mib, room: "ab", "return how many layers"),
         (ends, "not where they end"),
-        (starts, "not where they end"),
-        (cuts_between, "not where they end"),
     ],
     "skip_on_two": [
         (Twice, "2 tensors cross in forward"),
-        (Detached, "the gradient of down.weight"),
+        (
+            other(Once, sent=lambda self, h: h.detach().to("cuda:1")),
+            "the gradient of down.weight",
+        ),
         (NoSkip, "did the skip get lost"),
         (Mixed, "Expected all tensors to be on the same device"),
-        (SentBack, "not on cuda:1"),
+        (
+            other(Once, forward=lambda self, x: Once.forward(self, x).to("cuda:0")),
+            "not on cuda:1",
+        ),
         (OnOne, "`down` is on cuda:1"),
         (InATuple, "keep the parts as attributes"),
         (Copied, "move them with .to, do not copy them"),
-        (ATuple, "forward returns a tuple, not a tensor"),
-        (ThroughTheCPU, "it goes through the CPU"),
+        (
+            other(Once, forward=lambda self, x: (Once.forward(self, x), x)),
+            "forward returns a tuple, not a tensor",
+        ),
+        (
+            other(Once, sent=lambda self, h: h.cpu().to("cuda:1")),
+            "it goes through the CPU",
+        ),
         (nn.Linear(2, 2), "pass the class itself, Skip"),
     ],
 }

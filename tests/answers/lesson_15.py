@@ -29,18 +29,6 @@ def only_who_found(found):
     return found
 
 
-def what_rank_0_found(found):
-    flag = torch.tensor([int(found)])
-    dist.broadcast(flag, src=0)
-    return flag.item() == 1
-
-
-def by_product(found):
-    flag = torch.tensor([int(found)])
-    dist.all_reduce(flag, op=dist.ReduceOp.PRODUCT)
-    return flag.item() == 1
-
-
 def exactly_one(found):
     count = torch.tensor([int(found)])
     dist.all_reduce(count)
@@ -132,16 +120,6 @@ gathered = gather_by(at_once)
 def gathered_in_turn(x):
     """Blocking calls only; the result is one tensor."""
     return torch.stack(gather_by(in_order(is_even))(x))
-
-
-def by_arrival(x):
-    rank, size = who()
-    found = gathered(x)
-    return [found[(rank - step) % size] for step in range(size)]
-
-
-def always_its_own(x):
-    return gather_by(lambda outgoing, incoming: at_once(x, incoming))(x)
 
 
 def to_everyone(x):
@@ -241,10 +219,6 @@ def returns_x(x):
     return x
 
 
-def gathers(x):
-    return with_the_library(x)[who()[0] - 1]
-
-
 def misspelt(x):
     return dist.sent(x)
 
@@ -262,8 +236,6 @@ WRONG = {
     "any_rank": [
         (only_who_found, "does every rank make every call?"),
         (told_by_who_found, "rank 0 returns False, and `found` is True on [2]"),
-        (what_rank_0_found, "rank 0 returns False, and `found` is True on [2]"),
-        (by_product, "rank 0 returns False, and `found` is True on [2]"),
         (exactly_one, "rank 0 returns False, and `found` is True on [0, 1, 2, 3]"),
         (lambda found: True, "rank 0 returns True, and `found` is True on no rank"),
         (a_count, "rank 0 returns a value of type int; return a bool"),
@@ -271,8 +243,10 @@ WRONG = {
         (None, "give a function"),
     ],
     "all_gather_in_a_ring": [
-        (by_arrival, "item 1 of rank 0 is the x of rank 3"),
-        (always_its_own, "item 1 of rank 0 is the x of rank 3"),
+        (
+            lambda x: gather_by(lambda outgoing, incoming: at_once(x, incoming))(x),
+            "item 1 of rank 0 is the x of rank 3",
+        ),
         (to_everyone, "rank 0 sends to [1, 2, 3]"),
         (all_in_every_step, "only what has just come"),
         (gather_by(at_once, more=1), "80 bytes in 4 messages"),
@@ -292,7 +266,7 @@ WRONG = {
         (rotate_by(at_once), "only the order may change"),
         (returns_x, "returns its own x"),
         (rotate_by(in_order(is_even, to=-1)), "its right neighbour"),
-        (gathers, "allgather"),
+        (lambda x: with_the_library(x)[who()[0] - 1], "allgather"),
         (in_turn, "barrier"),
         (misspelt, "no attribute 'sent'"),
     ],

@@ -74,10 +74,6 @@ def divided(total):
     return total.float() / dist.get_world_size()
 
 
-def as_it_is(total):
-    return total
-
-
 def hook(state, bucket):
     work = dist.all_reduce(share(bucket.buffer()), async_op=True)
     return work.get_future().then(lambda f: bucket.buffer().copy_(f.value()[0]))
@@ -120,10 +116,6 @@ def without_then(state, bucket):
     return dist.all_reduce(share(bucket.buffer()), async_op=True).get_future()
 
 
-def other_name(state, b):
-    return hook(state, b)
-
-
 def gathers(state, bucket):
     small = bucket.buffer().bfloat16()
     all_of_them = [torch.empty_like(small) for _ in range(dist.get_world_size())]
@@ -146,7 +138,7 @@ RIGHT = {
         hook,
         averaging(in_bfloat16, divided),
         waits,
-        averaging(share, as_it_is),
+        averaging(share, lambda total: total),
         guarded,
     ],
 }
@@ -187,7 +179,7 @@ WRONG = {
         (no_future, "the hook returned Tensor; DDP wants a future"),
         (forgets_to_return, "the hook returned NoneType"),
         (without_then, "holds a list; take [0] with .then"),
-        (other_name, "call the second parameter `bucket`"),
+        (lambda state, b: hook(state, b), "call the second parameter `bucket`"),
         (averaging(lambda x: x.bfloat16() / 2), "1.50 times the mean over 3 ranks"),
         (averaging(lambda x: x.bfloat16() / 4), "0.75 times the mean over 3 ranks"),
         (gathers, "it uses all_gather"),

@@ -75,35 +75,11 @@ def from_the_mean(losses):
     return losses.mean() * len(losses) * len(counts) / sum(counts)
 
 
-def own_mean(losses):
-    return losses.mean()
-
-
-def total_only(losses):
-    return weighted(losses) / dist.get_world_size()
-
-
-def for_twelve(losses):
-    return losses.sum() / 12 * THREE
-
-
-def own_sum(losses):
-    return losses.sum()
-
-
 def on_rank_0(losses):
     total = torch.tensor(float(len(losses)))
     if dist.get_rank() == 0:
         dist.all_reduce(total)
     return losses.sum() / total
-
-
-def a_float(losses):
-    return weighted(losses).item()
-
-
-def detached(losses):
-    return weighted(losses).detach()
 
 
 RIGHT = {
@@ -140,12 +116,12 @@ WRONG = {
         (trained(workers=1), "in the rank itself"),
     ],
     "loss_to_average": [
-        (own_mean, "mean of means"),
-        (total_only, "once more"),
-        (for_twelve, "right for (8, 3, 1)"),
-        (own_sum, "by the number of samples"),
+        (lambda losses: losses.mean(), "mean of means"),
+        (lambda losses: weighted(losses) / dist.get_world_size(), "once more"),
+        (lambda losses: losses.sum() / 12 * THREE, "right for (8, 3, 1)"),
+        (lambda losses: losses.sum(), "by the number of samples"),
         (on_rank_0, "every rank"),
-        (a_float, "return one number"),
-        (detached, "lost track"),
+        (lambda losses: weighted(losses).item(), "return one number"),
+        (lambda losses: weighted(losses).detach(), "lost track"),
     ],
 }

@@ -23,16 +23,8 @@ def by_peaks(parameters, block, gpus, activations):
     return min(peaks, key=peaks.get)
 
 
-def always_more_gpus(parameters, block, gpus, activations):
-    return "GPUs"
-
-
 def gpus_divide_activations(parameters, block, gpus, activations):
     return largest(16 * parameters / gpus, activations / gpus, 16 * block)
-
-
-def gpus_divide_blocks(parameters, block, gpus, activations):
-    return largest(16 * parameters / gpus, activations, 16 * block / gpus)
 
 
 def without_adamw(parameters, block, gpus, activations):
@@ -45,10 +37,6 @@ def with_one_block(parameters, block, gpus, activations):
 
 def without_gpus(parameters, block, gpus, activations):
     return largest(16 * parameters, activations, 16 * block)
-
-
-def ddp(parameters, block, gpus, activations):
-    return "DDP"
 
 
 def clipped(parts, most):
@@ -126,14 +114,6 @@ always_scales = scales(whole_norm)
 scales_by_the_square = scales(whole_norm, by=lambda norm, most: most / norm**2)
 
 
-def without_root(parts, most):
-    return norm_of_all(of_all_parts, root=False)(parts)
-
-
-def averages(parts, most):
-    return whole_norm(parts) / dist.get_world_size() ** 0.5
-
-
 def only_looks(parts, most):
     norm = whole_norm(parts)
     parts = [part * most / norm for part in parts]
@@ -152,10 +132,6 @@ def rank_0_alone(parts, most):
     return norm
 
 
-def root_alone(model, mesh):
-    return fully_shard(model, mesh=mesh)
-
-
 def each_of(groups, root=True, **options):
     """Shards each of `groups(model)`, and then the model."""
 
@@ -171,14 +147,6 @@ def blocks(model):
     return model.blocks
 
 
-def linears(model):
-    return [linear for block in model.blocks for linear in (block.up, block.down)]
-
-
-def threes(model):
-    return list(model.blocks[:3]), list(model.blocks[3:])
-
-
 def pairs_and_ends(model):
     pairs = [list(model.blocks[i : i + 2]) for i in range(0, 6, 2)]
     return [*pairs, model.embed, model.head]
@@ -188,10 +156,6 @@ def root_first(model, mesh):
     fully_shard(model, mesh=mesh)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=False)
-    return model
-
-
-def nothing(model, mesh):
     return model
 
 
@@ -214,13 +178,17 @@ RIGHT = {
 
 WRONG = {
     "make_room": [
-        (always_more_gpus, 'activations 30.0, the four blocks 3.5; "GPUs" makes only'),
         (gpus_divide_activations, '"groups" makes only the four blocks half'),
-        (gpus_divide_blocks, '"tokens" makes only activations half'),
         (without_adamw, "the shards 32.0, activations 26.0"),
-        (with_one_block, '12.0, the four blocks 16.0; "tokens" makes only'),
-        (without_gpus, '"GPUs" makes only the shards'),
-        (ddp, "'DDP'"),
+        (
+            with_one_block,
+            '12.0, the four blocks 16.0; "tokens" makes only activations half',
+        ),
+        (
+            without_gpus,
+            'activations 30.0, the four blocks 3.5; "GPUs" makes only the shards',
+        ),
+        (lambda parameters, block, gpus, activations: "DDP", "'DDP'"),
     ],
     "clip": [
         (decides_alone, "decide by the whole norm"),
@@ -228,8 +196,14 @@ WRONG = {
         (adds_norms, "norms cannot be added"),
         (adds_norms_of_parts, "norms of a rank's parts"),
         (takes_the_largest, "larger of"),
-        (without_root, "root is missing"),
-        (averages, "not averaged"),
+        (
+            lambda parts, most: norm_of_all(of_all_parts, root=False)(parts),
+            "root is missing",
+        ),
+        (
+            lambda parts, most: whole_norm(parts) / dist.get_world_size() ** 0.5,
+            "not averaged",
+        ),
         (only_looks, "in place"),
         (always_scales, "nothing to scale"),
         (scales_by_the_square, "norm is 0.07"),
@@ -237,14 +211,16 @@ WRONG = {
         (rank_0_alone, "in 2 ranks: rank 0"),
     ],
     "shard_it": [
-        (root_alone, "gathered at once"),
-        (each_of(threes), "gathered at once"),
+        (lambda model, mesh: fully_shard(model, mesh=mesh), "gathered at once"),
+        (
+            each_of(lambda model: (list(model.blocks[:3]), list(model.blocks[3:]))),
+            "gathered at once",
+        ),
         (each_of(blocks, root=False), "embed.weight is not sharded"),
         (each_of(blocks), "13 all-gathers"),
-        (each_of(linears), "all-gathers in a step"),
         (each_of(pairs_and_ends), "10 all-gathers in a step, at most 8: each module"),
         (root_first, "the inner modules first"),
-        (nothing, "no parameter is sharded"),
+        (lambda model, mesh: model, "no parameter is sharded"),
         (in_bfloat16, "not those of one process"),
         (raises, "KeyError"),
     ],

@@ -35,14 +35,6 @@ def share(ranks, v, m):
     return (ranks - 1) / (v * m + ranks - 1)
 
 
-def not_rounded(ranks, limit, most):
-    return "1F1B", (ranks - 1) * (1 - limit) / limit
-
-
-def without_most(ranks, limit, most):
-    return by_algebra(ranks, limit, 10**6)
-
-
 def reversed_parts(rank, ranks, parts):
     """Backward may begin with the last micro-batch, as autograd's own order does."""
     forward = [("F", s, m) for s in (rank, rank + ranks) for m in range(parts)]
@@ -156,8 +148,11 @@ WRONG = {
         (searched(share, order=("1F1B",)), "interleaved can do this"),
         (searched(share, order=("interleaved", "1F1B")), "1F1B is enough"),
         (searched(share, fewest=False), "12 micro-batches are enough"),
-        (not_rounded, "round up"),
-        (without_most, "more than 48"),
+        (
+            lambda ranks, limit, most: ("1F1B", (ranks - 1) * (1 - limit) / limit),
+            "round up",
+        ),
+        (lambda ranks, limit, most: by_algebra(ranks, limit, 10**6), "more than 48"),
         (lambda ranks, limit, most: most, "return a pair"),
         (lambda ranks, limit, most: ("gpipe", most), "return a pair"),
         (lambda ranks, limit, most: "fewer ranks", "1F1B can do this"),

@@ -7,22 +7,6 @@ from exercises.lesson_22 import EXPERTS, solution_3
 two_best = solution_3.function()
 
 
-def by_a_loop(chosen, rank):
-    return sum(1 for expert in chosen.tolist() if expert != rank)
-
-
-def those_that_stay(chosen, rank):
-    return (chosen == rank).sum()
-
-
-def all_tokens(chosen, rank):
-    return len(chosen)
-
-
-def one_too_many(chosen, rank):
-    return (chosen != rank).sum() + 1
-
-
 def kept_by_a_loop(chosen, weight, capacity):
     found = torch.zeros(len(chosen), dtype=torch.bool)
     for expert in range(EXPERTS):
@@ -49,10 +33,6 @@ def first_tokens(chosen, weight, capacity):
 def in_sorted_order(chosen, weight, capacity):
     order = weight.argsort(descending=True)
     return kept_by_a_loop(chosen, weight, capacity)[order]
-
-
-def least_sure(chosen, weight, capacity):
-    return kept_by_a_loop(chosen, -weight, capacity)
 
 
 def one_less(chosen, weight, capacity):
@@ -111,23 +91,28 @@ def one_by_one(router, experts, tokens):
 
 
 RIGHT = {
-    "sent_elsewhere": [by_a_loop],
+    "sent_elsewhere": [
+        lambda chosen, rank: sum(1 for expert in chosen.tolist() if expert != rank)
+    ],
     "kept": [kept_by_a_loop],
     "top_two": [two_best, one_by_one],
 }
 
 WRONG = {
     "sent_elsewhere": [
-        (those_that_stay, "how many leave"),
-        (all_tokens, "need not travel"),
-        (one_too_many, "it should be"),
+        (lambda chosen, rank: (chosen == rank).sum(), "how many leave"),
+        (lambda chosen, rank: len(chosen), "need not travel"),
+        (lambda chosen, rank: (chosen != rank).sum() + 1, "it should be"),
         (3, "give a function"),
     ],
     "kept": [
         (of_all_experts, "it should be 3"),
         (first_tokens, "a smaller weight"),
         (in_sorted_order, "expert 0 keeps"),
-        (least_sure, "a smaller weight"),
+        (
+            lambda chosen, weight, capacity: kept_by_a_loop(chosen, -weight, capacity),
+            "a smaller weight",
+        ),
         (one_less, "it should be 3"),
         (as_numbers, "return booleans"),
     ],

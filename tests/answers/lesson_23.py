@@ -22,14 +22,6 @@ def reader(*axes):
     return reads
 
 
-def every_rank(sizes, rank):
-    return prod(sizes.values()), rank
-
-
-def one_reader(sizes, rank):
-    return 1, 0
-
-
 def too_many(sizes, rank):
     return prod(sizes.values()), reader("dp", "replicate", "shard")(sizes, rank)[1]
 
@@ -51,14 +43,6 @@ def by_all_orders(sizes, sent, gpus):
     return list(min(permutations(sizes), key=total))
 
 
-def first_inside(sizes, sent, gpus):
-    return by_all_orders(sizes, sent, gpus)[::-1]
-
-
-def most_bytes_inside(sizes, sent, gpus):
-    return tuple(sorted(sizes, key=sent.get))
-
-
 def fewest_axes_outside(sizes, sent, gpus):
     return min(permutations(sizes), key=lambda order: len(leaving(order, sizes, gpus)))
 
@@ -66,18 +50,6 @@ def fewest_axes_outside(sizes, sent, gpus):
 def tp_inside(sizes, sent, gpus):
     rest = {name: sizes[name] for name in sizes if name != "tp"}
     return *by_all_orders(rest, sent, gpus // sizes["tp"] or 1), "tp"
-
-
-def as_given(sizes, sent, gpus):
-    return list(sizes)
-
-
-def two_names(sizes, sent, gpus):
-    return list(sizes)[1:]
-
-
-def only_the_last(sizes, sent, gpus):
-    return by_all_orders(sizes, sent, gpus)[-1]
 
 
 def fastest(parameters, blocks, width, tokens, memory):
@@ -89,16 +61,8 @@ def without_memory(parameters, blocks, width, tokens, memory):
     return fastest(parameters, blocks, width, tokens, 1e15)
 
 
-def always_a_node(parameters, blocks, width, tokens, memory):
-    return 4
-
-
 def smallest_that_fits(parameters, blocks, width, tokens, memory):
     return fitting(parameters, memory)[0]
-
-
-def largest(parameters, blocks, width, tokens, memory):
-    return 8
 
 
 def two_all_reduces(parameters, blocks, width, tokens, memory):
@@ -136,33 +100,39 @@ RIGHT = {
 
 WRONG = {
     "reads": [
-        (every_rank, "differ along tp only"),
+        (lambda sizes, rank: (prod(sizes.values()), rank), "differ along tp only"),
         (reader("dp"), "get the same samples"),
         (reader("dp", "replicate"), "get the same samples"),
         (reader("dp", "replicate", "shard", "pp"), "differ along pp only"),
         (reader("dp", "replicate", "shard", "cp"), "differ along cp only"),
         (reader("tp"), "differ along tp only"),
         (rows_first, "differ along tp only"),
-        (one_reader, "get the same samples"),
+        (lambda sizes, rank: (1, 0), "get the same samples"),
         (too_many, "a step takes 2 of 8 parts of the batch"),
         (last_rank, "there is no rank 2"),
         (lambda sizes, rank: rank, "return two numbers"),
         (3, "give a function"),
     ],
     "place_axes": [
-        (first_inside, "neighbours are on the last axis"),
-        (most_bytes_inside, "11 of"),
+        (
+            lambda sizes, sent, gpus: by_all_orders(sizes, sent, gpus)[::-1],
+            "neighbours are on the last axis",
+        ),
+        (lambda sizes, sent, gpus: tuple(sorted(sizes, key=sent.get)), "11 of"),
         (fewest_axes_outside, "is possible"),
         (tp_inside, "is possible"),
-        (as_given, "is possible"),
-        (two_names, "each name once"),
-        (only_the_last, "return a tuple of names"),
+        (lambda sizes, sent, gpus: list(sizes), "is possible"),
+        (lambda sizes, sent, gpus: list(sizes)[1:], "each name once"),
+        (
+            lambda sizes, sent, gpus: by_all_orders(sizes, sent, gpus)[-1],
+            "return a tuple of names",
+        ),
     ],
     "choose_tp": [
         (without_memory, "a rank stores"),
-        (always_a_node, "tp = 4"),
+        (lambda parameters, blocks, width, tokens, memory: 4, "tp = 4"),
         (smallest_that_fits, "s of messages"),
-        (largest, "tp = 8 takes"),
+        (lambda parameters, blocks, width, tokens, memory: 8, "tp = 8 takes"),
         (all_tokens, "s of messages"),
         (two_all_reduces, "s of messages"),
         (all_weights, "s of messages"),

@@ -15,18 +15,6 @@ def by_remainder(step, every, damaged):
     return min(step, step % every + damaged * every)
 
 
-def ignores_damage(step, every, damaged):
-    return step % every
-
-
-def before_the_beginning(step, every, damaged):
-    return step % every + damaged * every
-
-
-def goes_on_with(step, every, damaged):
-    return step - by_remainder(step, every, damaged)
-
-
 # -- a checkpoint without a rename -----------------------------------------------------
 
 
@@ -136,9 +124,12 @@ RIGHT = {
 
 WRONG = {
     "steps_again": [
-        (ignores_damage, "cannot be loaded"),
-        (before_the_beginning, "not before it"),
-        (goes_on_with, "the step to go on with, not"),
+        (lambda step, every, damaged: step % every, "cannot be loaded"),
+        (lambda step, every, damaged: step % every + damaged * every, "not before it"),
+        (
+            lambda step, every, damaged: step - by_remainder(step, every, damaged),
+            "the step to go on with, not",
+        ),
         (lambda step, every, damaged: step, "can be loaded"),
         (lambda step, every, damaged: -1, "go on with the newest"),
         (lambda step, every, damaged: "2", "give a number, not '2'"),

@@ -1,7 +1,5 @@
 """Answers to the exercises of lesson 25: right ones, and planted wrong ones."""
 
-import re
-
 import numpy as np
 
 from exercises.lesson_25 import ranks_of, slow
@@ -17,20 +15,6 @@ def by_words(log):
     return sorted(found)
 
 
-def by_pattern(log):
-    line = re.compile(r"(\d+)\[\d+\] -> (\d+)\[\d+\] \[(\w+)\] via (\S+)")
-    found = {
-        int(sender if kind == "send" else receiver)
-        for sender, receiver, kind, way in line.findall(log)
-        if not way.endswith("GDRDMA")
-    }
-    return sorted(found)
-
-
-def first_words(log):
-    return [c.split("[")[0] for c in log.split(" : ") if "Socket" in c]
-
-
 def by_table(agents, nnodes, key=("endpoint", "id"), gpus=None, by=str):
     found = {}
     for agent in agents:
@@ -39,10 +23,6 @@ def by_table(agents, nnodes, key=("endpoint", "id"), gpus=None, by=str):
         if len(mine) >= nnodes:
             found[agent["address"]] = sum(gpus or a["gpus"] for a in before)
     return found
-
-
-def last_number(address):
-    return int(address.split(".")[3])
 
 
 def in_the_order_of_arrival(agents, nnodes):
@@ -67,17 +47,13 @@ def by_clearing(pairs, least):
     return left.pop() if len(left) == 1 else -1
 
 
-def slowest(pairs, least):
-    return max(min(pairs, key=pairs.get))
-
-
 RIGHT = {
     "first_ranks": [by_table],
     "slow_node": [
         by_clearing,
         lambda pairs, least: np.int64(by_clearing(pairs, least)),
     ],
-    "slow_ranks": [by_words, by_pattern],
+    "slow_ranks": [by_words],
 }
 
 WRONG = {
@@ -87,7 +63,12 @@ WRONG = {
         (lambda agents, nnodes: by_table(agents, nnodes, ["endpoint"]), "the same id"),
         (lambda agents, nnodes: by_table(agents, nnodes, gpus=8), "has 8 GPUs"),
         (lambda agents, nnodes: by_table(agents, nnodes, gpus=1), "counts processes"),
-        (lambda agents, nnodes: by_table(agents, nnodes, by=last_number), "as words"),
+        (
+            lambda agents, nnodes: by_table(
+                agents, nnodes, by=lambda address: int(address.split(".")[3])
+            ),
+            "as words",
+        ),
         (in_the_order_of_arrival, "as words"),
         (lambda agents, nnodes: {"host0": 0}, "not {'host0': 0}"),
         (lambda agents, nnodes: [0, 8], "a dict is wanted, not list"),
@@ -95,7 +76,7 @@ WRONG = {
     ],
     "slow_node": [
         (in_slow_pairs, "3 is fast with 1"),
-        (slowest, "fast with each other"),
+        (lambda pairs, least: max(min(pairs, key=pairs.get)), "fast with each other"),
         (lambda pairs, least: 3, "it is node 4, not 3"),
         (lambda pairs, least: "node 4", "give a number, not 'node 4'"),
         (lambda pairs, least: pairs[1], "KeyError"),
@@ -110,7 +91,10 @@ WRONG = {
         (lambda log: [2, 3, 4] if "Socket" in log else [], "is the GPU"),
         (lambda log: by_words(log)[::-1], "each rank once, in order"),
         (lambda log: by_words(log) * 2, "each rank once, in order"),
-        (first_words, "not words"),
+        (
+            lambda log: [c.split("[")[0] for c in log.split(" : ") if "Socket" in c],
+            "not words",
+        ),
         (lambda log: set(by_words(log)), "a list is wanted"),
         (lambda log: [0], "it is [], not [0]"),
         (lambda log: log.ranks, "AttributeError"),

@@ -24,14 +24,6 @@ def least(of_an_offer, third=4 / 3):
     return position
 
 
-def of_a_token(gpus, rate, price):
-    return price / rate
-
-
-def tokens_up(gpus, gigabit, flops):
-    return math.ceil(tokens(gpus, gigabit, flops))
-
-
 def fewest_by_search(gpus, tp, pp, chunks, sequences, share):
     turns = 1
     while (pp - 1) / (turns * chunks) > share:
@@ -42,13 +34,20 @@ def fewest_by_search(gpus, tp, pp, chunks, sequences, share):
 RIGHT = {
     "cheapest_offer": [cheapest, by_sorting, lambda *a: float(cheapest(*a))],
     "fewest_sequences": [fewest, fewest_by_search, lambda *a: float(fewest(*a))],
-    "tokens_that_hide": [tokens, tokens_up, lambda g, n, f: round(tokens(g, n, f), -1)],
+    "tokens_that_hide": [
+        tokens,
+        lambda gpus, gigabit, flops: math.ceil(tokens(gpus, gigabit, flops)),
+        lambda g, n, f: round(tokens(g, n, f), -1),
+    ],
 }
 
 WRONG = {
     "cheapest_offer": [
         (lambda o, t, d: cheapest(o, t, 1000), "that of 64 GPUs takes"),
-        (least(of_a_token, third=1), "with a third more than planned"),
+        (
+            least(lambda gpus, rate, price: price / rate, third=1),
+            "with a third more than planned",
+        ),
         (least(lambda gpus, rate, price: price), "what does a token cost"),
         (least(lambda gpus, rate, price: gpus * price), "what does a token cost"),
         (least(lambda gpus, rate, price: gpus), "what does a token cost"),

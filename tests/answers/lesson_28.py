@@ -36,10 +36,6 @@ def rounds_down(plan):
     return "same" if said == "memory" and fits else said
 
 
-def equal_shares(plan):
-    return "refused" if 512 % plan["gpus"] else becomes(plan)
-
-
 def says_for(said, instead):
     return lambda plan: instead if becomes(plan) == said else becomes(plan)
 
@@ -87,10 +83,6 @@ def returns_the_last(model, x, y, most):
     return 0.5
 
 
-def returns_nan(model, x, y, most):
-    return right(model, x, y, most) * float("nan")
-
-
 def steady(step, rows, width):
     found = []
     for row in rows.tolist():
@@ -103,10 +95,6 @@ def of_a_table(step, rows, width):
     generator = torch.Generator().manual_seed(step)
     table = torch.rand(3000, width, generator=generator)
     return (table >= 0.1).float()[rows]
-
-
-def of_the_moment(step, rows, width):
-    return (torch.rand(len(rows), width) > 0.1).float()
 
 
 def of_the_step(step, rows, width):
@@ -145,7 +133,10 @@ WRONG = {
         (changed(accumulate=lambda plan: 64), "some GPU has 32 rows"),
         (per_gpu_batch, "other rows than"),
         (rounds_down, "some GPU has"),
-        (equal_shares, "shared out in another way"),
+        (
+            lambda plan: "refused" if 512 % plan["gpus"] else becomes(plan),
+            "shared out in another way",
+        ),
         (says_for("refused", "other"), "other rows than"),
         (says_for("same", "fine"), "return one of same, other, memory, refused"),
         (lambda plan: "same", "other rows than"),
@@ -163,11 +154,17 @@ WRONG = {
         (drops_the_last, "given 6 rows"),
         (only_forward, "no gradient"),
         (returns_the_last, "you return 0.5"),
-        (returns_nan, "give a number, not nan"),
+        (
+            lambda model, x, y, most: right(model, x, y, most) * float("nan"),
+            "give a number, not nan",
+        ),
         (row_by_row, "each row's mean"),
     ],
     "steady_mask": [
-        (of_the_moment, "asked again"),
+        (
+            lambda step, rows, width: (torch.rand(len(rows), width) > 0.1).float(),
+            "asked again",
+        ),
         (of_the_step, "of 4 gets another mask"),
         (of_step(lambda step, rows: (0, rows)), "step 6 has the mask"),
         (one_for_all, "all rows have the same"),

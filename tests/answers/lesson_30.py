@@ -11,20 +11,8 @@ def by_share(kind, rank, counts):
     return torch.tensor(weight * len(counts))
 
 
-def always_a_share(kind, rank, counts):
-    return by_share("mean", rank, counts)
-
-
-def means_need_nothing(kind, rank, counts):
-    return 1 if kind == "mean" else len(counts)
-
-
 def shared_needs_nothing(kind, rank, counts):
     return 1 if kind == "shared" else by_share(kind, rank, counts)
-
-
-def without_the_ranks(kind, rank, counts):
-    return by_share(kind, rank, counts) / len(counts)
 
 
 def of_the_inverse_share(kind, rank, counts):
@@ -47,34 +35,6 @@ def diagnosed(machine, alike=0.85, low=0.45, gbits=8, step=1.8):
     if gbits * machine["nodes"] / machine["promised"] < low:
         return "network"
     return "plan" if machine["step"] > step else "nothing"
-
-
-def step_first(machine):
-    return "plan" if machine["step"] > 2 else diagnosed(machine)
-
-
-def in_gigabytes(machine):
-    return diagnosed(machine, gbits=1)
-
-
-def never_patient(machine):
-    return diagnosed(machine, step=1.1)
-
-
-def too_strict_with_ranks(machine):
-    return diagnosed(machine, alike=0.97)
-
-
-def too_strict_with_cards(machine):
-    return diagnosed(machine, low=0.6)
-
-
-def blind_to_equal_cards(machine):
-    return diagnosed(machine | {"datasheet": max(machine["bfloat16"])})
-
-
-def as_if_all_had_nvlink(machine):
-    return "links" if machine["pairs"] < 60 else diagnosed(machine)
 
 
 def blind_to_ranks(machine):
@@ -151,23 +111,11 @@ def says(answer):
     return test
 
 
-def never_asks(average):
-    return True
-
-
-def as_a_number(average):
-    return len(average([torch.ones(2), torch.zeros(2)]))
-
-
 def as_a_tensor(average):
     grads = [torch.tensor([0.5, -7.0, 2.0 * i**2]) for i in range(3)]
     found = average([g.clone() for g in grads])
     near = (torch.stack(list(found)) - torch.stack(grads).mean(0)).abs() < 1e-5
     return torch.tensor(len(found) == 3) and near.all()
-
-
-def as_numpy(average):
-    return np.bool_(mutation_test(average))
 
 
 def one_by_one(average):
@@ -178,28 +126,58 @@ def one_by_one(average):
 RIGHT = {
     "repaired": [by_share],
     "suspected": [diagnosed],
-    "finds_the_liars": [by_hand, as_a_tensor, as_numpy],
+    "finds_the_liars": [
+        by_hand,
+        as_a_tensor,
+        lambda average: np.bool_(mutation_test(average)),
+    ],
 }
 
 WRONG = {
     "repaired": [
         (lambda *_: 1, "DDP divides by the ranks"),
         (lambda kind, rank, counts: len(counts), "is 4 times that of one GPU"),
-        (always_a_share, "kind 'sum', samples [3, 3, 3, 3]: the gradient is too small"),
-        (means_need_nothing, "kind 'mean', samples [5, 2, 1]: the gradient points"),
+        (
+            lambda kind, rank, counts: by_share("mean", rank, counts),
+            "kind 'sum', samples [3, 3, 3, 3]: the gradient is too small",
+        ),
+        (
+            lambda kind, rank, counts: 1 if kind == "mean" else len(counts),
+            "kind 'mean', samples [5, 2, 1]: the gradient points",
+        ),
         (shared_needs_nothing, "kind 'shared'"),
-        (without_the_ranks, "is too small"),
+        (
+            lambda kind, rank, counts: by_share(kind, rank, counts) / len(counts),
+            "is too small",
+        ),
         (of_the_inverse_share, "points elsewhere"),
         (lambda *_: "4", "give a number, not '4'"),
     ],
     "suspected": [
-        (step_first, "not 'plan': they are alike"),
-        (in_gigabytes, "not 'network': all is as in the lesson"),
-        (never_patient, "not 'plan': all is as in the lesson"),
-        (too_strict_with_ranks, "GPUs of a kind vary"),
-        (too_strict_with_cards, "the matmuls reach 54 %"),
-        (blind_to_equal_cards, "36 % of the datasheet"),
-        (as_if_all_had_nvlink, "a pair shares what the host moves"),
+        (
+            lambda machine: "plan" if machine["step"] > 2 else diagnosed(machine),
+            "not 'plan': they are alike",
+        ),
+        (
+            lambda machine: diagnosed(machine, gbits=1),
+            "not 'network': all is as in the lesson",
+        ),
+        (
+            lambda machine: diagnosed(machine, step=1.1),
+            "not 'plan': all is as in the lesson",
+        ),
+        (lambda machine: diagnosed(machine, alike=0.97), "GPUs of a kind vary"),
+        (lambda machine: diagnosed(machine, low=0.6), "the matmuls reach 54 %"),
+        (
+            lambda machine: diagnosed(
+                machine | {"datasheet": max(machine["bfloat16"])}
+            ),
+            "36 % of the datasheet",
+        ),
+        (
+            lambda machine: "links" if machine["pairs"] < 60 else diagnosed(machine),
+            "a pair shares what the host moves",
+        ),
         (blind_to_ranks, "31 % slower"),
         (lambda machine: "rank 3", "return one of one GPU"),
         (lambda machine: machine["matmul"], "KeyError"),
@@ -215,8 +193,8 @@ WRONG = {
         (positive_and_whole, "loses the signs"),
         (says(True), "passes every function"),
         (says(False), "refuses a function"),
-        (never_asks, "never calls"),
-        (as_a_number, "not an int"),
+        (lambda average: True, "never calls"),
+        (lambda average: len(average([torch.ones(2), torch.zeros(2)])), "not an int"),
         (one_by_one, "your code raised ValueError"),
     ],
 }
