@@ -1,10 +1,12 @@
 """What every run of these tests has: with the course's tests, or alone."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import ModuleType
 
 import pytest
 
+import simgpu
 from support import limits
 
 
@@ -17,3 +19,16 @@ def pytest_configure(config: pytest.Config) -> None:
 def simulated_ranks(simulated_ranks: Callable) -> Callable:
     """The plugin's, with a limit that fits this machine."""
     return functools.partial(simulated_ranks, seconds=limits.JOB)
+
+
+@pytest.fixture
+def log(simulated_gpus: ModuleType):
+    """What runs on the GPUs of the test's mark."""
+    return simulated_gpus.timeline()
+
+
+@pytest.fixture
+def stopped() -> Iterator[None]:
+    """For tests that start GPUs themselves: none are left."""
+    yield
+    simgpu.stop()

@@ -16,16 +16,8 @@ FOLDER = Path(simgpu.__file__).parent
 # from the bottom to the top; a layer may import itself and those before it
 LAYERS = [
     {
-        "_errors",
-        "_compat",
-        "_cuda_errors",
-        "_locking",
-        "_private_names",
-        "_frames",
-        "_lines",
-        "_loopback",
-        "_rank_variables",
-        "_switch",
+        "_errors", "_compat", "_cuda_errors", "_locking", "_private_names", "_frames",
+        "_lines", "_loopback", "_rank_variables", "_switch",
     },
     {"_device"},
     {"_request"},
@@ -43,16 +35,11 @@ LAYERS = [
     {"_nvidia_smi"},
     {"_failures", "_child_commands", "_launch", "_launchers", "_options", "_site"},
     {
-        "__main__",
-        "_spawn_main",
-        "_ranks",
-        "_prove",
-        "_dry",
-        "_measure",
+        "__main__", "_spawn_main", "_ranks", "_prove", "_dry", "_measure",
         "pytest_plugin",
     },
     {"__init__"},  # its imports are for type checkers; what it loads comes later
-]
+]  # fmt: skip
 HEIGHTS = {name: height for height, names in enumerate(LAYERS) for name in names}
 MOST_LINES = 420
 FILES = {

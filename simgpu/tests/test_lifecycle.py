@@ -3,7 +3,6 @@
 import gc
 import os
 import threading
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -40,14 +39,21 @@ def everything(owners: set) -> dict[tuple, object]:
     }
 
 
-def test_stop_restores_every_attribute():
+@pytest.fixture
+def owners() -> set:
     simgpu.start(1)  # imports what it needs, and tells what it replaces
-    owners = {owner for owner, _ in replaced()}
+    found = {owner for owner, _ in replaced()}
     simgpu.stop()
+    return found
+
+
+def test_stop_restores_every_attribute(owners):
     before = everything(owners)
     simgpu.start(3)
     during = everything(owners)
     assert len(replaced()) > 100
+    undo = [(id(owner), name) for owner, name, _ in runtime.running.patches._undo]
+    assert len(undo) == len(set(undo)), "something is replaced twice"
     for key in replaced():
         assert during[key] is not before.get(key), key
     simgpu.stop()
@@ -56,10 +62,7 @@ def test_stop_restores_every_attribute():
     assert [key for key in before if before[key] is not after[key]] == []
 
 
-def test_a_start_that_fails_leaves_nothing_replaced(monkeypatch):
-    simgpu.start(1)
-    owners = {owner for owner, _ in replaced()}
-    simgpu.stop()
+def test_a_start_that_fails_leaves_nothing_replaced(monkeypatch, owners):
     before, table = everything(owners), patches.table
 
     def broken(now):
@@ -180,19 +183,14 @@ def test_stop_twice_and_asking_without_gpus():
 # -- what is asked for -----------------------------------------------------------------
 
 
-def test_starting_again_with_the_same_gpus_changes_nothing():
+def test_starting_again_with_the_same_gpus_changes_nothing_and_others_are_refused():
     simgpu.start(2, "T4")
     x = torch.ones(1, device="cuda:1")
     simgpu.start(2, "T4")
-    assert x.device.index == 1 and torch.cuda.device_count() == 2
-
-
-def test_starting_others_is_refused():
-    simgpu.start(2)
-    for other in ((3,), (2, "T4"), (2, "A100", "1GB")):
+    for other in ((3, "T4"), (2,), (2, "T4", "1GB")):
         with pytest.raises(RuntimeError, match=r"call simgpu.stop\(\) before"):
             simgpu.start(*other)
-    assert torch.cuda.device_count() == 2
+    assert x.device.index == 1 and torch.cuda.device_count() == 2
 
 
 @pytest.mark.parametrize(
@@ -247,14 +245,9 @@ def test_what_names_gpus_in_cuda_visible_devices(monkeypatch, visible, ordinals)
 # Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"
 @pytest.mark.parametrize(
     "card, threads, shared, optin",
-    [
-        ("T4", 1024, 64, 64),
-        ("A100", 2048, 164, 163),
-        ("H100", 2048, 228, 227),
-        ("B200", 2048, 228, 227),
-        ("L40S", 1536, 100, 99),
-    ],
-)
+    [("T4", 1024, 64, 64), ("A100", 2048, 164, 163), ("H100", 2048, 228, 227),
+     ("B200", 2048, 228, 227), ("L40S", 1536, 100, 99)],
+)  # fmt: skip
 def test_properties_are_the_cards_and_none_is_missing(card, threads, shared, optin):
     simgpu.start(2, card)
     properties = torch.cuda.get_device_properties(1)
@@ -364,10 +357,3 @@ def test_a_forked_child_cannot_use_the_gpus_but_the_cpu():
     os.waitpid(child, 0)
     assert text.startswith("[2.0, 2.0] Cannot re-initialize CUDA in forked subprocess")
     assert (x + 1).device.index == 0
-
-
-def test_nothing_is_replaced_twice():
-    simgpu.start(1)
-    undo = runtime.running.patches._undo
-    found = Counter((id(owner), name) for owner, name, _ in undo)
-    assert [name for (_, name), times in found.items() if times > 1] == []

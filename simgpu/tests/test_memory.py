@@ -99,8 +99,7 @@ def test_layer_norm_keeps_two_numbers_of_float32_for_each_row():
 @pytest.mark.parametrize("weight", [True, False])
 def test_rms_norm_keeps_a_number_for_each_row(weight):
     norm = nn.RMSNorm(1024, elementwise_affine=weight, device="cuda")
-    gradient = 4096 if weight else 0
-    assert step_of(norm) == (MIB + 256 * 4, MIB + gradient)
+    assert step_of(norm) == (MIB + 256 * 4, MIB + 4096 * weight)  # and its gradient
     simgpu.stop()
     assert "Fused" not in str(norm(torch.ones(1, 1024, requires_grad=True)).grad_fn)
     simgpu.start(1)
@@ -191,18 +190,14 @@ def test_statistics_count_what_came_and_went(module):
     assert module.memory_reserved(0) == 0
     stats = module.memory_stats(1)
     for name, value in {
-        "allocation.all.current": 1,
-        "allocation.small_pool.allocated": 1,
-        "allocation.large_pool.allocated": 1,
-        "allocation.large_pool.freed": 1,
-        "requested_bytes.all.current": 4000,
-        "allocated_bytes.all.current": 4096,
+        "allocation.all.current": 1, "allocation.small_pool.allocated": 1,
+        "allocation.large_pool.allocated": 1, "allocation.large_pool.freed": 1,
+        "requested_bytes.all.current": 4000, "allocated_bytes.all.current": 4096,
         "allocated_bytes.all.allocated": 4096 + 4 * MIB,
         "reserved_bytes.large_pool.current": 20 * MIB,
-        "inactive_split_bytes.all.current": 2 * MIB - 4096,
-        "num_device_alloc": 2,
+        "inactive_split_bytes.all.current": 2 * MIB - 4096, "num_device_alloc": 2,
         "num_ooms": 0,
-    }.items():
+    }.items():  # fmt: skip
         assert stats[name] == value, name
     assert module.memory_stats(0)["allocation.all.allocated"] == 0
     module.empty_cache()
@@ -289,7 +284,8 @@ def test_the_current_gpu_is_meant_where_none_is_named():
         torch.cuda.memory_allocated(2)
 
 
-SET = torch.cuda.memory._set_allocator_settings
+def take(settings: str) -> None:
+    torch._C._accelerator_setAllocatorSettings(settings)
 
 
 @pytest.mark.filterwarnings("ignore:torch.cuda._set_allocator_settings is deprecated")
@@ -300,27 +296,23 @@ SET = torch.cuda.memory._set_allocator_settings
      "release_lock_on_cudamalloc:True,pinned_use_background_threads:True"],
 )  # fmt: skip
 def test_settings_that_change_nothing_here_are_accepted(settings):
-    SET(settings)
+    torch.cuda.memory._set_allocator_settings(settings)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    ["pinned_reserve_segment_size_mb:64", "backend:cudaMallocAsync"],
-)
-def test_settings_that_would_change_the_allocator_are_refused_by_name(settings):
-    name = settings.split(":")[0 if "backend" not in settings else 1]
-    with pytest.raises(simgpu.NotSimulated, match=name):
-        torch._C._accelerator_setAllocatorSettings(settings)
-
-
-def test_freeing_by_age_is_refused_where_it_would_take_effect():
-    torch._C._accelerator_setAllocatorSettings("garbage_collection_threshold:0.8")
+def test_settings_that_would_change_the_allocator_are_refused_by_name():
+    for name, value in {"pinned_reserve_segment_size_mb": 64,
+                        "backend": "cudaMallocAsync"}.items():  # fmt: skip
+        words = value if name == "backend" else name
+        with pytest.raises(simgpu.NotSimulated, match=words):
+            take(f"{name}:{value}")
+    by_age = "garbage_collection_threshold:0.8"
+    take(by_age)  # which has no effect on a whole card
     with pytest.raises(simgpu.NotSimulated, match="garbage_collection_threshold"):
         torch.cuda.set_per_process_memory_fraction(0.5)
-    torch._C._accelerator_setAllocatorSettings("")
+    take("")
     torch.cuda.set_per_process_memory_fraction(0.5)
     with pytest.raises(simgpu.NotSimulated, match="garbage_collection_threshold"):
-        torch._C._accelerator_setAllocatorSettings("garbage_collection_threshold:0.8")
+        take(by_age)
 
 
 @pytest.mark.parametrize(
@@ -335,7 +327,7 @@ def test_freeing_by_age_is_refused_where_it_would_take_effect():
 def test_sizes_are_rounded_to_divisions_of_powers_of_two(settings, nbytes, block):
     simgpu.stop()
     simgpu.start(1, memory="1GB")
-    torch._C._accelerator_setAllocatorSettings(f"roundup_power2_divisions:{settings}")
+    take(f"roundup_power2_divisions:{settings}")
     x = torch.UntypedStorage(nbytes, device="cuda")
     assert torch.cuda.memory_allocated() == block
     stats = torch.cuda.memory_stats()
@@ -345,7 +337,7 @@ def test_sizes_are_rounded_to_divisions_of_powers_of_two(settings, nbytes, block
 def test_large_blocks_are_not_cut_where_the_program_says_so():
     simgpu.stop()
     simgpu.start(1, memory="256MB")
-    torch._C._accelerator_setAllocatorSettings("max_split_size_mb:40")
+    take("max_split_size_mb:40")
     torch.UntypedStorage(100 * MIB, device="cuda")  # and gone: cached
     x = torch.UntypedStorage(30 * MIB, device="cuda")  # must not take its place
     assert torch.cuda.memory_reserved() == 130 * MIB
@@ -360,7 +352,7 @@ def test_large_blocks_are_not_cut_where_the_program_says_so():
 def test_large_blocks_go_first_where_room_is_needed():
     simgpu.stop()
     simgpu.start(1, memory="256MB")
-    torch._C._accelerator_setAllocatorSettings("max_split_size_mb:40")
+    take("max_split_size_mb:40")
     sizes = [60, 50, 30, 30]
     for x in [torch.UntypedStorage(n * MIB, device="cuda") for n in sizes]:
         del x
@@ -383,12 +375,12 @@ def test_large_blocks_go_first_where_room_is_needed():
 )  # fmt: skip
 def test_settings_that_pytorch_does_not_take(settings):
     with pytest.raises(ValueError):
-        torch._C._accelerator_setAllocatorSettings(settings)
+        take(settings)
 
 
 def test_expandable_segments_are_not_simulated_and_the_program_goes_on():
     with pytest.warns(UserWarning, match="expandable_segments is not simulated"):
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+        take("expandable_segments:True")
 
 
 def test_the_environment_sets_the_allocator(monkeypatch):

@@ -24,16 +24,12 @@ def inputs(device: str) -> dict[str, torch.Tensor]:
         return torch.rand(shape, generator=draw).add(0.1).to(device)
 
     return {
-        "x": rand(3, 4).requires_grad_(),
-        "y": rand(3, 4).requires_grad_(),
-        "s": rand(4, 4).requires_grad_(),
-        "b": rand(2, 3, 4).requires_grad_(),
-        "im": rand(1, 2, 6, 6).requires_grad_(),
-        "w": rand(2, 2, 3, 3).requires_grad_(),
-        "v": rand(8).requires_grad_(),
-        "i": torch.tensor([2, 0, 1], device=device),
+        "x": rand(3, 4).requires_grad_(), "y": rand(3, 4).requires_grad_(),
+        "s": rand(4, 4).requires_grad_(), "b": rand(2, 3, 4).requires_grad_(),
+        "im": rand(1, 2, 6, 6).requires_grad_(), "w": rand(2, 2, 3, 3).requires_grad_(),
+        "v": rand(8).requires_grad_(), "i": torch.tensor([2, 0, 1], device=device),
         "g": torch.tensor([[2, 0, 1, 0]], device=device),
-    }
+    }  # fmt: skip
 
 
 CALLS = [

@@ -284,18 +284,15 @@ def test_an_error_names_the_replica(module, error, words):
     assert threading.enumerate() == before
 
 
-def test_the_module_must_be_on_the_first_device():
+def test_devices_must_exist_and_the_module_be_on_the_first_one():
     x = torch.ones(8, 6, device=0)
     for model, where in ((mlp().to(1), "cuda:1"), (mlp().cpu(), "cpu")):
         with pytest.raises(RuntimeError, match=f"on device cuda:0 .*found.*{where}"):
             nn.DataParallel(model)(x)
     with pytest.raises(RuntimeError, match="on device cuda:0"):
         data_parallel(mlp().to(1), x, [0, 1])
-
-
-def test_a_device_that_does_not_exist():
     with pytest.raises(Exception, match="(?i)invalid device"):
-        nn.DataParallel(mlp(), [0, 7])(torch.ones(8, 6, device=0))
+        nn.DataParallel(mlp(), [0, 7])(x)
 
 
 # -- the parts -------------------------------------------------------------------------
@@ -615,7 +612,7 @@ def test_copies_into_one_gpu_share_its_link(log):
 class OnCurrent(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
-        return x * 2
+        return x * 2 + torch.ones(1, device="cuda")
 
     @staticmethod
     def backward(ctx, gradient):
@@ -624,10 +621,7 @@ class OnCurrent(torch.autograd.Function):
 
 class Recomputes(nn.Module):
     def forward(self, x):
-        def work(x):
-            return OnCurrent.apply(x) + torch.ones(1, device="cuda")
-
-        return checkpoint(work, x, use_reentrant=False)
+        return checkpoint(OnCurrent.apply, x, use_reentrant=False)
 
 
 def test_backward_works_on_the_gpu_of_each_node():

@@ -70,10 +70,14 @@ def test_a_table_says_that_device_times_are_simulated(profiled):
         assert "Self CUDA time total" in text and "simulated" in text
 
 
+def exported(found, folder) -> dict:
+    found.export_chrome_trace(str(folder / "trace.json"))
+    return json.loads((folder / "trace.json").read_text(encoding="utf-8"))
+
+
 def test_a_trace_shows_the_gpu(profiled, tmp_path):
     found, log = profiled
-    found.export_chrome_trace(str(tmp_path / "trace.json"))
-    trace = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))
+    trace = exported(found, tmp_path)
     kinds = [row.get("cat") for row in trace["traceEvents"]]
     copies = sum(event.kind == "copy" for event in log)
     assert kinds.count("gpu_memcpy") == copies == 1
@@ -83,8 +87,7 @@ def test_a_trace_shows_the_gpu(profiled, tmp_path):
 
 @pytest.fixture
 def trace(profiled, tmp_path):
-    profiled[0].export_chrome_trace(str(tmp_path / "trace.json"))
-    return json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))
+    return exported(profiled[0], tmp_path)
 
 
 def of_kind(trace, *kinds):
@@ -132,12 +135,12 @@ def test_a_range_has_one_on_the_gpu_without_its_backward(trace):
     assert found["ts"] + found["dur"] == pytest.approx(end, abs=1e-3)
 
 
-def test_a_trace_of_the_gpus_alone_has_no_rows_of_the_host(tmp_path):
+def test_a_profile_of_the_gpus_alone_has_no_rows_of_the_host(tmp_path):
     x = torch.ones(3, device="cuda")
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
+    with profile(activities=[ProfilerActivity.CUDA]) as found, record_function("mine"):
         x + 1
-    found.export_chrome_trace(str(tmp_path / "trace.json"))
-    trace = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))
+    assert [row.key for row in found.key_averages()] == ["add"]
+    trace = exported(found, tmp_path)
     assert of_kind(trace, "cpu_op") == [] != of_kind(trace, "kernel", "cuda_runtime")
 
 
@@ -154,27 +157,11 @@ def test_a_schedule_writes_a_trace_of_each_cycle(tmp_path):
     assert {r.key: r.count for r in found.key_averages()}["Memcpy HtoD"] == 2
 
 
-def test_a_profile_of_the_gpus_alone_has_no_rows_of_the_host():
-    x = torch.ones(3, device="cuda")
-    with profile(activities=[ProfilerActivity.CUDA]) as found, record_function("mine"):
-        x + 1
-    assert [row.key for row in found.key_averages()] == ["add"]
-
-
 @pytest.mark.filterwarnings("ignore:.*use_cuda.*:FutureWarning")
-@pytest.mark.parametrize(
-    "how",
-    [
-        pytest.param(
-            {"use_cuda": True},
-            marks=pytest.mark.skipif(
-                torch.__version__ >= "2.14", reason="until torch 2.13"
-            ),
-        ),
-        {"use_device": "cuda"},
-    ],
-)
+@pytest.mark.parametrize("how", [{"use_cuda": True}, {"use_device": "cuda"}], ids=str)
 def test_the_older_profiler_has_device_times(how):
+    if "use_cuda" in how and torch.__version__ >= "2.14":
+        pytest.skip("until torch 2.13")
     x = torch.ones(3, device="cuda")
     with torch.autograd.profiler.profile(**how) as found:
         x + 1
@@ -198,12 +185,6 @@ def test_ranges_and_cuda_profiler_go_nowhere():
     assert ProfilerActivity.CUDA not in torch.profiler.supported_activities()
 
 
-def test_recordings_end_with_their_profile():
-    with profile(activities=BOTH):
-        torch.ones(3, device="cuda")
-    assert runtime.current().clock.recordings == []
-
-
 def test_memory_is_that_of_the_device_on_which_a_tensor_is():
     """In blocks of the allocator, of 512 bytes; and the host's where that has it."""
     x = torch.ones(3, device="cuda")
@@ -223,3 +204,4 @@ def test_memory_is_that_of_the_device_on_which_a_tensor_is():
     with pytest.raises(simgpu.NotSimulated, match="export_memory_timeline"):
         found.export_memory_timeline("timeline.json", device="cuda:0")
     assert "malloc" not in vars(runtime.current().gpus[0].memory)
+    assert runtime.current().clock.recordings == []  # they end with their profile

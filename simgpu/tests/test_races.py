@@ -334,24 +334,16 @@ def in_another_thread():
 @pytest.mark.parametrize(
     "program",
     [
-        new_stream_does_not_wait,
-        waited_too_early,
-        event_recorded_too_early,
-        memory_of_the_side_stream_reused,
-        peer_copy_into_what_is_read,
-        column_of_a_tall_matrix,
-        weights_stepped_while_they_are_read,
-        weights_read_while_they_are_stepped,
-        gradients_of_backward_on_another_stream,
-        gradient_of_another_stream,
-        activation_changed_before_backward,
-        weight_changed_before_backward,
-        gradient_read_while_another_is_added,
-        stream_of_any_device,
-        in_another_thread,
+        new_stream_does_not_wait, waited_too_early, event_recorded_too_early,
+        memory_of_the_side_stream_reused, peer_copy_into_what_is_read,
+        column_of_a_tall_matrix, weights_stepped_while_they_are_read,
+        weights_read_while_they_are_stepped, gradients_of_backward_on_another_stream,
+        gradient_of_another_stream, activation_changed_before_backward,
+        weight_changed_before_backward, gradient_read_while_another_is_added,
+        stream_of_any_device, in_another_thread,
     ],
     ids=lambda f: f.__name__,
-)
+)  # fmt: skip
 def test_a_race_in_a_longer_program_names_both_lines(program):
     with pytest.raises(CUDASanitizerErrors) as raised:
         program()

@@ -107,13 +107,10 @@ def test_events_say_what_happened_and_where(at):
     trace = events()
     small, large, freed = at["small"], at["large"], at["del"]
     assert [(e["action"], e["size"], e["frames"][0]["line"]) for e in trace[:6]] == [
-        ("segment_alloc", 2 * MIB, small),
-        ("alloc", 4000, small),
-        ("segment_alloc", 12 * MIB, large),
-        ("alloc", 12 * MIB, large),
-        ("free_requested", 12 * MIB, freed),
-        ("free_completed", 12 * MIB, freed),
-    ]
+        ("segment_alloc", 2 * MIB, small), ("alloc", 4000, small),
+        ("segment_alloc", 12 * MIB, large), ("alloc", 12 * MIB, large),
+        ("free_requested", 12 * MIB, freed), ("free_completed", 12 * MIB, freed),
+    ]  # fmt: skip
     (last,) = trace[6:]
     assert (last["action"], last["size"]) == ("segment_free", 12 * MIB)
     assert last["frames"][0]["name"] == "empty_cache"  # PyTorch's own
@@ -215,16 +212,10 @@ def test_the_newest_events_are_kept_until_the_history_is_cleared():
 
 @pytest.mark.parametrize(
     "context, on_blocks, on_allocs, on_frees",
-    [
-        (None, None, None, None),
-        ("state", "small", None, None),
-        ("alloc", "small", "large", "large"),
-        ("all", "small", "large", "del"),
-    ],
-)
-def test_the_context_says_which_lines_are_kept(
-    context, on_blocks, on_allocs, on_frees
-):  # fmt: skip
+    [(None, None, None, None), ("state", "small", None, None),
+     ("alloc", "small", "large", "large"), ("all", "small", "large", "del")],
+)  # fmt: skip
+def test_the_context_says_which_lines_are_kept(context, on_blocks, on_allocs, on_frees):
     record(context=context)
     x, at = work()
     data = snapshot()

@@ -18,11 +18,7 @@ from support.limits import SHORT
 EVENT = 1e-6  # seconds of the host for a call on an event, see _timing/cost.py
 
 
-@pytest.fixture(autouse=True)
-def log():
-    simgpu.start(4, "T4")
-    yield simgpu.timeline()
-    simgpu.stop()
+pytestmark = pytest.mark.simulated_gpus(4, "T4")
 
 
 def occupy(stream=None, times: int = 5) -> None:
@@ -64,17 +60,12 @@ def test_a_stream_is_of_its_device(device, index, make):
     assert current(index) == 0  # not yet entered
 
 
-@pytest.mark.parametrize(
-    "device, error, words",
-    [
-        ("cpu", ValueError, "Expected a cuda device, but got: cpu"),
-        (4, torch.AcceleratorError, "invalid device ordinal"),
-        ("cuda:9", torch.AcceleratorError, "invalid device ordinal"),
-    ],
-)
-def test_streams_of_no_gpu_are_refused(device, error, words):
-    with pytest.raises(error, match=words):
-        torch.cuda.Stream(device)
+def test_streams_of_no_gpu_are_refused():
+    for device in (4, "cuda:9"):
+        with pytest.raises(torch.AcceleratorError, match="invalid device ordinal"):
+            torch.cuda.Stream(device)
+    with pytest.raises(ValueError, match="Expected a cuda device, but got: cpu"):
+        torch.cuda.Stream("cpu")
     assert torch.cuda.current_device() == 0
 
 
@@ -317,14 +308,10 @@ def test_contexts_nest_and_restore():
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
 
 
-ENTER = {
-    "torch.cuda.stream": lambda s: torch.cuda.stream(s),
-    "StreamContext": lambda s: torch.cuda.StreamContext(s),
-    "with stream": lambda s: s,
-}
-
-
-@pytest.mark.parametrize("enter", ENTER.values(), ids=ENTER)
+@pytest.mark.parametrize(
+    "enter", [lambda s: cuda.stream(s), lambda s: cuda.StreamContext(s), lambda s: s],
+    ids=["stream", "StreamContext", "with stream"],
+)  # fmt: skip
 @both_streams
 def test_a_stream_of_another_gpu_makes_it_current(log, enter, make):
     """torch._C._cuda_setStream changes the device, and back at the end."""
@@ -368,20 +355,15 @@ def test_set_stream_makes_its_gpu_current():
     assert torch.cuda.current_stream() == side
 
 
-@pytest.mark.parametrize(
-    "ask",
-    [
-        lambda d: torch.cuda.current_stream(d),
-        lambda d: torch.cuda.default_stream(d),
-        lambda d: torch.accelerator.current_stream(d),
-    ],
-)
-def test_the_streams_of_every_gpu_can_be_asked_for(ask):
+def test_the_streams_of_every_gpu_can_be_asked_for():
     torch.cuda.set_device(3)
-    for device, index in ((None, 3), (1, 1), ("cuda:2", 2), (torch.device("cuda"), 3)):
-        assert ask(device).device_index == index
-    with pytest.raises(RuntimeError, match=r"Device index value 7 is out of index ran"):
-        ask(7)
+    indices = {None: 3, 1: 1, "cuda:2": 2, torch.device("cuda"): 3}
+    for ask in (cuda.current_stream, cuda.default_stream,
+                torch.accelerator.current_stream):  # fmt: skip
+        for device, index in indices.items():
+            assert ask(device).device_index == index
+        with pytest.raises(RuntimeError, match="Device index value 7 is out of index "):
+            ask(7)
 
 
 def test_work_goes_to_the_current_stream_of_its_own_gpu(log):
@@ -498,15 +480,13 @@ REFUSED = [
     ("torch.cuda.CUDAGraph", lambda: cuda.CUDAGraph()),
     ("torch.cuda.graph", lambda: cuda.graph(None)),
     ("torch.cuda.make_graphed_callables", lambda: cuda.make_graphed_callables(0, ())),
-    (
-        r"a stream of another library \(handle 0x7\)",
-        lambda: cuda.get_stream_from_external(7),
-    ),
+    (r"a stream of another library \(handle 0x7\)",
+     lambda: cuda.get_stream_from_external(7)),
     ("a stream with stream_ptr", lambda: cuda.Stream(stream_ptr=7)),
     (IPC, lambda: torch.Event.from_ipc_handle(torch.device("cuda"), b"")),
     (IPC, lambda: torch.Event().ipc_handle()),
     ("an event of a CUDA graph", lambda: cuda.Event(external=True)),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("words, call", REFUSED)

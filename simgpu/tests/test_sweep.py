@@ -169,16 +169,8 @@ def test_a_sweep_has_rows_and_is_not_run_again(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     words = [
-        "sweep",
-        "--world",
-        64,
-        "--price",
-        2.5,
-        "--memory",
-        "256MB",
-        "--folder",
-        "f",
-    ]
+        "sweep", "--world", 64, "--price", 2.5, "--memory", "256MB", "--folder", "f",
+    ]  # fmt: skip
     command = "train.py --batch {2,4,3,2048}"
     done = programs.simulated(tmp_path, *words, "--json", "found.json", command)
     assert done.status == 0, done.stderr

@@ -10,12 +10,7 @@ import torch
 import simgpu
 from support.limits import SHORT
 
-
-@pytest.fixture(autouse=True)
-def log():
-    simgpu.start(1)
-    yield simgpu.timeline()
-    simgpu.stop()
+pytestmark = pytest.mark.simulated_gpus(1)
 
 
 def test_a_thread_starts_at_its_parents_time_and_join_waits_for_it(log):

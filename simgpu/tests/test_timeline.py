@@ -14,11 +14,7 @@ from simgpu._timing.timeline import Totals, _covered
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-@pytest.fixture(autouse=True)
-def log():
-    simgpu.start(3, "T4")
-    yield simgpu.timeline()
-    simgpu.stop()
+pytestmark = pytest.mark.simulated_gpus(3, "T4")
 
 
 def work() -> None:
@@ -127,15 +123,10 @@ def test_totals_add_up(log):
 
 @pytest.mark.parametrize(
     "spans, one, two",
-    [
-        ([], 0, 0),
-        ([(1, 2), (2, 4)], 3, 0),
-        ([(0, 4), (1, 2)], 4, 1),
-        ([(0, 2), (1, 3)], 3, 1),
-        ([(0, 3), (0, 3), (1, 2)], 3, 3),
-        ([(5, 6), (0, 1)], 2, 0),
-    ],
-)
+    [([], 0, 0), ([(1, 2), (2, 4)], 3, 0), ([(0, 4), (1, 2)], 4, 1),
+     ([(0, 2), (1, 3)], 3, 1), ([(0, 3), (0, 3), (1, 2)], 3, 3),
+     ([(5, 6), (0, 1)], 2, 0)],
+)  # fmt: skip
 def test_time_covered_by_spans(spans, one, two):
     assert _covered(spans) == (one, two)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._functorch.aot_autograd import aot_function
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import (
     functional_call,
@@ -39,18 +40,6 @@ def model() -> nn.Sequential:
 
 def rand(*shape) -> torch.Tensor:
     return torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape)))
-
-
-def same_on_a_gpu(function) -> None:
-    """`function(device)` gives on a GPU what it gives on the CPU."""
-    expected, found = (
-        [t for t in tree_leaves(function(device)) if isinstance(t, torch.Tensor)]
-        for device in ("cpu", "cuda:1")
-    )
-    assert len(expected) == len(found) > 0
-    for a, b in zip(expected, found, strict=True):
-        assert str(b.device) == "cuda:1"
-        torch.testing.assert_close(b.detach().cpu(), a.detach())
 
 
 # -- torch.func ------------------------------------------------------------------------
@@ -95,11 +84,60 @@ def with_numbers(device):
     return [vmap(f)(x) for f in one] + [vmap(vmap(f))(x) for f in one]
 
 
-@pytest.mark.parametrize(
-    "function", [per_sample_gradients, ensemble, jacobians, with_numbers]
-)
-def test_a_transform_gives_on_a_gpu_what_it_gives_on_the_cpu(function):
-    same_on_a_gpu(function)
+def exported_saved_and_loaded(device):
+    net, x = model().to(device), rand(5, 4).to(device)
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(net, (x,)), file)
+    file.seek(0)
+    return torch.export.load(file).module()(x)
+
+
+def traced_gradient(device):
+    net, x = model().to(device), rand(5, 4).to(device)
+    return make_fx(grad(lambda x: net(x).sum()))(x)(x)
+
+
+def causal_bias(device):
+    query, key = rand(1, 2, 5, 8).to(device).requires_grad_(), rand(1, 2, 7, 8)
+    key, found = key.to(device), []
+    for bias in (causal_lower_right, causal_upper_left):
+        out = F.scaled_dot_product_attention(query, key, key, attn_mask=bias(5, 7))
+        found += [out, *torch.autograd.grad(out.sum(), query)]
+    return found
+
+
+def nested_tensors(device):
+    a, b = rand(2, 4).to(device), rand(3, 4).to(device)
+    strided = torch.nested.nested_tensor([a, b])
+    jagged = torch.nested.nested_tensor([a, b], layout=torch.jagged)
+    moved = torch.nested.nested_tensor([a.cpu(), b.cpu()], layout=torch.jagged)
+    moved = moved.to(device)
+    assert moved.cpu().device.type == "cpu"
+    layer = nn.Linear(4, 2)
+    nn.init.constant_(layer.weight, 0.5)
+    nn.init.zeros_(layer.bias)
+    return [
+        strided.to_padded_tensor(0.0), (strided + strided).to_padded_tensor(0.0),
+        (jagged * 2).values(), moved.values(), moved.offsets(), strided.unbind(),
+        layer.to(device)(jagged).values(),
+    ]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("function", [
+    per_sample_gradients, ensemble, jacobians, with_numbers, exported_saved_and_loaded,
+    traced_gradient, causal_bias, nested_tensors,
+])  # fmt: skip
+def test_a_program_gives_on_a_gpu_what_it_gives_on_the_cpu(function):
+    """`function(device)` gives on a GPU what it gives on the CPU."""
+    expected, found = (
+        [t for t in tree_leaves(function(device)) if isinstance(t, torch.Tensor)]
+        for device in ("cpu", "cuda:1")
+    )
+    assert len(expected) == len(found) > 0
+    for a, b in zip(expected, found, strict=True):
+        assert str(b.device) == "cuda:1"
+        torch.testing.assert_close(b.detach().cpu(), a.detach())
 
 
 # -- FakeTensors -----------------------------------------------------------------------
@@ -119,6 +157,7 @@ def test_fake_tensors_have_devices_and_take_no_memory():
         ]  # fmt: skip
         assert {str(t.device) for t in made} == {"cuda:0"}
         assert x.cpu().device.type == "cpu" and x.to("cuda:1").get_device() == 1
+        assert type(torch.ones(2) + 1).__name__ == type(x * 2).__name__ == "FakeTensor"
         with pytest.raises(RuntimeError, match="two (different )?devices"):
             x + torch.zeros(3, 4)
     assert torch.cuda.memory_allocated() == 0
@@ -132,23 +171,15 @@ def test_a_tensor_becomes_fake_and_stays_on_its_gpu():
     assert str(y.device) == "cuda:0" and y.shape == (3, 3)
 
 
-def test_backward_through_a_fake_tensor_is_refused_before_the_process_dies():
+def test_what_would_end_the_process_by_a_fake_tensor_is_refused_before():
     with FakeTensorMode():
         loss = nn.Linear(2, 2, device="cuda")(torch.ones(1, 2, device="cuda")).sum()
         with pytest.raises(NotSimulated, match="FakeTensor"):
             loss.backward()
-
-
-def test_a_fake_operation_that_wants_cuda_is_refused_by_name():
-    with FakeTensorMode(), pytest.raises(NotSimulated, match="aten.geqrf"):
-        torch.geqrf(torch.zeros(3, 3, device="cuda"))
-
-
-def test_joint_traces_of_aot_autograd_are_refused_before_the_process_dies():
-    from torch._functorch.aot_autograd import aot_function
-
+        with pytest.raises(NotSimulated, match="aten.geqrf"):  # which wants CUDA
+            torch.geqrf(torch.zeros(3, 3, device="cuda"))
     traced = aot_function(lambda x: x.sin().sum(), fw_compiler=lambda graph, _: graph)
-    with pytest.raises(NotSimulated, match="FakeTensor"):
+    with pytest.raises(NotSimulated, match="FakeTensor"):  # a joint trace
         traced(rand(3).cuda().requires_grad_())
 
 
@@ -204,26 +235,6 @@ def test_a_traced_program_has_the_devices_of_the_program(trace):
         assert torch.equal(a.cpu(), b.cpu()) and a.dtype is b.dtype
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_an_exported_model_is_saved_and_loaded():
-    def function(device):
-        net, x = model().to(device), rand(5, 4).to(device)
-        file = io.BytesIO()
-        torch.export.save(torch.export.export(net, (x,)), file)
-        file.seek(0)
-        return torch.export.load(file).module()(x)
-
-    same_on_a_gpu(function)
-
-
-def test_a_gradient_is_traced():
-    def function(device):
-        net, x = model().to(device), rand(5, 4).to(device)
-        return make_fx(grad(lambda x: net(x).sum()))(x)(x)
-
-    same_on_a_gpu(function)
-
-
 # -- custom operations -----------------------------------------------------------------
 
 
@@ -233,26 +244,19 @@ def library():
         yield library
 
 
-def test_a_custom_operation_runs_the_kernel_of_its_device(library):
-    library.define("where(Tensor x) -> Tensor")
-    library.impl("where", lambda x: x + 1, "CPU")
-    library.impl("where", lambda x: x + 2, "CUDA")
-    where = torch.ops.simgpu_test.where
-    assert (
-        where(torch.zeros(1)).item() == 1 and where(torch.zeros(1).cuda()).item() == 2
-    )
-
-
-def test_a_custom_operation_without_a_kernel_for_a_device_is_refused(library):
-    library.define("gpu_only(Tensor x) -> Tensor")
-    library.impl("gpu_only", lambda x: x.clone(), "CUDA")
-    assert torch.ops.simgpu_test.gpu_only(torch.zeros(1).cuda()).is_cuda
+def test_a_custom_operation_runs_the_kernel_of_its_device_or_is_refused(library):
+    host, gpu = torch.zeros(1), torch.zeros(1).cuda()
+    for name, keys in {"both": "CPU CUDA", "gpu": "CUDA", "cpu": "CPU"}.items():
+        library.define(f"{name}(Tensor x) -> Tensor")
+        for key in keys.split():
+            library.impl(name, lambda x, key=key: x + len(key), key)
+    ops = torch.ops.simgpu_test
+    assert (ops.both(host), ops.both(gpu), ops.gpu(gpu)) == (3, 4, 4)
+    assert ops.gpu(gpu).is_cuda
     with pytest.raises(NotImplementedError, match="'CPU' backend"):
-        torch.ops.simgpu_test.gpu_only(torch.zeros(1))
-    library.define("cpu_only(Tensor x) -> Tensor")
-    library.impl("cpu_only", lambda x: x.clone(), "CPU")
+        ops.gpu(host)
     with pytest.raises(NotImplementedError, match="'CUDA' backend"):
-        torch.ops.simgpu_test.cpu_only(torch.zeros(1).cuda())
+        ops.cpu(gpu)
 
 
 def test_an_extension_in_cuda_is_refused_by_name(tmp_path):
@@ -275,43 +279,14 @@ def test_a_subclass_of_tensor_is_made_from_data_and_sizes():
         pass
 
     assert type(Named([1.0, 2.0])) is Named and Named(2, 3).shape == (2, 3)
-    moved = Named(torch.ones(2, device="cuda"))
-    assert type(moved) is Named and moved.is_cuda
+    for moved in (
+        Named(torch.ones(2, device=1)),
+        torch.ones(2).as_subclass(Named).to(1),
+    ):
+        assert type(moved) is type(moved + 1) is Named
+        assert moved.get_device() == (moved + 1).get_device() == 1
     simgpu.stop()
     assert type(Named([1.0])) is Named and "__new__" not in vars(torch.Tensor)
-
-
-@pytest.mark.parametrize("bias", [causal_lower_right, causal_upper_left])
-def test_attention_takes_a_causal_bias(bias):
-    def function(device):
-        query, key = rand(1, 2, 5, 8).to(device).requires_grad_(), rand(1, 2, 7, 8)
-        key = key.to(device)
-        out = F.scaled_dot_product_attention(query, key, key, attn_mask=bias(5, 7))
-        out.sum().backward()
-        return out, query.grad
-
-    same_on_a_gpu(function)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_nested_tensors_live_on_a_gpu():
-    def function(device):
-        a, b = rand(2, 4).to(device), rand(3, 4).to(device)
-        strided = torch.nested.nested_tensor([a, b])
-        jagged = torch.nested.nested_tensor([a, b], layout=torch.jagged)
-        moved = torch.nested.nested_tensor([a.cpu(), b.cpu()], layout=torch.jagged)
-        moved = moved.to(device)
-        assert moved.cpu().device.type == "cpu"
-        layer = nn.Linear(4, 2)
-        nn.init.constant_(layer.weight, 0.5)
-        nn.init.zeros_(layer.bias)
-        return [
-            strided.to_padded_tensor(0.0), (strided + strided).to_padded_tensor(0.0),
-            (jagged * 2).values(), moved.values(), moved.offsets(), strided.unbind(),
-            layer.to(device)(jagged).values(),
-        ]  # fmt: skip
-
-    same_on_a_gpu(function)
 
 
 # -- TorchScript's files ---------------------------------------------------------------

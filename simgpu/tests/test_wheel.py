@@ -71,12 +71,9 @@ def test_a_project_with_helpers_of_its_own_is_undisturbed(wheel, tmp_path):
     (project / "test_ours.py").write_text(test)
     clean = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
-        cwd=project,
-        env=clean | {"PYTHONPATH": str(target)},
-        capture_output=True,
-        text=True,
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"], cwd=project,
+        env=clean | {"PYTHONPATH": str(target)}, capture_output=True, text=True,
         timeout=JOB,
-    )
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 passed" in done.stdout

@@ -41,31 +41,22 @@ def test_forward_and_backward_have_a_workspace_each(gpu):
     assert workspaces(2) - 512 == 2 * WORKSPACE
 
 
-def test_hopper_has_larger_workspaces(gpu):
-    x = gpu(card="H200")
+@pytest.mark.parametrize(
+    "options, nbytes",
+    [
+        ({"card": "H200"}, WORKSPACE_OF_HOPPER), ({"card": "L40S"}, WORKSPACE),
+        ({"card": "B200"}, WORKSPACE_OF_HOPPER if is_torch((2, 12)) else WORKSPACE),
+        ({"memory": "512MB"}, 0),  # of a card that is made smaller nothing is lost
+        ({"memory": "512MB", "overhead": True}, WORKSPACE), ({"overhead": False}, 0),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_card_and_the_program_decide_on_their_size(gpu, options, nbytes):
+    x = gpu(**options)
     x.detach() @ x.detach()
-    assert workspaces() == WORKSPACE_OF_HOPPER == 32 * MIB
-
-
-@pytest.mark.parametrize("card, version", [("B200", (2, 12)), ("L40S", None)])
-def test_blackwell_has_as_large_ones_in_newer_pytorch(gpu, card, version):
-    x = gpu(card=card).detach()
-    x @ x
-    large = version is not None and is_torch(version)
-    assert workspaces() == (WORKSPACE_OF_HOPPER if large else WORKSPACE)
-
-
-def test_a_card_with_less_memory_has_no_workspaces(gpu):
-    x = gpu(memory="512MB")
+    assert workspaces() == nbytes and WORKSPACE_OF_HOPPER == 32 * MIB
     (x @ x).sum().backward()
-    assert workspaces(2) == 0
-
-
-@pytest.mark.parametrize("memory, there", [("512MB", True), (None, False)])
-def test_the_program_may_say_whether_they_are_counted(gpu, memory, there):
-    x = gpu(memory=memory, overhead=there).detach()
-    x @ x
-    assert bool(workspaces()) == there
+    assert workspaces(2) == 2 * nbytes
 
 
 def test_what_cublas_does_not_compute_takes_none(gpu):

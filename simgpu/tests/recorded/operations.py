@@ -129,12 +129,9 @@ def convolution(
 
 _OF_TWO = {"add": torch.add, "mul": torch.mul, "div": torch.div}
 _OF_ONE = {
-    "relu": torch.relu,
-    "gelu": F.gelu,
-    "tanh": torch.tanh,
-    "pow": torch.square,
+    "relu": torch.relu, "gelu": F.gelu, "tanh": torch.tanh, "pow": torch.square,
     "softmax": lambda x: F.softmax(x, -1),
-}
+}  # fmt: skip
 
 
 def one_pass(op: str, rows: int, width: int) -> Program:

@@ -46,12 +46,9 @@ def report(what, model):
 
 
 for options in (
-    {},
-    {"gradient_as_bucket_view": True},
-    {"find_unused_parameters": True},
-    {"static_graph": True},
-    {"bucket_cap_mb": 0.001},
-):
+    {}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True},
+    {"static_graph": True}, {"bucket_cap_mb": 0.001},
+):  # fmt: skip
     model = wrapped(**options)
     for _ in range(2):  # the second time in rebuilt buckets
         model.zero_grad()
