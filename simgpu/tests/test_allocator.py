@@ -8,6 +8,8 @@ import gc
 import random
 import re
 import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -215,22 +217,15 @@ def test_blocks_and_statistics_agree_after_every_step(seed):
 
 def check_history(memory: CachingAllocator) -> None:
     """Compare the events, after everything has been given back, with the statistics."""
-    sums = dict.fromkeys(
-        ("alloc", "free_requested", "free_completed", "segment_alloc", "segment_free"),
-        0,
-    )
-    errors = 0
+    sums = Counter()
     for event in memory.history.events:
-        if event["action"] == "oom":
-            errors += 1
-        else:
-            sums[event["action"]] += event["size"]
+        sums[event["action"]] += 1 if event["action"] == "oom" else event["size"]
     stats = memory.stats()
     asked = stats["requested_bytes"]["all"]["allocated"]
     assert sums["alloc"] == sums["free_requested"] == sums["free_completed"] == asked
     reserved = stats["reserved_bytes"]["all"]["allocated"]
     assert sums["segment_alloc"] == sums["segment_free"] == reserved
-    assert errors == stats["num_ooms"]
+    assert sums["oom"] == stats["num_ooms"]
     made = stats["num_device_alloc"], stats["num_device_free"]
     assert made == (memory.both.segment.allocated, memory.both.segment.freed)
 
@@ -257,24 +252,16 @@ def test_constants_are_those_of_the_installed_pytorch(name):
     assert int(match[1]) == CONSTANTS[name]
 
 
-@pytest.mark.parametrize(
-    "nbytes, block, segment",
-    [
-        (1, 512, 2 * MIB),
-        (512, 512, 2 * MIB),
-        (513, 1024, 2 * MIB),
-        (MIB - 511, MIB, 2 * MIB),
-        (MIB, MIB, 2 * MIB),
-        (MIB + 1, MIB + 512, 20 * MIB),
-        (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
-        (10 * MIB - 511, 10 * MIB, 10 * MIB),  # rounded before it is compared
-        (10 * MIB, 10 * MIB, 10 * MIB),
-        (10 * MIB + 1, 10 * MIB + 512, 12 * MIB),
-        (11 * MIB - 512, 11 * MIB - 512, 12 * MIB),  # more than 1 MiB left: split
-        (11 * MIB, 12 * MIB, 12 * MIB),  # just 1 MiB left: not split
-        (33 * MIB, 34 * MIB, 34 * MIB),
-    ],
-)
+@pytest.mark.parametrize("nbytes, block, segment", [
+    (1, 512, 2 * MIB), (512, 512, 2 * MIB), (513, 1024, 2 * MIB),
+    (MIB - 511, MIB, 2 * MIB), (MIB, MIB, 2 * MIB), (MIB + 1, MIB + 512, 20 * MIB),
+    (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
+    (10 * MIB - 511, 10 * MIB, 10 * MIB),  # rounded before it is compared
+    (10 * MIB, 10 * MIB, 10 * MIB), (10 * MIB + 1, 10 * MIB + 512, 12 * MIB),
+    (11 * MIB - 512, 11 * MIB - 512, 12 * MIB),  # more than 1 MiB left: split
+    (11 * MIB, 12 * MIB, 12 * MIB),  # just 1 MiB left: not split
+    (33 * MIB, 34 * MIB, 34 * MIB),
+])  # fmt: skip
 def test_sizes_of_blocks_and_segments(nbytes, block, segment):
     memory = CachingAllocator(0, GIB)
     assert memory.malloc(0) is None and memory.reserved == 0
@@ -284,14 +271,27 @@ def test_sizes_of_blocks_and_segments(nbytes, block, segment):
     check(memory, [made])
 
 
-def test_a_recorded_stream_delays_reuse_until_its_work_is_done():
-    clock = FakeClock()
-    memory = CachingAllocator(0, GIB, clock)
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def memory(clock) -> CachingAllocator:
+    return CachingAllocator(0, GIB, clock)
+
+
+def free_recorded(memory: CachingAllocator, block, *streams: int) -> None:
+    for stream in streams:
+        memory.record_stream(block, 0, stream)
+    memory.free(block)
+
+
+def test_a_recorded_stream_delays_reuse_until_its_work_is_done(clock, memory):
     block = memory.malloc(4096)
     address = block.address
-    memory.record_stream(block, 0, 1)
     clock.busy[1] = 3.0  # given before the block is freed: counts
-    memory.free(block)
+    free_recorded(memory, block, 1)
     clock.busy[1] = 9.0  # given after: does not
     assert memory.allocated == 0 and memory.both.active_bytes.current == 4096
     (segment,) = memory.history.snapshot()
@@ -304,31 +304,23 @@ def test_a_recorded_stream_delays_reuse_until_its_work_is_done():
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
-def test_a_block_waits_for_all_its_streams_but_not_for_its_own(order):
-    clock = FakeClock()
-    memory = CachingAllocator(0, GIB, clock)
+def test_a_block_waits_for_all_its_streams_but_not_for_its_own(clock, memory, order):
     clock.busy = {0: 100.0, 1: 1.0, 2: 2.0}
-    block = memory.malloc(4096)
-    for stream in order:
-        memory.record_stream(block, 0, stream)
-    memory.free(block)
+    free_recorded(memory, memory.malloc(4096), *order)
     for now, waits in ((1.0, True), (2.0, False)):
         clock.host = now
         memory.free(memory.malloc(1))  # looks which blocks have become free
         assert (memory.both.active_bytes.current == 4096) == waits
-    block = memory.malloc(4096)
-    memory.record_stream(block, 0, 0)
-    memory.free(block)
+    free_recorded(memory, memory.malloc(4096), 0)
     assert memory.both.active_bytes.current == 0
 
 
-def test_emptying_the_cache_waits_for_other_streams_and_keeps_what_is_in_use():
-    clock = FakeClock()
-    memory = CachingAllocator(0, GIB, clock)
+def test_emptying_the_cache_waits_for_other_streams_and_keeps_what_is_in_use(
+    clock, memory
+):
     clock.busy[1] = 5.0
     block, used = memory.malloc(4096), memory.malloc(4096)
-    memory.record_stream(block, 0, 1)
-    memory.free(block)
+    free_recorded(memory, block, 1)
     memory.empty_cache()
     assert clock.host == 5.0 and memory.reserved == 2 * MIB
     check(memory, [used])
@@ -361,16 +353,13 @@ MESSAGE = (
 )
 
 
-@pytest.mark.parametrize(
-    "fraction, nbytes, tried, allowed",
-    [
-        (None, 30 * MIB - 7, "30.00 MiB", ""),
-        (None, 9 * 2**30, "9.00 GiB", ""),
-        (0.75, 12 * MIB, "12.00 MiB", "48.00 MiB allowed; "),  # 22 free, but in pieces
-        (0.625, 100, "2.00 MiB", "40.00 MiB allowed; "),  # a segment
-        (1.0, 26 * MIB, "26.00 MiB", "64.00 MiB allowed; "),
-    ],
-)
+@pytest.mark.parametrize("fraction, nbytes, tried, allowed", [
+    (None, 30 * MIB - 7, "30.00 MiB", ""),
+    (None, 9 * 2**30, "9.00 GiB", ""),
+    (0.75, 12 * MIB, "12.00 MiB", "48.00 MiB allowed; "),  # 22 free, but in pieces
+    (0.625, 100, "2.00 MiB", "40.00 MiB allowed; "),  # a segment
+    (1.0, 26 * MIB, "26.00 MiB", "64.00 MiB allowed; "),
+])  # fmt: skip
 def test_the_message_has_the_exact_figures(fraction, nbytes, tried, allowed):
     memory = CachingAllocator(3, 64 * MIB)
     memory.fraction = fraction
@@ -403,8 +392,7 @@ def test_room_is_checked_without_taking_it():
     check(memory, [block])
 
 
-def test_peaks_and_sums_are_reset():
-    memory = CachingAllocator(0, GIB)
+def test_peaks_and_sums_are_reset(memory):
     stat = memory.both.allocated_bytes
     block = memory.malloc(4096)
     memory.free(memory.malloc(8192))
@@ -422,8 +410,7 @@ def test_peaks_and_sums_are_reset():
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_block_freed_while_another_is_allocated_is_taken_back_after(elsewhere):
-    clock = FakeClock()
+def test_a_block_freed_while_another_is_allocated_is_taken_back_after(clock, elsewhere):
     memory = CachingAllocator(0, 48 * MIB, clock)
     victim = memory.malloc(4096)
     memory.free(memory.malloc(30 * MIB))
@@ -474,8 +461,7 @@ def eager_collector():
 SIZES = (100, 4096, MIB, 3 * MIB)
 
 
-def test_the_collector_may_free_at_any_moment(eager_collector):
-    memory = CachingAllocator(0, GIB)
+def test_the_collector_may_free_at_any_moment(memory, eager_collector):
     memory.history.record(1000, context="all")
     chance = random.Random(0)
     for _ in range(100):
@@ -508,10 +494,7 @@ def test_a_snapshot_is_of_one_moment(eager_collector, later):
     check(memory, live)
 
 
-def test_threads_share_one_allocator():
-    memory = CachingAllocator(0, GIB)
-    done = []
-
+def test_threads_share_one_allocator(memory):
     def work(seed):
         chance, live = random.Random(seed), []
         for _ in range(300):
@@ -522,14 +505,9 @@ def test_threads_share_one_allocator():
                 memory.record_stream(live[-1], 0, chance.randrange(3))
         for block in live:
             memory.free(block)
-        done.append(seed)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SHORT)
-    assert sorted(done) == [0, 1, 2, 3]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     memory.empty_cache()
     check(memory, [])
     assert memory.reserved == 0

@@ -1,5 +1,7 @@
 """Attention on a simulated GPU: CUDA's kernels by name, the CPU's values."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -39,65 +41,67 @@ def heads(number: int = 4, length: int = 6, dim: int = 8, **options) -> torch.Te
     return torch.randn(2, number, length, dim, device="cuda", **options)
 
 
-def expected(query, key, value, mask=None, is_causal=False, scale=None):
-    """Attention by its formula, in float32."""
+def expected(
+    query, key, value, attn_mask=None, is_causal=False, scale=None, enable_gqa=False
+):
+    """Leaves, and attention by its formula, in float32."""
     q, k, v = (x.detach().cpu().float().requires_grad_() for x in (query, key, value))
     repeat = q.shape[1] // k.shape[1]
     keys, values = (x.repeat_interleave(repeat, 1) for x in (k, v))
     products = q @ keys.mT * (scale or q.shape[-1] ** -0.5)
     if is_causal:
-        mask = torch.ones(products.shape[-2:], dtype=torch.bool).tril()
-    if mask is not None and mask.dtype == torch.bool:
-        products = products.masked_fill(~mask.cpu(), -torch.inf)
-    elif mask is not None:
-        products = products + mask.cpu()
+        attn_mask = torch.ones(products.shape[-2:], dtype=torch.bool).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        products = products.masked_fill(~attn_mask.cpu(), -torch.inf)
+    elif attn_mask is not None:
+        products = products + attn_mask.cpu()
     return (q, k, v), products.softmax(-1) @ values
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"is_causal": True}, {"scale": 0.3}, {"mask": "bool"}, {"mask": "added"}],
-    ids=str,
-)
-def test_values_and_gradients_are_those_of_the_formula(dtype, options):
+def agree(out, inputs, leaves, right, near: float) -> None:
+    """Values, and gradients of a weighted sum of them, are those of the formula."""
+    weights = torch.randn_like(out)
+    (out * weights).sum().backward()
+    (right * weights.cpu().float()).sum().backward()
+    near = {"atol": near, "rtol": near}
+    torch.testing.assert_close(out.cpu().float(), right, **near)
+    for tensor, leaf in zip(inputs, leaves, strict=True):
+        assert tensor.grad.dtype == tensor.dtype and tensor.grad.is_cuda
+        torch.testing.assert_close(tensor.grad.cpu().float(), leaf.grad, **near)
+
+
+@pytest.mark.parametrize("dtype, by_cudnn", [
+    (torch.float32, False), (torch.float16, False), (torch.bfloat16, False),
+    (torch.bfloat16, True),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("options", [
+    {}, {"is_causal": True}, {"scale": 0.3}, {"attn_mask": "bool"},
+    {"attn_mask": "added"}, {"enable_gqa": True},
+], ids=str)  # fmt: skip
+def test_values_and_gradients_are_those_of_the_formula(dtype, by_cudnn, options):
     torch.manual_seed(0)
-    q, k, v = (heads(dtype=dtype).requires_grad_() for _ in range(3))
-    weights = heads(dtype=dtype)
+    of_keys = 2 if "enable_gqa" in options else 4
+    inputs = [heads(n, dtype=dtype).requires_grad_() for n in (4, of_keys, of_keys)]
     masks = {
         "bool": torch.rand(2, 1, 6, 6, device="cuda") > 0.3,
         "added": torch.randn(6, 6, device="cuda", dtype=dtype),
     }
     masks["bool"][..., 0] = True  # every query sees a key
-    mask = masks.get(options.get("mask"))
-    options = {name: value for name, value in options.items() if name != "mask"}
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)
-    (out * weights).sum().backward()
-    leaves, right = expected(q, k, v, mask, **options)
-    (right * weights.cpu().float()).sum().backward()
-    near = {"atol": 1e-5, "rtol": 1e-5}
-    if dtype != torch.float32:
-        near = {"atol": 4e-2, "rtol": 4e-2}
+    options = {**options, "attn_mask": masks.get(options.get("attn_mask"))}
+    only = sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
+    with only if by_cudnn else contextlib.nullcontext():
+        out = F.scaled_dot_product_attention(*inputs, **options)
     assert out.dtype == dtype and out.is_cuda
-    torch.testing.assert_close(out.cpu().float(), right, **near)
-    for tensor, leaf in zip((q, k, v), leaves, strict=True):
-        assert tensor.grad.dtype == dtype and tensor.grad.is_cuda
-        torch.testing.assert_close(tensor.grad.cpu().float(), leaf.grad, **near)
+    near = 1e-5 if dtype == torch.float32 else 4e-2
+    agree(out, inputs, *expected(*inputs, **options), near)
 
 
-@pytest.mark.parametrize(
-    ("inputs", "options", "kernel"),
-    [
-        ({}, {}, EFFICIENT),
-        (HALF, {}, FLASH),
-        (HALF, {"is_causal": True}, FLASH),
-        (HALF, {"attn_mask": torch.ones(6, 6)}, EFFICIENT),
-        ({"dtype": torch.float64}, {}, MATH),
-        ({}, {"dropout_p": 0.1}, MATH),
-        ({**HALF, "dim": 320}, {}, EFFICIENT),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("inputs", "options", "kernel"), [
+    ({}, {}, EFFICIENT), (HALF, {}, FLASH), (HALF, {"is_causal": True}, FLASH),
+    (HALF, {"attn_mask": torch.ones(6, 6)}, EFFICIENT),
+    ({"dtype": torch.float64}, {}, MATH), ({}, {"dropout_p": 0.1}, MATH),
+    ({**HALF, "dim": 320}, {}, EFFICIENT),
+], ids=str)  # fmt: skip
 def test_the_kernel_is_the_one_that_cuda_would_choose(inputs, options, kernel):
     if "attn_mask" in options:
         mask = options["attn_mask"].to("cuda", inputs["dtype"])
@@ -128,77 +132,44 @@ def test_a_program_may_choose_the_kernel():
         torch.backends.cuda.enable_flash_sdp(True)
 
 
-def test_a_chosen_kernel_that_cannot_run_is_an_error_as_on_cuda():
-    x = heads()
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        with pytest.raises(RuntimeError, match="No available kernel"):
-            F.scaled_dot_product_attention(x, x, x)  # float32
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        with pytest.raises(RuntimeError, match="No available kernel"):
-            F.scaled_dot_product_attention(x, x, x)
+@pytest.mark.parametrize("backend, dtype, shape, where", [
+    ("FLASH", torch.float32, (4, 6, 8), ""),
+    ("CUDNN", torch.float32, (4, 6, 8), ""),
+    ("CUDNN", torch.bfloat16, (4, 6, 136), ""),  # too wide
+    ("CUDNN", torch.bfloat16, (4, 6, 12), ""),  # not a multiple of 8
+    ("CUDNN", torch.bfloat16, (4, 1, 8), ""),  # one key
+    ("CUDNN", torch.bfloat16, (4, 6, 8), "deterministic"),
+    ("CUDNN", torch.float16, (4, 6, 8), "V100"),
+])  # fmt: skip
+def test_a_chosen_kernel_that_cannot_run_is_an_error_as_on_cuda(
+    backend, dtype, shape, where
+):
+    if where == "V100":
+        simgpu.stop()
+        simgpu.start(1, card="V100")
+    x = heads(*shape, dtype=dtype)
+    torch.use_deterministic_algorithms(where == "deterministic")
+    try:
+        with sdpa_kernel(getattr(SDPBackend, f"{backend}_ATTENTION")):
+            with pytest.raises(RuntimeError, match="No available kernel"):
+                F.scaled_dot_product_attention(x, x, x)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 # -- cuDNN's kernel --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"attn_mask": True}])
-def test_attention_by_cudnn_is_attention(options):
-    inputs = [heads(n, **HALF).requires_grad_() for n in (4, 2, 2)]
-    if options.get("attn_mask"):
-        options = {"attn_mask": torch.ones(6, 6, device="cuda").tril().bool()}
-    copies, right = expected(*inputs, is_causal=bool(options))
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        out = F.scaled_dot_product_attention(*inputs, **options, enable_gqa=True)
-    out.backward(torch.ones_like(out))
-    right.backward(torch.ones_like(right))
-    torch.testing.assert_close(out.cpu().float(), right, rtol=0.02, atol=0.02)
-    for one, other in zip(inputs, copies, strict=True):
-        grad = one.grad.cpu().float()
-        torch.testing.assert_close(grad, other.grad, rtol=0.05, atol=0.05)
-
-
-def test_cudnn_keeps_the_output_a_sum_for_each_query_and_a_random_state():
+@pytest.mark.parametrize("kernel", ["Flash", "Cudnn"])
+def test_a_kernel_keeps_the_output_a_sum_for_each_query_and_a_random_state(kernel):
     inputs = [heads(8, 256, 64, **HALF).requires_grad_() for _ in range(3)]
     before = torch.cuda.memory_allocated()
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+    with sdpa_kernel(getattr(SDPBackend, f"{kernel.upper()}_ATTENTION")):
         out = F.scaled_dot_product_attention(*inputs)
     rows = 2 * 8 * 256
     kept = torch.cuda.memory_allocated() - before
     assert kept == rows * 64 * 2 + rows * 4 + 2 * 512  # the smallest block has 512
-    assert out.grad_fn.name() == "ScaledDotProductCudnnAttentionBackward0"
-
-
-@pytest.mark.parametrize(
-    ("shape", "why"),
-    [
-        ((4, 6, 136), "too wide"),
-        ((4, 6, 12), "not a multiple of 8"),
-        ((4, 1, 8), "one key"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_what_cudnn_does_not_take(shape, why):
-    x = heads(*shape, **HALF)
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        with pytest.raises(RuntimeError, match="No available kernel"):
-            F.scaled_dot_product_attention(x, x, x)
-
-
-def test_cudnn_is_not_deterministic_and_waits_for_ampere():
-    x = heads(**HALF)
-    torch.use_deterministic_algorithms(True)
-    try:
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            with pytest.raises(RuntimeError, match="No available kernel"):
-                F.scaled_dot_product_attention(x, x, x)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    simgpu.stop()
-    simgpu.start(1, card="V100")
-    x = heads(dtype=torch.float16)
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        with pytest.raises(RuntimeError, match="No available kernel"):
-            F.scaled_dot_product_attention(x, x, x)
+    assert out.grad_fn.name() == f"ScaledDotProduct{kernel}AttentionBackward0"
 
 
 @pytest.mark.parametrize(
@@ -230,20 +201,6 @@ def test_dropout_works_where_only_a_fused_kernel_is_allowed():
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
         out = F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
     assert out.shape == x.shape and out.is_cuda
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_heads_may_share_keys_and_values(dtype):
-    q = heads(4, dtype=dtype).requires_grad_()
-    k, v = (heads(2, dtype=dtype).requires_grad_() for _ in range(2))
-    out = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-    out.sum().backward()
-    leaves, right = expected(q, k, v)
-    right.sum().backward()
-    near = {"atol": 5e-2, "rtol": 5e-2}
-    torch.testing.assert_close(out.cpu().float(), right, **near)
-    for tensor, leaf in zip((q, k, v), leaves, strict=True):
-        torch.testing.assert_close(tensor.grad.cpu().float(), leaf.grad, **near)
 
 
 def test_a_mask_gets_its_gradient():
@@ -289,14 +246,6 @@ def test_the_clock_counts_the_flops_and_no_matrix_of_weights():
     assert backward.flops == 5 * products
 
 
-def test_no_memory_is_kept_but_the_output_and_one_number_a_query():
-    x = heads(8, 256, 64, **HALF).requires_grad_()
-    before = torch.cuda.memory_allocated()
-    out = F.scaled_dot_product_attention(x, x, x, is_causal=True)
-    kept = torch.cuda.memory_allocated() - before
-    assert out.nbytes + 2 * 8 * 256 * 4 <= kept <= out.nbytes + 2 * 8 * 256 * 4 + 2048
-
-
 def test_the_operations_return_what_cuda_returns():
     x = heads(**HALF)
     aten = torch.ops.aten
@@ -317,12 +266,12 @@ def test_the_operations_return_what_cuda_returns():
 
 def test_inputs_that_do_not_fit_together_are_refused():
     x = heads()
-    with pytest.raises(RuntimeError, match="same device"):
-        F.scaled_dot_product_attention(x, x.cpu(), x)
-    with pytest.raises(RuntimeError, match="same device"):
-        F.scaled_dot_product_attention(x, x.to("cuda:1"), x)
-    with pytest.raises(RuntimeError, match="same dtype"):
-        F.scaled_dot_product_attention(x, x.half(), x)
+    for key, words in (
+        (x.cpu(), "same device"), (x.to("cuda:1"), "same device"),
+        (x.half(), "same dtype"),
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError, match=words):
+            F.scaled_dot_product_attention(x, key, x)
 
 
 def test_attention_on_the_host_is_left_alone():
@@ -498,21 +447,13 @@ def seen(queries: int, keys: int, left: int, right: int) -> torch.Tensor:
 def sequence_by_sequence(query, key, value, lengths, lengths_of_keys, window, scale):
     """Leaves in float32, and (tokens, heads, width) outputs of plain attention."""
     leaves = [t.detach().cpu().float().requires_grad_() for t in (query, key, value)]
-    parts, ends, ends_of_keys = (
-        [],
-        offsets(lengths, "cpu"),
-        offsets(lengths_of_keys, "cpu"),
-    )
-    for i, (length, of_keys) in enumerate(zip(lengths, lengths_of_keys, strict=True)):
-        rows = slice(ends[i], ends[i] + length)
-        columns = slice(ends_of_keys[i], ends_of_keys[i] + of_keys)
-        q, k, v = (
-            leaf[where].transpose(0, 1)
-            for leaf, where in zip(leaves, (rows, columns, columns), strict=True)
-        )
+    cut = (leaves[0].split(lengths), *(t.split(lengths_of_keys) for t in leaves[1:]))
+    parts = []
+    for q, k, v in zip(*cut, strict=True):
+        q, k, v = (t.transpose(0, 1) for t in (q, k, v))
         k, v = (t.repeat_interleave(q.shape[0] // k.shape[0], 0) for t in (k, v))
         scores = q @ k.mT * (scale or q.shape[-1] ** -0.5)
-        mask = seen(length, of_keys, *window)
+        mask = seen(q.shape[1], k.shape[1], *window)
         weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
         weights = weights.masked_fill(~mask.any(1)[:, None], 0.0)
         parts.append((weights @ v).transpose(0, 1))
@@ -541,20 +482,11 @@ def test_packed_sequences_are_attended_to_one_by_one(
     lengths_of_keys, groups, scale, window, dtype
 ):
     torch.manual_seed(0)
-    query = packed(LENGTHS, dtype=dtype)
-    key, value = (packed(lengths_of_keys, groups, dtype=dtype) for _ in range(2))
-    found = attend_packed(query, key, value, LENGTHS, lengths_of_keys, window, scale)
-    weights = torch.randn_like(query)
-    (found[0] * weights).sum().backward()
-    leaves, right = sequence_by_sequence(
-        query, key, value, LENGTHS, lengths_of_keys, window, scale
-    )
-    (right * weights.detach().cpu().float()).sum().backward()
-    near = {"atol": 3e-2, "rtol": 3e-2}
-    torch.testing.assert_close(found[0].cpu().float(), right, **near)
-    for tensor, leaf in zip((query, key, value), leaves, strict=True):
-        assert tensor.grad.dtype == dtype and tensor.grad.is_cuda
-        torch.testing.assert_close(tensor.grad.cpu().float(), leaf.grad, **near)
+    inputs = [packed(LENGTHS, dtype=dtype)]
+    inputs += [packed(lengths_of_keys, groups, dtype=dtype) for _ in range(2)]
+    more = LENGTHS, lengths_of_keys, window, scale
+    found = attend_packed(*inputs, *more)[0]
+    agree(found, inputs, *sequence_by_sequence(*inputs, *more), 3e-2)
 
 
 def test_a_query_that_sees_no_key_is_zero_and_its_logsumexp_infinite():
@@ -571,18 +503,12 @@ def test_varlen_attention_forward_and_backward(causal):
     tensors = [packed(LENGTHS, dtype=torch.float32) for _ in range(3)]
     ends, window = offsets(LENGTHS), (-1, 0) if causal else (-1, -1)
     turn = torch.ones((), device="cuda")  # backward stays on the GPU all the way
-    request = varlen.AuxRequest(lse=True)
     out, logsumexp = varlen.varlen_attn(
         *((tensor * turn).bfloat16() for tensor in tensors), ends, ends, 9, 9,
-        return_aux=request, window_size=window,
+        return_aux=varlen.AuxRequest(lse=True), window_size=window,
     )  # fmt: skip
-    out.float().square().sum().backward()
     leaves, right = sequence_by_sequence(*tensors, LENGTHS, LENGTHS, window, None)
-    right.square().sum().backward()
-    near = {"atol": 6e-2, "rtol": 6e-2}
-    torch.testing.assert_close(out.cpu().float(), right, **near)
-    for tensor, leaf in zip(tensors, leaves, strict=True):
-        torch.testing.assert_close(tensor.grad.cpu(), leaf.grad, **near)
+    agree(out.float(), tensors, leaves, right, 6e-2)
     first = leaves[0][5:14, 0] @ leaves[1][5:14, 0].T / 4
     first = first.masked_fill(~seen(9, 9, *window), -torch.inf).logsumexp(-1)
     torch.testing.assert_close(logsumexp[0, 5:14].cpu(), first, atol=3e-2, rtol=3e-2)
@@ -633,13 +559,8 @@ def test_flash_attention_of_batches_has_tokens_before_heads():
         *(t.transpose(1, 2) for t in inputs), None, None, 6, 6, 0.0, True, False
     )
     assert found[1].shape == (2, 4, 6)
-    found[0].float().square().sum().backward()
-    leaves, right = expected(*inputs, is_causal=True)
-    right.square().sum().backward()
-    near = {"atol": 4e-2, "rtol": 4e-2}
-    torch.testing.assert_close(found[0].transpose(1, 2).cpu().float(), right, **near)
-    for tensor, leaf in zip(inputs, leaves, strict=True):
-        torch.testing.assert_close(tensor.grad.cpu().float(), leaf.grad, **near)
+    right = expected(*inputs, is_causal=True)
+    agree(found[0].transpose(1, 2), inputs, *right, 4e-2)
 
 
 @pytest.mark.parametrize("name", ["varlen_attn", "varlen_attn_out"])
@@ -694,12 +615,13 @@ def test_cudnns_kernel_for_packed_sequences_computes_the_same():
         ({"dim": 264}, "only supports head dimension at most 256"),
         ({"heads": 3}, "must divide number of heads in query"),
         ({"offsets": torch.int64}, "cu_seqlens_q must have dtype int32"),
-        ({"host": True}, "Expected all tensors to be on the same device"),
+        ({"host": 1}, "Expected all tensors to be on the same device"),
+        ({"host": 2}, "'CPU' backend"),  # all of it: PyTorch's own refusal
         ({"lengths": (5, 11)}, "attention to tokens that are not there"),
         ({"card": "T4"}, "only supports Ampere GPUs or newer"),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_flash_attention_refuses_of_packed_sequences(change, message):
     if "card" in change:
         simgpu.stop()
@@ -708,22 +630,14 @@ def test_what_flash_attention_refuses_of_packed_sequences(change, message):
     tensors = {"dtype": torch.float16, **tensors}
     query = packed(LENGTHS, **tensors)
     key = packed(LENGTHS, **tensors, heads=change.get("heads", 4))
-    ends = offsets(
-        change.get("lengths", LENGTHS), "cpu" if "host" in change else "cuda"
-    )
+    host = change.get("host", 0)
+    ends = offsets(change.get("lengths", LENGTHS), "cpu" if host else "cuda")
     ends = ends.to(change.get("offsets", torch.int32))
+    if host == 2:
+        query, key = query.cpu(), key.cpu()
     with pytest.raises((RuntimeError, NotImplementedError), match=message):
         torch.ops.aten._flash_attention_forward(
             query, key, key, ends, ends, 11, 11, 0.0, False, False
-        )
-
-
-def test_packed_sequences_on_the_host_are_pytorchs_own_refusal():
-    query = packed(LENGTHS).cpu()
-    ends = offsets(LENGTHS, "cpu")
-    with pytest.raises(NotImplementedError, match="'CPU' backend"):
-        torch.ops.aten._flash_attention_forward(
-            query, query, query, ends, ends, 9, 9, 0.0, False, False
         )
 
 

@@ -1,5 +1,6 @@
 """What the clock counts: copies, kernels, and how long they take."""
 
+import functools
 import math
 
 import numpy as np
@@ -120,18 +121,12 @@ def start(number: int, card: str):
     return simgpu.timeline()
 
 
-@pytest.mark.parametrize(
-    "card, size, seconds",
-    [
-        # 2 * 4 MiB over 0.86 * 320 GB/s, ... 900 GB/s, ... 2039 GB/s
-        ("T4", MIB, 8 * MIB / 275.2e9),
-        ("V100", MIB, 8 * MIB / 774e9),
-        ("A100", MIB, 8 * MIB / 1753.54e9),
-        ("H100", MIB, 8 * MIB / 2881e9),
-        ("H200", MIB, 8 * MIB / 4128e9),
-        ("A100", 4, 0.0),
-    ],
-)
+@pytest.mark.parametrize("card, size, seconds", [
+    # 2 * 4 MiB over 0.86 * 320 GB/s, ... 900 GB/s, ... 2039 GB/s
+    ("T4", MIB, 8 * MIB / 275.2e9), ("V100", MIB, 8 * MIB / 774e9),
+    ("A100", MIB, 8 * MIB / 1753.54e9), ("H100", MIB, 8 * MIB / 2881e9),
+    ("H200", MIB, 8 * MIB / 4128e9), ("A100", 4, 0.0),
+])  # fmt: skip
 def test_an_element_wise_kernel_takes_its_traffic(card, size, seconds):
     log, x = start(1, card), torch.empty(size, device="cuda")
     log.clear()
@@ -143,36 +138,27 @@ def test_an_element_wise_kernel_takes_its_traffic(card, size, seconds):
     assert log.host == pytest.approx(10 * US) and log.seconds == event.end
 
 
-PRODUCT = 2 * 512**3  # FLOPs of a product of two 512 x 512 matrices
-
-
 def floor_of(name: str) -> float:
     """Seconds of a product besides its work: 4900 clocks."""
     return 4900 / (1e3 * CARDS[name].clock)
 
 
-@pytest.mark.parametrize(
-    "card, dtype, peak, waves, inner, shares",
-    [  # 64 tiles of 64 x 64: less than a wave, but on 40 multiprocessors 1.6 of them;
-        # on tensor cores as if the inner dimension were longer by 100. Without them, 32
-        # tiles of 64 x 128 whose inner dimension 4 blocks share are faster
-        ("T4", torch.float32, 0.49 * 8.1e12, 1.6, 512, 1),
-        ("A100", torch.float32, 0.89 * 19.5e12, 128 / 108, 512, 4),
-        (
-            "H100",
-            torch.bfloat16,
-            CARDS["H100"].reached["bfloat16"] * 989.4e12,
-            1,
-            612,
-            1,
-        ),
-        ("L40S", torch.bfloat16, 0.655 * 362.05e12, 1, 612, 1),
-        ("T4", torch.float16, 0.49 * 65e12, 1.6, 612, 1),
-        ("A100", torch.bfloat16, 0.765 * 312e12, 1, 612, 1),
-        ("B200", torch.bfloat16, 0.85 * 2250e12, 1, 612, 1),
-        ("A100", torch.float64, 0.89 * 19.5e12, 128 / 108, 512, 4),
-    ],
-)
+H100_PEAK = CARDS["H100"].reached["bfloat16"] * 989.4e12
+
+
+@pytest.mark.parametrize("card, dtype, peak, waves, inner, shares", [
+    # 64 tiles of 64 x 64: less than a wave, but on 40 multiprocessors 1.6 of them;
+    # on tensor cores as if the inner dimension were longer by 100. Without them, 32
+    # tiles of 64 x 128 whose inner dimension 4 blocks share are faster
+    ("T4", torch.float32, 0.49 * 8.1e12, 1.6, 512, 1),
+    ("A100", torch.float32, 0.89 * 19.5e12, 128 / 108, 512, 4),
+    ("H100", torch.bfloat16, H100_PEAK, 1, 612, 1),
+    ("L40S", torch.bfloat16, 0.655 * 362.05e12, 1, 612, 1),
+    ("T4", torch.float16, 0.49 * 65e12, 1.6, 612, 1),
+    ("A100", torch.bfloat16, 0.765 * 312e12, 1, 612, 1),
+    ("B200", torch.bfloat16, 0.85 * 2250e12, 1, 612, 1),
+    ("A100", torch.float64, 0.89 * 19.5e12, 128 / 108, 512, 4),
+])  # fmt: skip
 def test_a_matrix_product_takes_its_flops_and_its_traffic(
     card, dtype, peak, waves, inner, shares
 ):
@@ -181,7 +167,7 @@ def test_a_matrix_product_takes_its_flops_and_its_traffic(
     log.clear()
     x @ x
     (event,) = log.events
-    assert event.flops == PRODUCT
+    assert event.flops == 2 * 512**3
     wide = 64 if shares == 1 else 128
     block = 2 * 64 * wide * its.multi_processors / peak  # seconds for one of the inner
     loads = (64 + wide) * dtype.itemsize / 200 / (1e3 * its.clock)
@@ -191,36 +177,35 @@ def test_a_matrix_product_takes_its_flops_and_its_traffic(
     if card in ("T4", "L40S"):  # the L2 cache is faster than the memory
         cache = 7 * its.multi_processors * 1e3 * its.clock
         traffic *= 1 / 3 + 2 / 3 * 0.87 * its.memory_bandwidth / cache
-    assert spent(event) == pytest.approx(
-        floor_of(card) + math.hypot(busy, traffic), rel=1e-6
-    )
+    expected = floor_of(card) + math.hypot(busy, traffic)
+    assert spent(event) == pytest.approx(expected, rel=1e-6)
 
 
 def seconds_of_product(rows: int, columns: int, inner: int, dtype=None) -> float:
-    """On the A100 that runs, in float32."""
+    """On the A100 that runs, in float32, besides the floor."""
+    one, other = (torch.empty(shape, device="cuda", dtype=dtype)
+                  for shape in ((rows, inner), (inner, columns)))  # fmt: skip
     with simgpu.timeline().recording() as events:
-        torch.empty(rows, inner, device="cuda", dtype=dtype) @ torch.empty(
-            inner, columns, device="cuda", dtype=dtype
-        )
-    (event,) = events
-    return spent(event) - floor_of("A100")
+        one @ other
+    return spent(events[0]) - floor_of("A100")
+
+
+def test_few_blocks_share_the_inner_dimension(log):
+    one = seconds_of_product(64, 64, 1000, torch.bfloat16)
+    # 13 parts of 615 each, and a kernel that adds them up
+    many = seconds_of_product(64, 64, 8000, torch.bfloat16)
+    parts = (many - floor_of("A100")) * 1100 / (8000 / 13 + 100)
+    assert parts == pytest.approx(one, rel=0.1)
 
 
 def test_a_small_product_in_float32_has_small_tiles():
-    a100 = CARDS["A100"]
-    seconds = {
-        rows: costs.product_seconds(
-            a100,
-            costs.Product(1, rows, 128, 128),
-            "float32",
-            4 * 128 * (2 * rows + 128),
-        )
-        for rows in (64, 1024, 16384)
-    }
-    floor = 4900 / (1e3 * a100.clock)
+    a100, seconds = CARDS["A100"], {}
+    for rows in (64, 1024, 16384):
+        product, nbytes = costs.Product(1, rows, 128, 128), 4 * 128 * (2 * rows + 128)
+        seconds[rows] = costs.product_seconds(a100, product, "float32", nbytes)
     # 64 rows: 32 tiles of 16 x 16, which reach a quarter of the arithmetic
     tile = 2 * 16 * 16 * 128 / (0.25 * 0.89 * 19.5e12 / 108)
-    assert seconds[64] == pytest.approx(floor + tile, rel=0.05)
+    assert seconds[64] == pytest.approx(floor_of("A100") + tile, rel=0.05)
     assert seconds[1024] < 1.6 * seconds[64] and seconds[16384] > 3 * seconds[1024]
 
 
@@ -246,14 +231,6 @@ def test_a_product_computes_whole_tiles_in_waves(log):
     more = seconds_of_product(768, 640, 256)  # 120 tiles
     assert more == pytest.approx(whole * 120 / 108, rel=0.01)
     assert seconds_of_product(1536, 576, 256) == pytest.approx(2 * whole, rel=0.01)
-
-
-def test_few_blocks_share_the_inner_dimension(log):
-    one = seconds_of_product(64, 64, 1000, torch.bfloat16)
-    # 13 parts of 615 each, and a kernel that adds them up
-    many = seconds_of_product(64, 64, 8000, torch.bfloat16)
-    parts = (many - floor_of("A100")) * 1100 / (8000 / 13 + 100)
-    assert parts == pytest.approx(one, rel=0.1)
 
 
 def test_one_row_reads_its_matrix_and_that_takes_the_time(log):
@@ -320,33 +297,28 @@ def test_gradients_of_a_convolution_cost_as_much_each_as_it(log):
 CONVOLUTIONS = {  # layer, shape of its input -> FLOPs: 2 a weight and place
     "1-D, dilated": (
         lambda: nn.Conv1d(6, 9, 5, stride=2, padding=1, dilation=2, groups=3),
-        (4, 6, 33),
-        2 * 4 * 14 * (9 * 2 * 5),
+        (4, 6, 33), 2 * 4 * 14 * (9 * 2 * 5),
     ),
     "2-D": (lambda: nn.Conv2d(8, 12, 3, padding=1), (2, 8, 10, 6), 2 * 2 * 60 * 864),
     "no batch": (lambda: nn.Conv2d(8, 12, 3, padding=1), (8, 10, 6), 2 * 60 * 864),
     "groups": (lambda: nn.Conv2d(8, 12, 3, groups=4), (2, 8, 10, 6), 2 * 2 * 32 * 216),
     "depthwise": (
         lambda: nn.Conv2d(8, 16, 3, groups=8, bias=False),
-        (2, 8, 10, 6),
-        2 * 2 * 32 * (16 * 9),
+        (2, 8, 10, 6), 2 * 2 * 32 * (16 * 9),
     ),
     "3-D": (
         lambda: nn.Conv3d(4, 6, (1, 3, 3), groups=2),
-        (2, 4, 3, 8, 8),
-        2 * 2 * (3 * 6 * 6) * (6 * 2 * 9),
+        (2, 4, 3, 8, 8), 2 * 2 * (3 * 6 * 6) * (6 * 2 * 9),
     ),
     "transposed": (  # of these, a place is one of the input
         lambda: nn.ConvTranspose2d(8, 12, 4, stride=2, groups=4),
-        (2, 8, 5, 5),
-        2 * 2 * 25 * (8 * 3 * 16),
+        (2, 8, 5, 5), 2 * 2 * 25 * (8 * 3 * 16),
     ),
     "transposed, 3-D": (
         lambda: nn.ConvTranspose3d(4, 6, 2, dilation=2, groups=2),
-        (1, 4, 3, 3, 3),
-        2 * 27 * (4 * 3 * 8),
+        (1, 4, 3, 3, 3), 2 * 27 * (4 * 3 * 8),
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)
@@ -372,15 +344,11 @@ def test_cudnns_own_names_count_as_much(log):
     assert [event.flops for event in events] == 2 * [2 * 2 * 25 * (8 * 2 * 9)]
 
 
-@pytest.mark.parametrize(
-    "run, times",
-    [
-        (lambda x: nn.functional.layer_norm(x, (1024,)), 1.33),
-        (lambda x: x.softmax(-1), 1.2),
-        (lambda x: x.relu(), 1.0),
-    ],
-    ids=["layer norm", "softmax", "relu"],
-)
+@pytest.mark.parametrize("run, times", [
+    (lambda x: nn.functional.layer_norm(x, (1024,)), 1.33),
+    (lambda x: x.softmax(-1), 1.2),
+    (lambda x: x.relu(), 1.0),
+], ids=["layer norm", "softmax", "relu"])  # fmt: skip
 def test_some_passes_move_more_than_their_tensors(log, run, times):
     x = torch.zeros(1024, 1024, device="cuda")
     with log.recording() as events:
@@ -433,25 +401,22 @@ def test_the_host_runs_ahead_and_a_stream_is_in_order(log):
     assert log.seconds == pytest.approx(116.5 * US)
 
 
-@pytest.mark.parametrize(
-    "copy, rate, waits",
-    [
-        (lambda h, p, g: h.to(1), 10e9, True),  # pageable: the host's own copy
-        (lambda h, p, g: h.to(1, non_blocking=True), 10e9, True),
-        (lambda h, p, g: p.to(1), 25.6e9, True),  # 0.8 of 32 GB/s
-        (lambda h, p, g: p.to(1, non_blocking=True), 25.6e9, False),
-        (lambda h, p, g: p.cuda(1, non_blocking=True), 25.6e9, False),
-        (lambda h, p, g: g.copy_(p, non_blocking=True), 25.6e9, False),
-        (lambda h, p, g: g.copy_(h), 10e9, True),
-        (lambda h, p, g: g.cpu(), 10e9, True),
-        (lambda h, p, g: g.to("cpu", non_blocking=True), 25.6e9, False),
-        (lambda h, p, g: p.copy_(g), 25.6e9, True),
-        (lambda h, p, g: p.copy_(g, non_blocking=True), 25.6e9, False),
-        (lambda h, p, g: h.copy_(g, non_blocking=True), 10e9, True),
-        (lambda h, p, g: g.to(2), 240e9, False),  # 0.8 of NVLink's 300 GB/s
-        (lambda h, p, g: g.to(2, non_blocking=True), 240e9, False),
-    ],
-)
+@pytest.mark.parametrize("copy, rate, waits", [
+    (lambda h, p, g: h.to(1), 10e9, True),  # pageable: the host's own copy
+    (lambda h, p, g: h.to(1, non_blocking=True), 10e9, True),
+    (lambda h, p, g: p.to(1), 25.6e9, True),  # 0.8 of 32 GB/s
+    (lambda h, p, g: p.to(1, non_blocking=True), 25.6e9, False),
+    (lambda h, p, g: p.cuda(1, non_blocking=True), 25.6e9, False),
+    (lambda h, p, g: g.copy_(p, non_blocking=True), 25.6e9, False),
+    (lambda h, p, g: g.copy_(h), 10e9, True),
+    (lambda h, p, g: g.cpu(), 10e9, True),
+    (lambda h, p, g: g.to("cpu", non_blocking=True), 25.6e9, False),
+    (lambda h, p, g: p.copy_(g), 25.6e9, True),
+    (lambda h, p, g: p.copy_(g, non_blocking=True), 25.6e9, False),
+    (lambda h, p, g: h.copy_(g, non_blocking=True), 10e9, True),
+    (lambda h, p, g: g.to(2), 240e9, False),  # 0.8 of NVLink's 300 GB/s
+    (lambda h, p, g: g.to(2, non_blocking=True), 240e9, False),
+])  # fmt: skip
 def test_copies_take_the_slowest_link(log, copy, rate, waits):
     host, gpu = torch.zeros(MIB), torch.zeros(MIB, device=1)
     pinned = torch.zeros(MIB).pin_memory()
@@ -498,20 +463,24 @@ def test_what_is_copied_to_the_host_without_waiting_is_pinned():
     assert not x.cpu().is_pinned()
 
 
+def on_streams(log, gpu: int, *calls):
+    """The events of calls, each on a stream of its own, after all else is done."""
+    streams = [torch.cuda.Stream(gpu) for _ in calls]
+    torch.cuda.synchronize(gpu)
+    log.clear()
+    for stream, call in zip(streams, calls, strict=True):
+        with torch.cuda.stream(stream):
+            call()
+    return log.events
+
+
 def test_directions_do_not_disturb_each_other_and_one_queues(log):
     pinned = [torch.zeros(MIB).pin_memory() for _ in range(2)]
     x = torch.zeros(MIB, device=1)
-    streams = [torch.cuda.Stream(1) for _ in range(4)]
-    torch.cuda.synchronize(1)
-    log.clear()
-    for stream, host in zip(streams[:2], pinned, strict=True):
-        with torch.cuda.stream(stream):
-            host.to(1, non_blocking=True)
-    with torch.cuda.stream(streams[2]):
-        x.to("cpu", non_blocking=True)
-    with torch.cuda.stream(streams[3]):
-        x.to(2)
-    first, second, out, peer = log.events
+    first, second, out, peer = on_streams(
+        log, 1, *(functools.partial(host.to, 1, non_blocking=True) for host in pinned),
+        lambda: x.to("cpu", non_blocking=True), lambda: x.to(2),
+    )  # fmt: skip
     assert second.start == first.end  # one engine for what comes in
     assert out.start == pytest.approx(30 * US) and out.start < first.end
     assert peer.start == pytest.approx(40 * US)
@@ -524,52 +493,41 @@ def test_directions_do_not_disturb_each_other_and_one_queues(log):
 
 def test_copies_and_kernels_of_two_streams_overlap(log):
     x, host = torch.zeros(MIB, device=1), torch.zeros(MIB).pin_memory()
-    side = torch.cuda.Stream(1)
-    torch.cuda.synchronize(1)
-    log.clear()
-    with torch.cuda.stream(side):
-        host.to(1, non_blocking=True)
-    x.neg_()
-    copy, kernel = log.events
+    copy, kernel = on_streams(log, 1, lambda: host.to(1, non_blocking=True), x.neg_)
     assert kernel.start == pytest.approx(35 * US) and kernel.start < copy.end
     totals = log.totals()["cuda:1"]
     assert totals.overlap == pytest.approx(min(copy.end, kernel.end) - kernel.start)
 
 
 def test_large_kernels_wait_for_each_other(log):
-    streams = [torch.cuda.Stream(1) for _ in range(2)]
-    xs = [torch.zeros(2 * MIB, device=1) for _ in streams]  # fills 108 multiprocessors
-    torch.cuda.synchronize(1)
-    log.clear()
-    for stream, x in zip(streams, xs, strict=True):
-        with torch.cuda.stream(stream):
-            x.neg_()
-    one, other = log.events
+    xs = [torch.zeros(2 * MIB, device=1) for _ in range(2)]  # fill 108 multiprocessors
+    one, other = on_streams(log, 1, *(x.neg_ for x in xs))
     assert other.start == one.end and log.totals()["cuda:1"].overlap == 0
 
 
 def test_small_kernels_beside_each_other():
     """Reductions of much to a little last, and take one of 40 multiprocessors each."""
     log, x = start(1, "T4"), torch.zeros(64, 2**14, device="cuda")
-    streams = [torch.cuda.Stream() for _ in range(3)]
-    torch.cuda.synchronize()
-    log.clear()
-    for stream in streams:
-        with torch.cuda.stream(stream):
-            x.sum(1)
-    starts = [event.start for event in log.events]
+    events = on_streams(log, 0, *[lambda: x.sum(1)] * 3)
+    starts = [event.start for event in events]
     assert starts == [pytest.approx(n * US) for n in (25, 35, 45)]
-    assert log.events[0].end > starts[1]
+    assert events[0].end > starts[1]
     assert log.totals()["cuda:0"].overlap > 0
+
+
+def meet_on_gpu_1(log):
+    """The clock, and an all-reduce of 300 us that GPU 1 has reached."""
+    clock = runtime.current().clock
+    (gpu,) = (gpu for gpu in clock.gpus if gpu.index == 1)
+    torch.cuda.synchronize(1)
+    log.clear()
+    return clock, clock.meet(gpu, 40, 0, "all_reduce", 8, 300 * US)
 
 
 def test_every_kernel_beside_a_collective_has_fewer_multiprocessors(log):
     """However late in it: 16 of an A100's 108 are the collective's."""
-    x, clock = torch.zeros(2 * MIB, device=1), runtime.current().clock
-    (gpu,) = (gpu for gpu in clock.gpus if gpu.index == 1)
-    torch.cuda.synchronize(1)
-    log.clear()
-    meeting = clock.meet(gpu, 40, 0, "all_reduce", 8, 300 * US)
+    x = torch.zeros(2 * MIB, device=1)
+    clock, meeting = meet_on_gpu_1(log)
     for _ in range(5):
         simgpu.host_busy(60 * US)
         x.neg_()
@@ -579,12 +537,10 @@ def test_every_kernel_beside_a_collective_has_fewer_multiprocessors(log):
     assert beside == pytest.approx([alone * 108 / (108 - 16)] * 4)
 
 
-def test_a_stream_waits_for_an_event_behind_a_collective():
+def test_a_stream_waits_for_an_event_behind_a_collective(log):
     """Also if it is not known yet when the collective ends."""
     torch.zeros(1, device=1)
-    clock = runtime.current().clock
-    (gpu,) = (gpu for gpu in clock.gpus if gpu.index == 1)
-    meeting = clock.meet(gpu, 40, 0, "all_reduce", 8, 300 * US)
+    clock, meeting = meet_on_gpu_1(log)
     clock.stream_waits(1, 7, clock.record(1, 40))
     clock.settled(meeting, meeting.ready, meeting.ready + 300 * US)
     before = clock.host
@@ -765,8 +721,6 @@ def test_a_fused_optimizer_reads_four_and_writes_three(log):
 
 def test_the_cards_agree_with_pytorchs_own_datasheets():
     from torch._inductor.analysis.device_info import lookup_device_info
-
-    from simgpu._device.cards import CARDS
 
     for name in ("A100", "H100"):
         card, sheet = CARDS[name], lookup_device_info(f"NVIDIA {name}")

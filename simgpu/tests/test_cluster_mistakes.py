@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -87,13 +88,6 @@ def end_before_the_first_collective() -> None:
         dist.broadcast(ones(), 0)
 
 
-def test_a_rank_that_never_connects_is_named(simulated_ranks):
-    found = failures(simulated_ranks, end_before_the_first_collective)
-    for rank in (0, 2):
-        call = rf"rank {rank}: broadcast \(\w+.py:\d+\) on all ranks for the first time"
-        assert re.search(f"{call} {GONE}", found[rank])
-
-
 def end_too_late(given_up: Path) -> None:
     """Rank 1 comes when rank 0 has given up."""
     rank = join(timeout=timedelta(seconds=MOMENT))
@@ -155,66 +149,13 @@ def skip_a_message_of_a_batch() -> None:
     dist.barrier()
 
 
-CIRCLES = {
-    wait_in_another_call: (
-        (),
-        r"rank 0: all_reduce of 4 float32, SUM \(\S+\) on all ranks, waits for rank 1",
-        r"rank 1: recv from rank 0 of 4 float32 \(\S+\), waits for rank 0",
-    ),
-    receive_in_a_ring: (
-        (),
-        r"rank 0: recv from rank 1 of 4 float32 \(\S+\), waits for rank 1",
-        r"rank 1: recv from rank 2 of 4 float32 \(\S+\), waits for rank 2",
-        r"rank 2: recv from rank 0 of 4 float32 \(\S+\), waits for rank 0",
-    ),
-    use_groups_in_another_order: (
-        (False,),
-        r"rank 0: all_reduce \(\S+\) on ranks 0, 1 for the first time, waits for rank",
-        r"rank 1: all_reduce \(\S+\) on all ranks \(group 2\) for the first time",
-    ),
-    skip_a_message_of_a_batch: (
-        (),
-        r"rank 1: barrier \(\S+\) on all ranks, behind send of rank 0 \(\S+\), waits "
-        "for rank 1 itself",
-    ),
-}
-
-
-@pytest.mark.parametrize("program", CIRCLES, ids=lambda program: program.__name__)
-def test_ranks_that_wait_for_each_other_are_shown_with_their_calls(
-    simulated_ranks, program
-):
-    args, *lines = CIRCLES[program]
-    for text in failures(simulated_ranks, program, *args).values():
-        assert CIRCLE in text
-        for line in lines:
-            assert re.search(line, text)
-
-
-def test_groups_in_another_order_once_they_are_connected(simulated_ranks):
-    """On one stream, as a blocking call has it."""
-    found = failures(simulated_ranks, use_groups_in_another_order, True)
-    for text in found.values():
-        assert CIRCLE in text
-        assert re.search(r"rank 0: all_reduce .* on ranks 0, 1, waits for rank 1", text)
-        assert re.search(r"rank 1: all_reduce .* on all ranks \(group 2\), waits", text)
-
-
 def send_in_a_ring() -> None:
+    """All have been called, and each stands behind another one on its stream."""
     rank = join()
     given, taken = ones(), ones()
     dist.send(given, (rank + 1) % 3)
     dist.recv(taken, (rank - 1) % 3)
     torch.cuda.synchronize()
-
-
-def test_sends_that_wait_for_each_other_are_shown_as_a_circle(simulated_ranks):
-    """All have been called, and each stands behind another one on its stream."""
-    for rank, text in failures(simulated_ranks, send_in_a_ring).items():
-        assert "a circle of ranks, each of which waits for the next" in text
-        first = rf"rank {rank}: send to rank {(rank + 1) % 3} of 4 float32 \(\S+\), "
-        behind = rf"behind send of rank {(rank + 1) % 3} \(\S+\), behind send of rank "
-        assert re.search(first + behind, text)
 
 
 # -- groups that the ranks make in different ways --------------------------------------
@@ -270,13 +211,6 @@ def test_groups_in_another_order_are_shown_with_both_calls(simulated_ranks, how)
     assert re.search(rf"  rank [{'01' if first else 0}]: " + line.format(its), text)
     assert re.search(rf"  rank [{'23' if second == 2 else '123'}]: "
                      + line.format(others), text)  # fmt: skip
-
-
-def test_a_group_that_is_split_needs_all_ranks(simulated_ranks):
-    """`device_id`: NCCL splits it from the group of all ranks, which all must call."""
-    found = failures(simulated_ranks, make_groups, "too few split", True, ranks=4)
-    line = r"rank 0: a process group with device_id \(\S+\) on ranks 0, 1 for the "
-    assert re.search(line + "first time: new_group, waits for ranks 2, 3", found[0])
 
 
 ALIKE = {
@@ -371,20 +305,6 @@ def leave_one_waiting(how: str) -> None:
         torch.cuda.synchronize()
 
 
-WAITING = {
-    "split": r"rank 0: split_group \(\S+\) of all ranks,? waits for rank 2",
-    "other parts": r"do not split a group in the same way:\n  rank \d: into a part of ",
-    "gloo": r"rank 0: a group of gloo \(\S+\) of ranks 0, 1: new_group.* for rank 1",
-    "local": r"rank 0: a group of gloo \(\S+\) of ranks 0, 1,? waits for rank 1",
-}
-
-
-@pytest.mark.parametrize("how", WAITING)
-def test_a_group_that_a_rank_does_not_make_names_it(simulated_ranks, how):
-    found = failures(simulated_ranks, leave_one_waiting, how)
-    assert re.search(WAITING[how], found[0])
-
-
 # -- ranks that call different things --------------------------------------------------
 
 
@@ -443,16 +363,9 @@ def receive_another_size() -> None:
     rank = join()
     if rank == 0:
         dist.send(ones(4), 1)
-    else:
+    elif rank == 1:
         dist.recv(ones(6), 0)
     torch.cuda.synchronize()
-
-
-def test_a_message_of_another_size_is_shown_with_both_ends(simulated_ranks):
-    for text in failures(simulated_ranks, receive_another_size, ranks=2).values():
-        assert "do not call the same message, number 1 from rank 0 to rank 1" in text
-        assert "rank 0: send to rank 1 of 4 float32" in text
-        assert "rank 1: recv from rank 0 of 6 float32" in text
 
 
 # -- tensors that are elsewhere --------------------------------------------------------
@@ -479,23 +392,89 @@ def test_one_rank_with_a_tensor_elsewhere_ends_the_others(simulated_ranks, where
     assert said in found[1] and GONE in found[0]
 
 
-def test_one_rank_on_another_gpu_than_before_waits_in_vain(simulated_ranks):
-    found = failures(simulated_ranks, give_a_tensor_of, "cuda:0", ranks=2)
-    for rank in (0, 1):
-        assert "on cuda:0, after cuda:1, where NCCL waits until all have come" in (
-            found[rank])  # fmt: skip
-        assert "is torch.cuda.set_device(rank) missing?" in found[rank]
-
-
 def share_a_gpu() -> None:
     dist.init_process_group("nccl")
     dist.all_reduce(ones())
 
 
-def test_ranks_on_one_gpu_are_named(simulated_ranks):
-    for rank, text in failures(simulated_ranks, share_a_gpu).items():
-        other = 1 if rank == 0 else 0
-        assert f"Duplicate GPU detected : rank {rank} and rank {other} both" in text
+# -- what is said of each --------------------------------------------------------------
+
+SAID = {  # a program and its arguments -> those who say it, or all that fail; what
+    (end_before_the_first_collective,): (
+        (0, 2), rf"rank {{rank}}: broadcast \(\w+.py:\d+\) on all ranks for the first "
+        f"time {GONE}",
+    ),
+    (wait_in_another_call,): (
+        (), CIRCLE,
+        r"rank 0: all_reduce of 4 float32, SUM \(\S+\) on all ranks, waits for rank 1",
+        r"rank 1: recv from rank 0 of 4 float32 \(\S+\), waits for rank 0",
+    ),
+    (receive_in_a_ring,): (
+        (), CIRCLE,
+        r"rank 0: recv from rank 1 of 4 float32 \(\S+\), waits for rank 1",
+        r"rank 1: recv from rank 2 of 4 float32 \(\S+\), waits for rank 2",
+        r"rank 2: recv from rank 0 of 4 float32 \(\S+\), waits for rank 0",
+    ),
+    (use_groups_in_another_order, False): (
+        (), CIRCLE,
+        r"rank 0: all_reduce \(\S+\) on ranks 0, 1 for the first time, waits for rank",
+        r"rank 1: all_reduce \(\S+\) on all ranks \(group 2\) for the first time",
+    ),
+    (use_groups_in_another_order, True): (  # on one stream, as a blocking call has it
+        (), CIRCLE, r"rank 0: all_reduce .* on ranks 0, 1, waits for rank 1",
+        r"rank 1: all_reduce .* on all ranks \(group 2\), waits",
+    ),
+    (skip_a_message_of_a_batch,): (
+        (), CIRCLE,
+        r"rank 1: barrier \(\S+\) on all ranks, behind send of rank 0 \(\S+\), waits "
+        "for rank 1 itself",
+    ),
+    (send_in_a_ring,): (
+        (), "a circle of ranks, each of which waits for the next",
+        r"rank {rank}: send to rank {after} of 4 float32 \(\S+\), behind send of rank "
+        r"{after} \(\S+\), behind send of rank ",
+    ),
+    (make_groups, "too few split", True): (  # NCCL splits it from that of all ranks
+        (0,), r"rank 0: a process group with device_id \(\S+\) on ranks 0, 1 for the "
+        "first time: new_group, waits for ranks 2, 3",
+    ),
+    (leave_one_waiting, "split"): (
+        (0,), r"rank 0: split_group \(\S+\) of all ranks,? waits for rank 2",
+    ),
+    (leave_one_waiting, "other parts"): (
+        (0,), r"do not split a group in the same way:\n  rank \d: into a part of ",
+    ),
+    (leave_one_waiting, "gloo"): (
+        (0,), r"rank 0: a group of gloo \(\S+\) of ranks 0, 1: new_group.* for rank 1",
+    ),
+    (leave_one_waiting, "local"): (
+        (0,), r"rank 0: a group of gloo \(\S+\) of ranks 0, 1,? waits for rank 1",
+    ),
+    (receive_another_size,): (
+        (), "do not call the same message, number 1 from rank 0 to rank 1",
+        "rank 0: send to rank 1 of 4 float32", "rank 1: recv from rank 0 of 6 float32",
+    ),
+    (give_a_tensor_of, "cuda:0"): (
+        (0, 1), "on cuda:0, after cuda:1, where NCCL waits until all have come",
+        r"is torch.cuda.set_device\(rank\) missing\?",
+    ),
+    (share_a_gpu,): (
+        (0, 1, 2), "Duplicate GPU detected : rank {rank} and rank {other} both",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "call", SAID, ids=lambda call: " ".join([call[0].__name__, *map(str, call[1:])])
+)
+def test_ranks_that_wait_in_vain_are_shown_with_their_calls(simulated_ranks, call):
+    who, *lines = SAID[call]
+    ranks = 4 if call[0] is make_groups else 3
+    found = failures(simulated_ranks, *call, ranks=ranks)
+    for rank in who or found:
+        for line in lines:
+            its = {"rank": rank, "after": (rank + 1) % 3, "other": int(rank == 0)}
+            assert re.search(line.format(**its), found[rank])
 
 
 # -- what is no mistake ----------------------------------------------------------------
@@ -564,82 +543,45 @@ def test_too_little_shared_memory_is_said(simulated_ranks):
     assert "raise the limit (ulimit -v, ulimit -f)" in texts
 
 
-def begin_again() -> list[float]:
-    found = []
-    for _ in range(3):
-        rank = join()
-        x = ones() * rank
-        dist.all_reduce(x)
-        found.append(x[0].item())
-        dist.destroy_process_group()
-    return found
-
-
-def test_a_group_may_be_destroyed_and_made_again(simulated_ranks):
-    assert simulated_ranks(begin_again, 3) == [[3.0] * 3] * 3
-
-
 def work_in_threads() -> list[float]:
     """Each thread has a group and a stream of its own."""
     join()
     groups = [dist.new_group([0, 1]) for _ in range(2)]
     for group in groups:
         dist.barrier(group)
-    device, found = torch.cuda.current_device(), [0.0, 0.0]
+    device = torch.cuda.current_device()
 
-    def work(number: int) -> None:
+    def work(number: int) -> float:
         torch.cuda.set_device(device)
         with torch.cuda.stream(torch.cuda.Stream()):
             x = ones() * (number + 1)
             for _ in range(10):
                 dist.all_reduce(x, dist.ReduceOp.AVG, groups[number])
-            found[number] = x[0].item()
+            return x[0].item()
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(work, range(2)))
 
 
 def test_threads_have_groups_of_their_own(simulated_ranks):
     assert simulated_ranks(work_in_threads, 2, seconds=SHORT) == [[1.0, 2.0]] * 2
 
 
-def pin_in_a_thread() -> list[str]:
+def pin_in_a_thread() -> None:
     join()
-    x, stop, errors = ones(), threading.Event(), []
+    x, stop = ones(), threading.Event()
 
     def pin():
-        try:
-            while not stop.is_set():
-                torch.ones(8).pin_memory()
-        except Exception as error:
-            errors.append(repr(error))
+        while not stop.is_set():
+            torch.ones(8).pin_memory()
 
-    thread = threading.Thread(target=pin)
-    thread.start()
-    for _ in range(200):
-        dist.all_reduce(x, dist.ReduceOp.AVG)
-    stop.set()
-    thread.join()
-    return errors
+    with ThreadPoolExecutor(1) as pool:
+        pinning = pool.submit(pin)
+        for _ in range(200):
+            dist.all_reduce(x, dist.ReduceOp.AVG)
+        stop.set()
+        pinning.result()  # raises its error
 
 
 def test_another_thread_waits_for_a_collective_that_is_being_launched(simulated_ranks):
-    assert simulated_ranks(pin_in_a_thread, 2, seconds=SHORT) == [[]] * 2
-
-
-def use_a_group_of_some() -> float:
-    rank = join()
-    some = dist.new_group([0, 2])
-    x = ones()
-    if rank != 1:
-        dist.all_reduce(x, group=some)
-    dist.all_reduce(x)
-    return x[0].item()
-
-
-def test_a_group_of_some_ranks_is_not_for_the_others_to_call(simulated_ranks):
-    assert simulated_ranks(use_a_group_of_some, 3) == [5.0] * 3
+    simulated_ranks(pin_in_a_thread, 2, seconds=SHORT)

@@ -33,15 +33,16 @@ def _recorded(name):
 
 
 @pytest.mark.parametrize("fitted", [True, False])
-@pytest.mark.parametrize(
-    "card, near", [("A100", 0.95), ("H100", 0.94), ("B200", 0.95), ("L40S", 0.86)]
-)
-def test_collectives_in_a_node_take_what_was_recorded(card, near, fitted):
-    rows = [row for row in _recorded("nccl_tests") if row.card == card]
-    assert len(rows) == 252
+@pytest.mark.parametrize("name, of, number, apart, near", [
+    ("nccl_tests", "A100", 252, 0.05, 0.95), ("nccl_tests", "H100", 252, 0.05, 0.94),
+    ("nccl_tests", "B200", 252, 0.05, 0.95), ("nccl_tests", "L40S", 252, 0.05, 0.86),
+    ("nccl_nodes", "2 nodes", 29, 0.1, 0.85),  # over EFA
+])  # fmt: skip
+def test_collectives_take_what_was_recorded(name, of, number, apart, near, fitted):
+    rows = [row for row in _recorded(name) if of == row.card or of in row.what]
+    assert len(rows) == number
     found = figures_of(row for row in rows if row.fitted == fitted)
-    assert 0.95 < found.median < 1.05
-    assert found.near > near
+    assert 1 - apart < found.median < 1 + apart and found.near > near
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "all_gather", "reduce_scatter"])
@@ -50,14 +51,6 @@ def test_small_messages_take_what_was_recorded(name):
     small = [r for r in rows if 2**16 <= int(r.what.split()[2]) <= 2**22]
     near = figures_of(r for r in small if r.card != "L40S")  # its machine is uneven
     assert 0.95 < near.median < 1.05 and near.near > 0.9
-
-
-@pytest.mark.parametrize("fitted", [True, False])
-def test_collectives_over_efa_take_what_was_recorded(fitted):
-    rows = [row for row in _recorded("nccl_nodes") if "2 nodes" in row.what]
-    assert len(rows) == 29
-    found = figures_of(row for row in rows if row.fitted == fitted)
-    assert 0.9 < found.median < 1.1 and found.near > 0.85
 
 
 def test_kernels_that_wait_for_the_last_rank_take_longer():
@@ -69,28 +62,18 @@ def test_kernels_that_wait_for_the_last_rank_take_longer():
 
 
 # kernel times on 8 H100, the smallest of the ranks: (collective, MiB, microseconds)
-# NVIDIA/Megatron-LM, pull request 5596, without symmetric memory
-MEGATRON = [
-    ("all_gather", 8, 43.4),
-    ("all_gather", 32, 118.9),
-    ("all_gather", 128, 385.3),
-    ("reduce_scatter", 8, 47.0),
-    ("reduce_scatter", 32, 112.6),
-]
-
-
-@pytest.mark.parametrize("name, mib, microseconds", MEGATRON)
-def test_gathers_and_scatters_are_predicted(name, mib, microseconds):
-    seconds = collective_seconds(name, mib * MIB, range(8), Topology(H100, 8))
-    assert 1 / 1.3 < seconds * 1e6 / microseconds < 1.3
-
-
-# nccl-tests on 2 nodes of 8 H100 with 8 x 200 Gbit/s over TCP (GCP's a3-megagpu-8g):
+# NVIDIA/Megatron-LM, pull request 5596, without symmetric memory; and nccl-tests on 2
+# nodes of 8 H100 with 8 x 200 Gbit/s over TCP (GCP's a3-megagpu-8g):
 # lessizzmore/create-a3mega-ztan-fork @ 02dd8f455c43, ztan-NCCL-test-result
-@pytest.mark.parametrize("mib, microseconds", [(1024, 6759), (8192, 47535)])
-def test_large_all_reduces_of_two_nodes_are_predicted(mib, microseconds):
-    topology = Topology(H100, 8, nodes=2, network="1.6 Tbit/s")
-    seconds = collective_seconds("all_reduce", mib * MIB, range(16), topology)
+@pytest.mark.parametrize("name, nodes, mib, microseconds", [
+    ("all_gather", 1, 8, 43.4), ("all_gather", 1, 32, 118.9),
+    ("all_gather", 1, 128, 385.3), ("reduce_scatter", 1, 8, 47.0),
+    ("reduce_scatter", 1, 32, 112.6),
+    ("all_reduce", 2, 1024, 6759), ("all_reduce", 2, 8192, 47535),
+])  # fmt: skip
+def test_what_was_published_is_predicted(name, nodes, mib, microseconds):
+    topology = Topology(H100, 8, nodes=nodes, network="1.6 Tbit/s")
+    seconds = collective_seconds(name, mib * MIB, range(8 * nodes), topology)
     assert 1 / 1.3 < seconds * 1e6 / microseconds < 1.3
 
 
@@ -120,10 +103,9 @@ def test_two_nodes_cost_more_than_one(name, card, nbytes):
 
 # nccl-tests on 8 A100 reach 222, 205 and 213 GB/s with 512 MiB: a rank copies its own
 # part as well, which counts half as much in an all-reduce
-@pytest.mark.parametrize(
-    "name, of_link",
-    [("all_reduce", 0.757), ("all_gather", 0.737), ("reduce_scatter", 0.737)],
-)
+@pytest.mark.parametrize("name, of_link", [
+    ("all_reduce", 0.757), ("all_gather", 0.737), ("reduce_scatter", 0.737)
+])  # fmt: skip
 def test_a_ring_of_large_messages_reaches_the_link(name, of_link):
     choice = choose(name, 2**34, range(8), ONE_NODE)
     assert choice.algorithm == "ring"
@@ -192,18 +174,10 @@ def test_consecutive_ranks_fill_a_node():
     assert topology.members([0, 1, 4]) == [2, 1]
 
 
-@pytest.mark.parametrize(
-    "text, expected",
-    [
-        ("100 Gbit/s", 12.5e9),
-        ("200Gb/s", 25e9),
-        ("400 Gbps", 50e9),
-        ("25 GB/s", 25e9),
-        ("1.6 Tbit/s", 200e9),
-        ("800 kbit/s", 1e5),
-        (5e9, 5e9),
-    ],
-)
+@pytest.mark.parametrize("text, expected", [
+    ("100 Gbit/s", 12.5e9), ("200Gb/s", 25e9), ("400 Gbps", 50e9), ("25 GB/s", 25e9),
+    ("1.6 Tbit/s", 200e9), ("800 kbit/s", 1e5), (5e9, 5e9),
+])  # fmt: skip
 def test_bandwidths_are_read(text, expected):
     assert parse_bandwidth(text) == expected
 
@@ -214,16 +188,20 @@ def test_what_is_no_bandwidth_says_what_is(bad):
         parse_bandwidth(bad)
 
 
-@pytest.mark.parametrize(
-    "text, card, expected",
-    [
-        ("400 Gbit/s EFA", A100, (50e9, 68e-6, False)),
-        ("400 GB/s efa", H100, (400e9, 27e-6, True)),
-        ("400 Gbit/s InfiniBand", H100, (50e9, 12e-6, True)),
-        ("400 Gbit/s", H100, (50e9, 12e-6, True)),
-        (5e9, A100, (5e9, 12e-6, True)),
-    ],
-)
+@pytest.mark.parametrize("bad", ["400 Gbit/s ATM", "EFA", "fast EFA"])
+def test_what_is_no_network_says_what_is(bad):
+    with pytest.raises(ValueError, match='write "100 Gbit/s", "25 GB/s" or a number'):
+        Topology(A100, 8, nodes=2, network=bad)
+
+
+@pytest.mark.parametrize("text, card, expected", [
+    ("400 Gbit/s EFA", A100, (50e9, 68e-6, False)),
+    ("400 GB/s efa", H100, (400e9, 27e-6, True)),
+    ("400 Gbit/s InfiniBand", H100, (50e9, 12e-6, True)),
+    ("400 Gbit/s", H100, (50e9, 12e-6, True)),
+    (5e9, A100, (5e9, 12e-6, True)),
+    (None, A100, (8 * 25e9, 12e-6, True)),  # 200 Gbit/s for each rank
+])  # fmt: skip
 def test_a_network_may_say_its_kind(text, card, expected):
     assert Topology(card, 8, nodes=2, network=text).network == expected
 
@@ -234,12 +212,6 @@ def test_efa_has_a_floor_of_its_own():
         topology = Topology(card, 8, nodes=2, network=f"{network} GB/s EFA")
         seconds = collective_seconds("all_reduce", 8, range(16), topology)
         assert seconds == pytest.approx(recorded, rel=0.1)
-
-
-@pytest.mark.parametrize("bad", ["400 Gbit/s ATM", "EFA", "fast EFA"])
-def test_what_is_no_network_says_what_is(bad):
-    with pytest.raises(ValueError, match='write "100 Gbit/s", "25 GB/s" or a number'):
-        Topology(A100, 8, nodes=2, network=bad)
 
 
 def test_more_ranks_share_the_host_where_there_is_no_nvlink():
@@ -254,10 +226,6 @@ def test_more_ranks_share_the_host_where_there_is_no_nvlink():
     # two wait for their PCIe, more for the host, which is the same
     assert bandwidth(T4, 2, 2) < 0.6 * two
     assert bandwidth(T4, 4, 4) == pytest.approx(four)
-
-
-def test_the_default_network_has_200_gbit_for_each_rank():
-    assert Topology(A100, 8, nodes=2).network.bandwidth == 8 * 25e9
 
 
 def test_a_rank_reaches_the_network_over_pcie():

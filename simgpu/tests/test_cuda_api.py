@@ -22,23 +22,17 @@ MS = 1.41e6  # cycles of an A100 in a millisecond
 # -- C++'s functions -------------------------------------------------------------------
 
 
-def test_sleep_takes_cycles_of_the_cards_clock():
+def test_sleep_takes_cycles_of_the_cards_clock_and_holds_up_no_other_gpu():
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    torch.cuda._sleep(int(50 * MS))
-    end.record()
-    assert not torch.cuda.current_stream().query()  # the host has not waited
-    end.synchronize()
-    assert start.elapsed_time(end) == pytest.approx(50, rel=1e-3)
-
-
-def test_a_sleeping_gpu_holds_up_no_other():
     with torch.cuda.device(1):
+        start.record()
         torch.cuda._sleep(int(50 * MS))
-        busy = torch.cuda.current_stream()
-    assert torch.cuda.current_stream(0).query() and not busy.query()
-    busy.synchronize()
-    assert busy.query()
+        end.record()
+        assert not torch.cuda.current_stream().query()  # the host has not waited
+    assert torch.cuda.current_stream(0).query()
+    end.synchronize()
+    assert torch.cuda.current_stream(1).query()
+    assert start.elapsed_time(end) == pytest.approx(50, rel=1e-3)
 
 
 def test_cpp_knows_the_current_gpu_and_stream():
@@ -174,6 +168,13 @@ def test_memory_that_is_asked_for_by_hand_is_counted():
         torch.cuda.caching_allocator_delete(address)
 
 
+def test_the_fraction_that_was_set_is_the_one_that_is_told():
+    assert torch.cuda.get_per_process_memory_fraction() == 1.0
+    for fraction in (0.0, 0.3, 1.0):
+        torch.cuda.set_per_process_memory_fraction(fraction)
+        assert torch.cuda.get_per_process_memory_fraction() == fraction
+
+
 def pinned(name: str) -> int:
     return torch.cuda.host_memory_stats()[name]
 
@@ -220,9 +221,6 @@ def test_a_program_hears_that_memory_is_refused():
         torch.empty(2**40, device=1)
     ((gpu, asked, total, free),) = heard
     assert (gpu, asked, total) == (1, 2**42, 256 * MIB) and free <= total
-
-
-def test_more_than_an_exabyte_has_words_of_its_own():
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate more than 1EB"):
         torch.empty(2**60, dtype=torch.int8, device=0)
 
@@ -248,13 +246,6 @@ def test_a_segment_that_goes_shows_who_let_it_go_only_if_all_is_recorded(context
     assert names and ("empty_cache" in names) == (context == "all")
 
 
-@pytest.mark.parametrize("fraction", [0.0, 0.3, 1.0])
-def test_the_fraction_that_was_set_is_the_one_that_is_told(fraction):
-    assert torch.cuda.get_per_process_memory_fraction() == 1.0
-    torch.cuda.set_per_process_memory_fraction(fraction)
-    assert torch.cuda.get_per_process_memory_fraction() == fraction
-
-
 # -- NVML ------------------------------------------------------------------------------
 
 
@@ -269,40 +260,35 @@ def nvml(tmp_path, monkeypatch):
 
 
 def test_nvml_counts_the_memory_of_this_process(nvml):
-    import pynvml
-
-    with pytest.raises(pynvml.NVMLError_Uninitialized, match="Uninitialized"):
-        pynvml.nvmlDeviceGetCount()
-    pynvml.nvmlInit()
-    assert pynvml.nvmlDeviceGetCount() == 4
-    handle = pynvml.nvmlDeviceGetHandleByIndex(1)
+    with pytest.raises(nvml.NVMLError_Uninitialized, match="Uninitialized"):
+        nvml.nvmlDeviceGetCount()
+    nvml.nvmlInit()
+    assert nvml.nvmlDeviceGetCount() == 4
+    handle = nvml.nvmlDeviceGetHandleByIndex(1)
     x = torch.zeros(30 * MIB, dtype=torch.uint8, device=1)
-    info = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    info = nvml.nvmlDeviceGetMemoryInfo(handle)
     assert info.used == x.nbytes == info.total - info.free
     assert torch.cuda.device_memory_used(1) == info.used
-    (process,) = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    (process,) = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
     assert (process.pid, process.usedGpuMemory) == (os.getpid(), x.nbytes)
     assert "30.000 MB" in torch.cuda.list_gpu_processes(1)
-    assert pynvml.nvmlDeviceGetName(handle) == torch.cuda.get_device_name(1)
-    pynvml.nvmlShutdown()
+    assert nvml.nvmlDeviceGetName(handle) == torch.cuda.get_device_name(1)
+    nvml.nvmlShutdown()
 
 
 def test_nvml_sees_gpus_that_are_hidden(nvml, monkeypatch):
     simgpu.stop()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
     simgpu.start(3, memory="64MB", honour_visible=True)
-    import pynvml
-
-    pynvml.nvmlInit()
+    nvml = importlib.import_module("pynvml")
+    nvml.nvmlInit()
     torch.zeros(MIB, device=0)
-    assert torch.cuda.device_count() == 2 and pynvml.nvmlDeviceGetCount() == 3
-    used = [
-        pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(i)).used
-        for i in range(3)
-    ]
+    assert torch.cuda.device_count() == 2 and nvml.nvmlDeviceGetCount() == 3
+    handles = map(nvml.nvmlDeviceGetHandleByIndex, range(3))
+    used = [nvml.nvmlDeviceGetMemoryInfo(handle).used for handle in handles]
     assert used[:2] == [0, 0] and used[2] == torch.cuda.device_memory_used(0) > 0
-    with pytest.raises(pynvml.NVMLError, match="Invalid Argument"):
-        pynvml.nvmlDeviceGetHandleByIndex(3)
+    with pytest.raises(nvml.NVMLError, match="Invalid Argument"):
+        nvml.nvmlDeviceGetHandleByIndex(3)
 
 
 def test_utilization_is_the_share_of_time_in_which_kernels_ran(nvml):
@@ -315,15 +301,13 @@ def test_utilization_is_the_share_of_time_in_which_kernels_ran(nvml):
     assert torch.cuda.clock_rate(1) == 1410
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["PowerUsage", "TotalEnergyConsumption", "Temperature", "EccMode", "FanSpeed"],
-)
-def test_nvml_says_what_a_card_cannot_tell(nvml, name):
+def test_nvml_says_what_a_card_cannot_tell(nvml):
     nvml.nvmlInit()
     handle = nvml.nvmlDeviceGetHandleByIndex(0)
-    with pytest.raises(nvml.NVMLError_NotSupported, match="^Not Supported$"):
-        getattr(nvml, f"nvmlDeviceGet{name}")(handle)
+    for name in ("PowerUsage", "TotalEnergyConsumption", "Temperature", "EccMode",
+                 "FanSpeed"):  # fmt: skip
+        with pytest.raises(nvml.NVMLError_NotSupported, match="^Not Supported$"):
+            getattr(nvml, f"nvmlDeviceGet{name}")(handle)
     for ask in (torch.cuda.power_draw, torch.cuda.temperature):
         with pytest.raises(nvml.NVMLError, match="Not Supported"):
             ask()
@@ -394,8 +378,11 @@ def test_each_gpu_has_a_cache_of_plans():
 def test_old_constructors_make_tensors_on_gpus():
     kind = torch.cuda.FloatTensor
     assert kind(2, 3).shape == (2, 3) and kind(2, 3).device.index == 0
-    assert kind([1.0, 2.0]).tolist() == [1, 2] and kind(torch.Size([2])).shape == (2,)
     assert kind().numel() == 0 and kind(0, 0, 0).shape == (0, 0, 0)
+    assert kind(torch.Size([2])).shape == (2,)
+    assert not [e for e in simgpu.timeline().events if e.kind == "copy"]
+    assert kind([1.0, 2.0]).tolist() == [1, 2]
+    assert [e.target for e in simgpu.timeline().events if e.kind == "copy"]
     with torch.cuda.device(1):
         assert kind(1).get_device() == 1 == kind(1, device=None).get_device()
         assert kind([1.0], device=2).get_device() == 2
@@ -405,13 +392,6 @@ def test_old_constructors_make_tensors_on_gpus():
     assert kind(x).data_ptr() == x.data_ptr() == kind(storage).data_ptr()
     with pytest.raises(TypeError, match=r"torch.cuda.FloatTensor \(got torch.FloatT"):
         kind(torch.ones(3))
-
-
-def test_sizes_launch_no_copy_and_data_do():
-    torch.cuda.FloatTensor(2)
-    assert not [e for e in simgpu.timeline().events if e.kind == "copy"]
-    torch.cuda.FloatTensor([2.0])
-    assert [e.target for e in simgpu.timeline().events if e.kind == "copy"]
 
 
 def test_new_obeys_its_device():
@@ -497,16 +477,12 @@ def test_sparse_tensors_move(layout):
     if layout == "sparse":  # PyTorch has no such names for the others
         assert x.type() == "torch.cuda.sparse.FloatTensor"
         assert host.type() == "torch.sparse.FloatTensor"
+        copy, *_ = [e for e in simgpu.timeline().events if e.kind == "copy"]
+        assert copy.nbytes == 4 * (2 * 8 + 4)  # with its indices
     assert x.cpu().device.type == "cpu" and torch.equal(x.cpu().to_dense(), EYE)
     assert host.to(0, torch.float64).dtype is torch.float64
     assert not host.is_pinned() and not x.is_pinned()
     assert torch.cuda.memory_allocated(1) >= 2 * 512  # indices and values
-
-
-def test_a_sparse_tensor_crosses_with_its_indices():
-    torch.eye(100).to_sparse().cuda()
-    (copy,) = [e for e in simgpu.timeline().events if e.kind == "copy"]
-    assert copy.nbytes == 100 * (2 * 8 + 4)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
@@ -575,11 +551,6 @@ def test_generators_can_share_a_position():
 def test_properties_of_one_gpu_are_equal():
     of = torch.cuda.get_device_properties
     assert of(0) == of() == of(None) and of(0) != of(1)
-
-
-def test_the_peer_is_named_where_it_does_not_exist():
-    with pytest.raises(AssertionError, match="Invalid peer device id"):
-        torch.cuda.can_device_access_peer(0, 9)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -3,7 +3,6 @@
 import functools
 import re
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -97,21 +96,16 @@ def test_quantized_tensors_are_made_and_read_on_a_gpu():
     torch.testing.assert_close(fake, q.dequantize())
 
 
-def linear(x):
-    return torch.ao.nn.quantized.Linear(4, 3)(quantized(x))
-
-
-def linear_dynamic(x):
-    return torch.ao.nn.quantized.dynamic.Linear(4, 3)(x)
-
-
+OF_QUANTIZED = "' with arguments from the 'QuantizedCUDA'"
 QUANTIZED = {
-    "quantized::linear' with arguments from the 'QuantizedCUDA'": linear,
-    "quantized::linear_dynamic' with arguments from the 'CUDA'": linear_dynamic,
-    "aten::eq.Scalar_out' with arguments from the 'QuantizedCUDA'": (
-        lambda x: quantized(x) == 1
+    "quantized::linear" + OF_QUANTIZED: (
+        lambda x: torch.ao.nn.quantized.Linear(4, 3)(quantized(x))
     ),
-    "aten::max' with arguments from the 'QuantizedCUDA'": lambda x: quantized(x).max(),
+    "quantized::linear_dynamic' with arguments from the 'CUDA'": (
+        lambda x: torch.ao.nn.quantized.dynamic.Linear(4, 3)(x)
+    ),
+    "aten::eq.Scalar_out" + OF_QUANTIZED: lambda x: quantized(x) == 1,
+    "aten::max" + OF_QUANTIZED: lambda x: quantized(x).max(),
 }
 
 
@@ -124,15 +118,11 @@ def test_quantized_modules_and_kernels_of_the_cpu_are_refused(words):
 
 
 def test_what_neither_has_for_quantized_tensors_names_cuda():
-    q = quantized(torch.rand(2, device="cuda"))
-    with pytest.raises(NotImplementedError, match="'aten::add.out'.*'QuantizedCUDA'"):
-        q + q
-
-
-def test_parts_of_a_byte_are_refused():
     x = torch.rand(2, 4, device="cuda")
+    with pytest.raises(NotImplementedError, match="'aten::add.out'.*'QuantizedCUDA'"):
+        quantized(x) + quantized(x)
     with pytest.raises(NotImplementedError, match="_cuda\" not impl.* for 'QUInt4x2'"):
-        torch.quantize_per_tensor(x, 1.0, 0, torch.quint4x2)
+        torch.quantize_per_tensor(x, 1.0, 0, torch.quint4x2)  # parts of a byte
 
 
 # -- dtypes ----------------------------------------------------------------------------
@@ -260,31 +250,28 @@ RECURRENT = pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 TRAINING = "cudnn RNN backward can only be called in training mode"
 
 
-def recurrent(kind, packed=False, **options):
+def recurrent(kind, **options):
     torch.manual_seed(0)
     module = kind(3, 4, batch_first=True, **options)
-    x = torch.randn(2, 5, 3, requires_grad=True)
-    return module.cuda(), x.detach().cuda().requires_grad_()
+    x = torch.randn(2, 5, 3)
+    return module.cuda(), x.cuda().requires_grad_()
 
 
 @RECURRENT
 @pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}])
+@pytest.mark.filterwarnings("error:RNN module weights are not part of")
 def test_weights_of_an_rnn_are_one_buffer_and_pytorch_says_if_not(kind, options):
     module, x = recurrent(kind, **options)
     words = "RNN module weights are not part of single contiguous chunk of memory"
     assert len({w.untyped_storage().data_ptr() for w in module.parameters()}) == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        expected = module(x)[0]
+    expected = module(x)[0]
     module.weight_hh_l0.data = module.weight_hh_l0.data.clone()
     with pytest.warns(UserWarning, match=words) as found:
         assert torch.equal(module(x)[0], expected)
     assert found[0].filename == rnn.__file__
     module.flatten_parameters()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert torch.equal(module(x)[0], expected)
-        kind(3, 4, batch_first=True, device="cuda", **options)(x)
+    assert torch.equal(module(x)[0], expected)
+    kind(3, 4, batch_first=True, device="cuda", **options)(x)
 
 
 @RECURRENT

@@ -193,23 +193,10 @@ def fails(batch: int = 1) -> None:
 def test_an_error_of_a_function_is_raised_and_nothing_stays():
     with pytest.raises(KeyError, match="lr"):
         simgpu.dry_run(fails, world=8)
+    with pytest.raises(ValueError, match="no rank 64"):  # more in test_dry_command.py
+        simgpu.dry_run(train, world=64, rank=64)
     assert not simgpu.is_running() and not dist.is_initialized()
     assert simgpu.dry_run(train, world=8).fits
-
-
-@pytest.mark.parametrize(
-    "asked, words",
-    [
-        ({"world": 12, "node": 8}, "cannot be spread over nodes of 8"),
-        ({"rank": 64}, "no rank 64"),
-        ({"kinds": "pp=3"}, "cannot be shared equally by 3"),
-        ({"steps": 1}, "2 or more"),
-        ({"card": "K80"}, "unknown card"),
-    ],
-)
-def test_a_job_that_cannot_be_is_a_sentence(asked, words):
-    with pytest.raises(ValueError, match=words):
-        simgpu.dry_run(train, **{"world": 64} | asked)
 
 
 def test_a_process_group_that_is_there_is_an_error():

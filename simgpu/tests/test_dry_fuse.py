@@ -95,20 +95,50 @@ def test_a_product_needs_what_one_kernel_makes():
     assert eager.peak == 2 * ONE
 
 
-def test_ten_additions_are_one_kernel():
-    def chain(a, b):
-        for _ in range(10):
-            a = a + b
-        return a
-
-    found = forward(chain, (ROWS, WIDTH), (ROWS, WIDTH))
-    assert found.fused == [3 * ONE]
-    assert found.peak == ONE and found.left == 0
+def added_ten_times(a, b):
+    for _ in range(10):
+        a = a + b
+    return a
 
 
-def test_a_sum_of_many_is_one_kernel_that_reads_all():
-    found = forward(lambda *all: sum(all), *[(ROWS, WIDTH)] * 11)
-    assert found.fused == [12 * ONE]
+def read_between(a):
+    double = a * 2
+    return double + 1 if double.sum().item() > 0 else double
+
+
+BIG = (ROWS, WIDTH)
+FUSED = {  # a function, the shapes of its inputs, the bytes of its fused kernels
+    "ten additions": (added_ten_times, [BIG] * 2, [3 * ONE]),
+    "a sum of many, which reads all": (lambda *all: sum(all), [BIG] * 11, [12 * ONE]),
+    "a norm after a residual": (
+        lambda a, b, weight: F.rms_norm(a + b, (WIDTH,)) @ weight,
+        [BIG, BIG, (WIDTH, 8)], [3 * ONE + ROWS * 4],  # and a number for each row
+    ),
+    "different sizes": (
+        lambda a, b: (a * 2, b * 2), [BIG, (ROWS, 2 * WIDTH)], [2 * ONE, 4 * ONE],
+    ),
+    "in place": (lambda a, b: (a * 2).add_(b), [BIG] * 2, [3 * ONE]),
+    "a value is read, and written before": (
+        read_between, [BIG], [ONE + 2, 0, 2 * ONE],
+    ),
+    "a product stands between two parts of one kernel": (
+        lambda a, b, weight: ((a * b) @ weight, a - b),
+        [BIG, BIG, (WIDTH, 8)], [3 * ONE, ONE],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_fused_kernel_reads_and_writes_what_it_must(name):
+    function, shapes, expected = FUSED[name]
+    found = forward(function, *shapes)
+    assert found.fused == expected
+    if name == "ten additions":
+        assert found.peak == ONE and found.left == 0
+    elif "is read" in name:
+        assert "cuda:0 to cpu" in found.names
+    elif "between" in name:
+        assert found.names == ["fused mul", "mm", "fused mul, sub (more)"]
 
 
 def test_what_comes_of_many_and_is_used_again_is_written_once():
@@ -123,28 +153,6 @@ def test_what_comes_of_many_and_is_used_again_is_written_once():
     # four are read again
     found = forward(lambda a, b, c, d, w: used_twice(a, b, c, d, 1, w), *shapes[1:])
     assert found.fused == [5 * ONE, 6 * ONE]
-
-
-def test_a_norm_after_a_residual_is_one_kernel():
-    def block(a, b, weight):
-        return F.rms_norm(a + b, (WIDTH,)) @ weight
-
-    found = forward(block, (ROWS, WIDTH), (ROWS, WIDTH), (WIDTH, 8))
-    assert found.fused == [3 * ONE + ROWS * 4]  # and a number for each row
-
-
-def test_what_has_different_sizes_is_not_one_kernel():
-    found = forward(lambda a, b: (a * 2, b * 2), (ROWS, WIDTH), (ROWS, 2 * WIDTH))
-    assert found.fused == [2 * ONE, 4 * ONE]
-
-
-def test_a_product_stands_between_two_parts_of_one_kernel():
-    def both(a, b, weight):
-        return (a * b) @ weight, a - b
-
-    found = forward(both, (ROWS, WIDTH), (ROWS, WIDTH), (WIDTH, 8))
-    assert found.names == ["fused mul", "mm", "fused mul, sub (more)"]
-    assert sum(found.fused) == 4 * ONE
 
 
 def test_logits_in_float32_are_never_made():
@@ -233,18 +241,6 @@ def test_dropout_draws_once_and_keeps_its_mask():
 # -- what compiled code is not made of -------------------------------------------------
 
 
-def test_a_value_that_is_read_is_written_before():
-    def broken(a):
-        double = a * 2
-        if double.sum().item() > 0:
-            double = double + 1
-        return double
-
-    found = forward(broken, (ROWS, WIDTH))
-    assert found.fused == [ONE + 2, 0, 2 * ONE]
-    assert "cuda:0 to cpu" in found.names
-
-
 def test_a_message_sends_what_has_been_written():
     def program():
         dist.init_process_group("nccl")
@@ -260,15 +256,6 @@ def test_a_message_sends_what_has_been_written():
     found = in_dry_run(program, world=8)
     assert found.fused == [2 * ONE, 2 * ONE]
     assert found.names[1].startswith("all_reduce")
-
-
-def test_in_place_is_part_of_the_kernel():
-    def changed(a, b):
-        double = a * 2
-        double.add_(b)
-        return double
-
-    assert sum(forward(changed, (ROWS, WIDTH), (ROWS, WIDTH)).fused) == 3 * ONE
 
 
 def test_what_is_kept_outlives_its_sources_until_backward():
@@ -295,23 +282,22 @@ def test_what_is_not_compiled_is_as_before():
     assert vars(fused) == vars(eager)
 
 
-def test_a_report_says_how_it_was_counted():
-    report = simgpu.dry_run(two_steps, world=1, compile="fuse")
-    assert report.compiled == "fuse" and "(--compile fuse)" in str(report)
-    options = command.read(["--world", "1", "--compile", "fuse", __file__])
-    assert command.job_of(options).compile == "fuse"
-    options = command.read(["--world", "1", "--no-compile", __file__])
-    assert command.job_of(options).compile == "eager"
-    with pytest.raises(ValueError, match="use one of"):
-        Job(compile="yes")
-
-
 def two_steps():
     weight = x()
     optimizer = torch.optim.SGD([weight])
     for _ in range(2):
         torch.compile(lambda a: (a + 1).mean())(weight).backward()
         optimizer.step()
+
+
+def test_a_report_says_how_it_was_counted():
+    report = simgpu.dry_run(two_steps, world=1, compile="fuse")
+    assert report.compiled == "fuse" and "(--compile fuse)" in str(report)
+    for words, how in ((["--compile", "fuse"], "fuse"), (["--no-compile"], "eager")):
+        options = command.read(["--world", "1", *words, __file__])
+        assert command.job_of(options).compile == how
+    with pytest.raises(ValueError, match="use one of"):
+        Job(compile="yes")
 
 
 # -- beside Inductor -------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import simgpu
+from recorded.models import Bottleneck
 from simgpu import _runtime as state
 from simgpu._device import overhead
 from simgpu._device.cards import find_card
@@ -20,8 +22,8 @@ from simgpu._dry.run import Job, run
 from simgpu._messages import Messages
 
 
-def steps(model, make_batch, count: int = 3) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+def steps(model, make_batch, given=None, count: int = 3) -> None:
+    optimizer = torch.optim.SGD(given or model.parameters(), 0.1)
     for _ in range(count):
         model(make_batch()).float().mean().backward()
         optimizer.step()
@@ -31,37 +33,6 @@ def steps(model, make_batch, count: int = 3) -> None:
 # -- what a program is told ------------------------------------------------------------
 
 
-def large() -> torch.Tensor:
-    x = torch.randn(1024, 1024, device="cuda")
-    return x @ x
-
-
-ANSWERS = {  # what a program asks to see that all is well, and what it must hear
-    "isnan().any()": (lambda x: x.isnan().any(), False),
-    "x != x": (lambda x: (x != x).any(), False),
-    "isfinite().all()": (lambda x: torch.isfinite(x).all(), True),
-    "not finite, of the extremes": (
-        lambda x: x.amax().isfinite().logical_and(x.amin().isfinite()).logical_not(),
-        False,
-    ),
-    "either": (lambda x: x.isnan().logical_or(x.isinf()).float().max(), 0.0),
-    "copied over another": (
-        lambda x: (x.sum() == 3).copy_(x.isinf().any()),
-        False,
-    ),
-    "counted": (lambda x: x.isinf().sum(), 0),
-    "the sum of both > 0": (lambda x: (x.isinf().any() + x.isnan().any()) > 0, False),
-}
-
-
-@pytest.mark.parametrize("name", ANSWERS)
-def test_what_follows_from_an_answer_agrees_with_it(name):
-    asks, expected = ANSWERS[name]
-    heard = []
-    run(Job(), lambda: heard.append(asks(large()).item()))
-    assert heard == [expected]
-
-
 def test_an_overflow_flag_stays_down_through_steps_and_ranks():
     heard = []
 
@@ -69,7 +40,8 @@ def test_an_overflow_flag_stays_down_through_steps_and_ranks():
         dist.init_process_group("nccl")
         flag = torch.tensor([False], device="cuda")
         for _ in range(3):
-            flag.logical_or_(large().isinf().any())
+            x = torch.randn(1024, 1024, device="cuda")
+            flag.logical_or_((x @ x).isinf().any())
             told = flag.clone().to(torch.uint8)
             flag.zero_()
             dist.all_reduce(told, op=dist.ReduceOp.MAX)
@@ -79,38 +51,7 @@ def test_an_overflow_flag_stays_down_through_steps_and_ranks():
     assert heard == [0, 0, 0]
 
 
-def test_what_is_written_with_other_values_is_no_answer_any_more():
-    heard = []
-
-    def program():
-        x = torch.zeros(1024, 1024, device="cuda")
-        x.zero_()
-        x.add_(large())
-        heard.append(x[0, 0].item())
-
-    run(Job(), program)
-    assert heard == [1.0]
-
-
 # -- beside a run with values ----------------------------------------------------------
-
-
-class Residual(nn.Module):
-    """As in ResNet: a shortcut beside two convolutions."""
-
-    def __init__(self, before: int, after: int, stride: int):
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Conv2d(before, after, 3, stride, 1, bias=False), nn.BatchNorm2d(after),
-            nn.ReLU(inplace=True), nn.Conv2d(after, after, 3, 1, 1, bias=False),
-            nn.BatchNorm2d(after),
-        )  # fmt: skip
-        self.shortcut = nn.Identity()
-        if stride != 1:
-            self.shortcut = nn.Conv2d(before, after, 1, stride, bias=False)
-
-    def forward(self, x):
-        return nn.functional.relu(self.layers(x) + self.shortcut(x))
 
 
 class Excitation(nn.Module):
@@ -130,7 +71,7 @@ class Excitation(nn.Module):
 def resnet() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(3, 16, 7, 2, 3, bias=False), nn.BatchNorm2d(16), nn.ReLU(True),
-        nn.MaxPool2d(3, 2, 1), Residual(16, 16, 1), Residual(16, 32, 2),
+        nn.MaxPool2d(3, 2, 1), Bottleneck(16, 4, 1), Bottleneck(16, 8, 2),
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10),
     )  # fmt: skip
 
@@ -216,12 +157,10 @@ def test_images_take_the_bytes_and_the_time_that_they_take_with_values(
         expected = costs(make, last, more)
     finally:
         simgpu.stop()
+    expected["seconds"] = pytest.approx(expected["seconds"], rel=1e-12)
     found = []
     run(Job(card="A100", steps=9), lambda: found.append(costs(make, last, more)))
-    assert found[0]["strides"] == expected["strides"]
-    assert found[0]["peak"] == expected["peak"]
-    assert found[0]["kernels"] == expected["kernels"]
-    assert found[0]["seconds"] == pytest.approx(expected["seconds"], rel=1e-12)
+    assert found[0] == expected
 
 
 def test_mfu_counts_a_depthwise_convolution_as_much_as_it_is():
@@ -292,22 +231,18 @@ def test_a_loaders_thread_may_pin_while_a_collective_is_launched():
     def program():
         dist.init_process_group("nccl")
         torch.cuda.set_device(0)
-        x, stop, errors = torch.ones(4, device="cuda"), threading.Event(), []
+        x, stop = torch.ones(4, device="cuda"), threading.Event()
 
         def pin():
-            try:
-                while not stop.is_set():
-                    torch.ones(8).pin_memory()
-            except Exception as error:
-                errors.append(error)
+            while not stop.is_set():
+                torch.ones(8).pin_memory()
 
-        thread = threading.Thread(target=pin)
-        thread.start()
-        for _ in range(500):
-            dist.all_reduce(x)
-        stop.set()
-        thread.join()
-        assert errors == []
+        with ThreadPoolExecutor() as pool:
+            pinning = pool.submit(pin)
+            for _ in range(500):
+                dist.all_reduce(x)
+            stop.set()
+            pinning.result()  # raises its error
         steps(nn.Linear(8, 8).cuda(), lambda: torch.ones(4, 8, device="cuda"))
 
     assert run(Job(8), program).steps == 3
@@ -316,27 +251,19 @@ def test_a_loaders_thread_may_pin_while_a_collective_is_launched():
 # -- what is reported ------------------------------------------------------------------
 
 
-class Tables(nn.Module):
+class Tables(nn.ModuleList):
     """Several tables of one shape, as value embeddings have."""
 
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Embedding(64, 16)
-        self.more = nn.ModuleList(nn.Embedding(64, 16) for _ in range(3))
-
     def forward(self, tokens):
-        return self.first(tokens) + sum(table(tokens) for table in self.more)
+        return sum(table(tokens) for table in self)
 
 
-@pytest.mark.parametrize(
-    "name, expected", [("tp", 4 * 40), ("cp", 8 * 40), ("dp", 8 * 40)]
-)
-def test_tokens_are_those_of_one_table_times_the_ranks_with_their_own(name, expected):
+def test_tokens_are_those_of_one_table_of_several():
     def program():
-        init_device_mesh("cuda", (4, 2), mesh_dim_names=("replicas", name))
-        steps(Tables().cuda(), lambda: torch.ones(4, 10, dtype=int, device="cuda"))
+        tables = Tables(nn.Embedding(64, 16) for _ in range(4)).cuda()
+        steps(tables, lambda: torch.ones(4, 10, dtype=int, device="cuda"))
 
-    assert run(Job(8), program).tokens == expected
+    assert run(Job(8), program).tokens == 8 * 40  # with a mesh: test_dry_fed.py
 
 
 def test_activations_of_a_split_model_are_no_messages():
@@ -370,11 +297,7 @@ def test_frozen_weights_are_parameters(ranks, trains_all):
             for part in [*model, model]:
                 fully_shard(part)
         given = [p for p in model.parameters() if p.requires_grad or trains_all]
-        optimizer = torch.optim.SGD(given, 0.1)
-        for _ in range(2):
-            model(torch.randn(8, 1024, device="cuda")).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        steps(model, lambda: torch.randn(8, 1024, device="cuda"), given, count=2)
 
     kinds = run(Job(ranks, steps=2), program).memory_by_kind
     assert kinds["parameters"] == 4 * 4 * 1024**2 // ranks
@@ -414,16 +337,13 @@ def test_a_program_that_leaves_the_gpu_alone_has_no_rates():
     assert "nothing ran on the GPU" in str(found)
 
 
-@pytest.mark.parametrize(
-    "name, expected",
-    [
-        ("all_reduce, all ranks", "all_reduce, all ranks"),
-        ("all_reduce, ranks 0, 8", "all_reduce, ranks 0, 8"),
-        ("send, ranks 1, 2, 3, 4 (group 2)", "send, ranks 1 to 4 (group 2)"),
-        ("all_gather, ranks 0, 8, 16, 24", "all_gather, ranks 0 to 24 by 8"),
-        ("all_gather, ranks 0, 1, 8, 9", "all_gather, ranks 0, 1, ... 9 (4)"),
-    ],
-)
+@pytest.mark.parametrize("name, expected", [
+    ("all_reduce, all ranks", "all_reduce, all ranks"),
+    ("all_reduce, ranks 0, 8", "all_reduce, ranks 0, 8"),
+    ("send, ranks 1, 2, 3, 4 (group 2)", "send, ranks 1 to 4 (group 2)"),
+    ("all_gather, ranks 0, 8, 16, 24", "all_gather, ranks 0 to 24 by 8"),
+    ("all_gather, ranks 0, 1, 8, 9", "all_gather, ranks 0, 1, ... 9 (4)"),
+])  # fmt: skip
 def test_a_group_of_many_ranks_is_named_briefly(name, expected):
     assert words.briefly(name) == expected
 
@@ -440,17 +360,15 @@ def test_the_traceback_of_a_program_that_fails_is_its_own(tmp_path, capsys):
     assert "_dry" not in said
 
 
-def test_torchrun_says_how_many_ranks(tmp_path):
-    script = tmp_path / "train.py"
-    script.touch()
-    words = ["torchrun", "--nnodes=4", "--nproc-per-node=8", str(script), "--lr", "1"]
+def test_torchrun_says_how_many_ranks(script):
+    words = ["torchrun", "--nnodes=4", "--nproc-per-node=8", script, "--lr", "1"]
     options = command.read(words)
     assert (options.world, options.node) == (32, 8)
-    assert (options.program, options.arguments) == (str(script), ["--lr", "1"])
+    assert (options.program, options.arguments) == (script, ["--lr", "1"])
 
 
-PARSERS = {  # stand-ins: a launcher's own modules, and what is written
-    "accelerate": """
+PARSERS = {  # stand-ins: where a launcher's own module lies, and what it says
+    "accelerate/commands/launch.py": """
 import argparse, os, torch.distributed.run as run
 default_config_file = "nowhere"
 def launch_command_parser():
@@ -476,7 +394,7 @@ def launch_command(args):
     words = [f"--nproc-per-node={each}", args.script, *args.words]
     run.run(run.get_args_parser().parse_args(words))
 """,
-    "deepspeed": """
+    "deepspeed/launcher/runner.py": """
 import argparse
 def parse_args(words):
     made = argparse.ArgumentParser()
@@ -489,58 +407,47 @@ def parse_args(words):
     return made.parse_args(words)
 """,
 }
-PLACES = {"accelerate": "accelerate/commands/launch.py",
-          "deepspeed": "deepspeed/launcher/runner.py"}  # fmt: skip
 
 
 @pytest.fixture
-def launcher(tmp_path, monkeypatch):
-    """Makes a stand-in for a launcher, for the process that reads its words."""
-
-    def make(name: str) -> str:
-        path = tmp_path / PLACES[name]
+def script(tmp_path, monkeypatch) -> str:
+    """A script, and stand-ins for launchers, which a new process finds."""
+    for name, text in PARSERS.items():
+        path = tmp_path / name
         path.parent.mkdir(parents=True)
         for folder in (path.parent, path.parent.parent):
             (folder / "__init__.py").touch()
-        path.write_text(PARSERS[name])
-        monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{':'.join(sys.path)}")
-        script = tmp_path / "train.py"
-        script.touch()
-        return str(script)
-
-    return make
+        path.write_text(text)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{':'.join(sys.path)}")
+    script = tmp_path / "train.py"
+    script.touch()
+    return str(script)
 
 
-@pytest.mark.parametrize(
-    "before, words, world, node",
-    [
-        ([], ["--use_fsdp", "--num_processes=16", "--num_machines=4"], 16, 4),
-        (["--world", "64"], ["--use_fsdp"], 64, None),
-        (["--world", "64", "--node", "4"], ["--use_fsdp", "--num_processes=8"], 64, 4),
-    ],
-)
+@pytest.mark.parametrize("before, words, world, node", [
+    ([], ["--use_fsdp", "--num_processes=16", "--num_machines=4"], 16, 4),
+    (["--world", "64"], ["--use_fsdp"], 64, None),
+    (["--world", "64", "--node", "4"], ["--use_fsdp", "--num_processes=8"], 64, 4),
+])  # fmt: skip
 def test_accelerate_launch_says_what_the_environment_has(
-    launcher, before, words, world, node
+    script, before, words, world, node
 ):
-    script = launcher("accelerate")
     found = command.read([*before, "accelerate", "launch", *words, script, "--x", "1"])
     assert (found.world, found.node) == (world, node)
     assert found.environ["ACCELERATE_USE_FSDP"] == "true"
     assert (found.program, found.arguments) == (script, ["--x", "1"])
 
 
-def test_accelerate_launch_without_ranks_says_what_to_write(launcher, capfd):
+def test_accelerate_launch_without_ranks_says_what_to_write(script, capfd):
     with pytest.raises(SystemExit):
-        command.read(["accelerate", "launch", launcher("accelerate")])
+        command.read(["accelerate", "launch", script])
     assert "write --world N" in capfd.readouterr().err
 
 
-def test_deepspeed_tells_each_rank_its_place(launcher, capsys):
-    script = launcher("deepspeed")
+def test_deepspeed_tells_each_rank_its_place(script, tmp_path, capsys):
     words = ["deepspeed", "--num_gpus=4", "--num_nodes=2", script, "--stage", "1"]
     found = command.read(["--rank", "6", *words])
     assert (found.world, found.node) == (8, 4)
-    with open(script, "w") as file:
-        file.write("import sys\nprint(*sys.argv[1:])")
+    (tmp_path / "train.py").write_text("import sys\nprint(*sys.argv[1:])")
     run(command.job_of(found), command.program_of(found))
     assert "--local_rank=2 --stage 1" in capsys.readouterr().out

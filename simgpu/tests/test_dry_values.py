@@ -44,15 +44,25 @@ def flag_of(x: torch.Tensor) -> torch.Tensor:
 
 ALARMS = {  # what a program asks of numbers that it fears -> what it hears
     "isnan any": (lambda x: torch.isnan(x).any(), False),
+    "x != x": (lambda x: (x != x).any(), False),
     "isnan or isinf": (lambda x: (torch.isnan(x) | torch.isinf(x)).any(), False),
     "how many": (lambda x: torch.isnan(x).sum() > 0, False),
+    "counted": (lambda x: x.isinf().sum(), 0),
     "as a number": (lambda x: torch.isnan(x).float().max(), 0.0),
+    "either, as one": (lambda x: x.isnan().logical_or(x.isinf()).float().max(), 0.0),
     "isfinite all": (lambda x: torch.isfinite(x).all(), True),
     "isfinite any": (lambda x: torch.isfinite(x).any(), True),
     "not isfinite all": (lambda x: ~torch.isfinite(x).all(), False),
+    "not finite, of the extremes": (
+        lambda x: x.amax().isfinite().logical_and(x.amin().isfinite()).logical_not(),
+        False,
+    ),
+    "copied over another": (lambda x: (x.sum() == 3).copy_(x.isinf().any()), False),
+    "the sum of both > 0": (lambda x: (x.isinf().any() + x.isnan().any()) > 0, False),
     "gathered": (flag_of, False),
     "a mask": (lambda x: (x > 3).any(), False),
     "half": (lambda x: x.half().sum(), 1.0),
+    "written with others": (lambda x: torch.zeros_like(x).zero_().add_(x)[0, 0], 1.0),
 }
 
 
@@ -64,25 +74,17 @@ def test_nothing_has_gone_wrong(name):
     assert [read["value"] for read in report.unknown_reads] == [expected]
 
 
-def test_gradients_are_finite():
-    def clips():
-        w = nn.Parameter(large())
-        (w * 2).sum().backward()
-        return nn.utils.clip_grad_norm_([w], 1.0, error_if_nonfinite=True).item()
-
-    assert dry(clips)[0] == 1.0
-
-
-def test_a_gradient_scaler_finds_no_infinity():
+def test_a_gradient_scaler_finds_no_infinity_and_norms_are_finite():
     def trains():
         w, scaler = nn.Parameter(large()), torch.amp.GradScaler()
         optimizer = torch.optim.SGD([w], 0.1)
         scaler.scale((w.half() * 2).float().sum()).backward()
+        norm = nn.utils.clip_grad_norm_([w], 1.0, error_if_nonfinite=True).item()
         scaler.step(optimizer)
         scaler.update()
-        return scaler.get_scale()
+        return norm, scaler.get_scale()
 
-    assert dry(trains)[0] == 65536.0
+    assert dry(trains)[0] == (1.0, 65536.0)
 
 
 @pytest.mark.parametrize("big", [False, True])
@@ -103,22 +105,15 @@ def test_what_the_host_has_made_keeps_its_values():
     assert found == 66.0 and not report.unknown_reads
 
 
-def test_results_that_a_program_checks_are_close():
+def test_results_that_a_program_checks_are_close_and_masks_may_be_set():
     def checks():
         x = large()
         torch.testing.assert_close(x, x * 2)
-        return torch.allclose(x, x * 2), torch.equal(x, x * 2)
-
-    assert dry(checks)[0] == (True, True)
-
-
-def test_masked_assignments():
-    def assigns():
-        x = large()
+        found = torch.allclose(x, x * 2), torch.equal(x, x * 2)
         x[x > 0] = 0
-        return x.shape
+        return *found, x.shape
 
-    assert dry(assigns)[0] == (4096, 4096)
+    assert dry(checks)[0] == (True, True, (4096, 4096))
 
 
 # -- checkpoints -----------------------------------------------------------------------
@@ -136,12 +131,8 @@ def test_a_checkpoint_has_shapes_and_small_values(to, tmp_path):
         return state, torch.load(file)
 
     (state, found), report = dry(saves)
-    assert found["w"].shape == (4096, 4096)
-    assert torch.equal(found["rng"], state["rng"]) and found["steps"].tolist() == [
-        0,
-        1,
-        2,
-    ]
+    assert found["w"].shape == (4096, 4096) and found["steps"].tolist() == [0, 1, 2]
+    assert torch.equal(found["rng"], state["rng"])
     assert any("without these values" in str(r["value"]) for r in report.unknown_reads)
     if to == "file":
         assert file.stat().st_size > 64 * 2**20
@@ -149,12 +140,11 @@ def test_a_checkpoint_has_shapes_and_small_values(to, tmp_path):
 
 
 def test_a_checkpoint_with_values_is_read_for_its_shapes(tmp_path):
-    torch.save(
-        {"w": torch.ones(1024, 1024), "step": torch.tensor(7)}, tmp_path / "x.pt"
-    )
+    path = tmp_path / "x.pt"
+    torch.save({"w": torch.ones(1024, 1024), "step": torch.tensor(7)}, path)
 
     def loads():
-        found = torch.load(tmp_path / "x.pt", map_location="cuda", mmap=False)
+        found = torch.load(path, map_location="cuda", mmap=False)
         model = nn.Linear(1024, 1024, bias=False, device="cuda")
         model.load_state_dict({"weight": found["w"]})
         return found["step"].item(), found["w"].device.type
@@ -172,10 +162,9 @@ def test_a_distributed_checkpoint(world, tmp_path):
         model(torch.randn(2, 8192, device="cuda")).sum().backward()
         optimizer.step()
         weights, states = get_state_dict(model, optimizer)
-        dcp.save(
-            {"m": weights, "o": states, "n": torch.tensor(7)}, checkpoint_id=tmp_path
-        )
-        state = {"m": weights, "o": states, "n": torch.tensor(0)}
+        state = {"m": weights, "o": states, "n": torch.tensor(7)}
+        dcp.save(state, checkpoint_id=tmp_path)
+        state["n"] = torch.tensor(0)
         dcp.load(state, checkpoint_id=tmp_path)
         set_state_dict(
             model, optimizer, model_state_dict=weights, optim_state_dict=states
@@ -247,6 +236,45 @@ def test_offloaded_parameters_take_no_memory():
         "step(); step()"
     )
     assert megabytes(program, 2)[0] < 150  # of 1.8 GB, four times
+
+
+TRAINS = (
+    "dist.init_process_group('nccl');"
+    "torch.cuda.set_device(0);"
+    "model = {};"
+    "o = torch.optim.AdamW(model.parameters());"
+    "[(model({}).float().sum().backward(), o.step(), o.zero_grad()) for _ in range(3)]"
+)
+OF_FSDP1 = (
+    "torch.distributed.fsdp.FullyShardedDataParallel("
+    "nn.Linear({0}, {0}, bias=False, device='meta').bfloat16(), device_id=0, "
+    "param_init_fn=lambda m: m.to_empty(device='cuda', recurse=False))"
+)
+LARGE = {  # what is gathered in one piece -> ranks, the model, its input
+    "a table of Qwen 2.5 under FSDP2": (
+        8,
+        "fully_shard(nn.Embedding(152064, 3584, device='meta').bfloat16())"
+        ".to_empty(device='cuda')",
+        "torch.randint(1000, (2, 128), device='cuda')",
+    ),
+    "a unit of 2 GiB under FSDP1": (
+        8,
+        OF_FSDP1.format(2**15),
+        "torch.randn(2, 2**15, device='cuda', dtype=torch.bfloat16)",
+    ),
+    "a unit larger than this machine": (
+        1024,
+        OF_FSDP1.format(2**17),
+        "torch.randn(2, 2**17, device='cuda', dtype=torch.bfloat16)",
+    ),
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory as Linux counts it")
+@pytest.mark.parametrize("name", LARGE)
+def test_what_fsdp_gathers_may_be_of_any_size(name):
+    ranks, model, batch = LARGE[name]
+    assert megabytes(TRAINS.format(model, batch), ranks)[0] < 100
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory as Linux counts it")
@@ -354,6 +382,16 @@ RESIZES = {  # what a program does to a tensor of 60 GiB -> GiB afterwards
 }
 
 
+def test_what_grows_beyond_this_machine():
+    def program():
+        x, y = (torch.empty(0, dtype=torch.uint8, device="cuda") for _ in range(2))
+        x.resize_(HUGE)
+        torch.add(x, 1, out=y)
+        return y.shape, nbytes_of(y)
+
+    assert dry(program, card="B200")[0] == ((HUGE,), (60, 120))
+
+
 @pytest.mark.parametrize("on", ["cuda", "cpu"])
 @pytest.mark.parametrize("name", RESIZES)
 def test_storages_larger_than_this_machine_change_their_size(name, on):
@@ -366,16 +404,6 @@ def test_storages_larger_than_this_machine_change_their_size(name, on):
 
     found, _ = dry(program, card="B200")
     assert found == (expected, expected if on == "cuda" else 0)
-
-
-def test_what_grows_beyond_this_machine():
-    def program():
-        x, y = (torch.empty(0, dtype=torch.uint8, device="cuda") for _ in range(2))
-        x.resize_(HUGE)
-        torch.add(x, 1, out=y)
-        return y.shape, nbytes_of(y)
-
-    assert dry(program, card="B200")[0] == ((HUGE,), (60, 120))
 
 
 def test_a_small_storage_that_grows_beyond_this_machine_is_refused_by_name():
@@ -399,45 +427,6 @@ def test_a_storage_that_the_program_made_keeps_pytorchs_words():
         return known[:4].tolist()
 
     assert dry(program)[0] == [0, 1, 2, 3]
-
-
-TRAINS = (
-    "dist.init_process_group('nccl');"
-    "torch.cuda.set_device(0);"
-    "model = {};"
-    "o = torch.optim.AdamW(model.parameters());"
-    "[(model({}).float().sum().backward(), o.step(), o.zero_grad()) for _ in range(3)]"
-)
-OF_FSDP1 = (
-    "torch.distributed.fsdp.FullyShardedDataParallel("
-    "nn.Linear({0}, {0}, bias=False, device='meta').bfloat16(), device_id=0, "
-    "param_init_fn=lambda m: m.to_empty(device='cuda', recurse=False))"
-)
-LARGE = {  # what is gathered in one piece -> ranks, the model, its input
-    "a table of Qwen 2.5 under FSDP2": (
-        8,
-        "fully_shard(nn.Embedding(152064, 3584, device='meta').bfloat16())"
-        ".to_empty(device='cuda')",
-        "torch.randint(1000, (2, 128), device='cuda')",
-    ),
-    "a unit of 2 GiB under FSDP1": (
-        8,
-        OF_FSDP1.format(2**15),
-        "torch.randn(2, 2**15, device='cuda', dtype=torch.bfloat16)",
-    ),
-    "a unit larger than this machine": (
-        1024,
-        OF_FSDP1.format(2**17),
-        "torch.randn(2, 2**17, device='cuda', dtype=torch.bfloat16)",
-    ),
-}
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="memory as Linux counts it")
-@pytest.mark.parametrize("name", LARGE)
-def test_what_fsdp_gathers_may_be_of_any_size(name):
-    ranks, model, batch = LARGE[name]
-    assert megabytes(TRAINS.format(model, batch), ranks)[0] < 100
 
 
 def test_large_tensors_of_a_program_on_meta_stay_there():
