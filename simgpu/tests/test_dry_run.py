@@ -419,6 +419,7 @@ def script(tmp_path, monkeypatch) -> str:
             (folder / "__init__.py").touch()
         path.write_text(text)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{':'.join(sys.path)}")
+    monkeypatch.setattr(sys, "path", [*sys.path])  # a dry run adds its script's folder
     script = tmp_path / "train.py"
     script.touch()
     return str(script)
