@@ -33,7 +33,7 @@ def kernels(run) -> list:
 
 def attention_kernel(*inputs, **options) -> str:
     run = kernels(lambda: F.scaled_dot_product_attention(*inputs, **options))
-    (name,) = {event.name for event in run} & {FLASH, EFFICIENT, MATH}
+    (name,) = {event.name for event in run} & {FLASH, EFFICIENT, CUDNN, MATH}
     return name
 
 
@@ -114,6 +114,26 @@ def test_a_card_without_bfloat16_units_has_no_flash_attention():
     simgpu.start(1, "T4")
     assert attention_kernel(*[heads(dtype=torch.float16)] * 3) == EFFICIENT
     assert attention_kernel(*[heads(**HALF)] * 3) == MATH
+
+
+@pytest.mark.parametrize("card", ["A100", "H100", "H200", "B200", "RTX4090"])
+def test_cudnns_kernel_is_the_first_on_hopper_and_blackwell(card, monkeypatch):
+    simgpu.stop()
+    simgpu.start(1, card)
+    half, few = heads(**HALF), heads(2, **HALF)
+    mask = torch.zeros(6, 6, **HALF, device="cuda")
+    first = card in ("H100", "H200", "B200")
+    assert attention_kernel(*[half] * 3) == (CUDNN if first else FLASH)
+    masked = {"attn_mask": mask, "enable_gqa": True}  # which flash attention never has
+    assert attention_kernel(half, few, few, **masked) == (CUDNN if first else MATH)
+    assert attention_kernel(*[heads()] * 3) == EFFICIENT
+    order = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+    with sdpa_kernel(order):
+        assert attention_kernel(*[half] * 3) == (CUDNN if first else FLASH)
+    with sdpa_kernel(order, set_priority=True):
+        assert attention_kernel(*[half] * 3) == FLASH
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
+    assert attention_kernel(*[half] * 3) == FLASH
 
 
 def test_a_program_may_choose_the_kernel():

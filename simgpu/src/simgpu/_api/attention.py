@@ -1,13 +1,15 @@
 """Which kernel `F.scaled_dot_product_attention` takes, as CUDA chooses it.
 
 Models: flash attention for float16 and bfloat16, else memory-efficient attention, else
-plain matrix products ("math"), and where a program prefers it cuDNN's, each where its
-restrictions, the program's switches (`sdpa_kernel`,
-`torch.backends.cuda.enable_flash_sdp`) and its order of them allow.
+plain matrix products ("math"), and cuDNN's before them on Hopper and Blackwell or where
+a program prefers it, each where its restrictions, the program's switches
+(`sdpa_kernel`, `torch.backends.cuda.enable_flash_sdp`) and its order of them allow.
 Leaves out: that a length of heads must be a multiple of 4 or 8.
 
 PyTorch's C++ chooses by the device that it sees, which is the CPU.
-Source: ATen/native/transformers/cuda/sdp_utils.cpp of torch 2.13.
+Source: ATen/native/transformers/cuda/sdp_utils.cpp of torch 2.15. On a card, the first
+attention of a process writes cuDNN into the order, over that of an `sdpa_kernel(...,
+set_priority=True)` around it; here the default order counts as nobody's, at any time.
 """
 
 import math
@@ -33,6 +35,7 @@ _FLASH = SDPBackend.FLASH_ATTENTION.value
 _EFFICIENT = SDPBackend.EFFICIENT_ATTENTION.value
 _MATH = SDPBackend.MATH.value
 _CUDNN = SDPBackend.CUDNN_ATTENTION.value
+_USUAL = [_FLASH, _EFFICIENT, _MATH]
 _MINUS_INFINITY = {
     dtype: torch.tensor(-math.inf, dtype=dtype)
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -164,7 +167,10 @@ def _choose(query, key, value, no_flash: bool, gqa: bool, capability) -> int:
     __tracebackhide__ = True
     switches = torch.backends.cuda
     fused = _are_fused(query, key, value)
-    for backend in sdp_priority_order():
+    order = sdp_priority_order()
+    if order[: len(_USUAL)] == _USUAL and cudnn_attention.is_preferred(capability):
+        order = [_CUDNN, *order]
+    for backend in order:
         if backend == _FLASH and fused and not no_flash:
             if switches.flash_sdp_enabled() and _flash_takes(query, key, value, gqa):
                 return backend

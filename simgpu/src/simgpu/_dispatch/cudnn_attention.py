@@ -11,6 +11,8 @@ at 16,384 tokens: on H100 figures 5 and 6 of "FlashAttention-3"
 1613 TFLOP/s are 1.3 times cuDNN's.
 """
 
+import os
+
 import torch
 
 from simgpu._dispatch.attention_kernels import attend, gradients
@@ -33,8 +35,13 @@ _FLASH_ON_HOPPER, _FLASH_ON_BLACKWELL = 366, 405
 
 
 def is_preferred(capability: tuple[int, int]) -> bool:
-    """Whether PyTorch asks it first on a card, which it does since cuDNN 9.15.1."""
-    return _HOPPER <= capability < _AFTER
+    """Whether PyTorch asks it first on a card, which it does since cuDNN 9.15.1.
+
+    The environment's TORCH_CUDNN_SDPA_DEPRIORITIZED=1 puts it behind the others.
+    """
+    if not _HOPPER <= capability < _AFTER:
+        return False
+    return os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
 
 
 def takes(query, key, value, gqa: bool, capability: tuple[int, int]) -> bool:
@@ -46,7 +53,7 @@ def takes(query, key, value, gqa: bool, capability: tuple[int, int]) -> bool:
     several = not torch.are_deterministic_algorithms_enabled() or (
         torch.is_deterministic_algorithms_warn_only_enabled()
     )
-    wide = is_preferred(capability) and (width, its) == (192, 128)
+    wide = _HOPPER <= capability < _AFTER and (width, its) == (192, 128)
     shared = gqa and heads % groups == 0
     return (
         several and max(batch, heads) <= _MOST and keys != 1
