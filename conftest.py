@@ -3,5 +3,6 @@
 pytest_plugins = [
     "tests.harness.last_lines",
     "tests.harness.progress",
+    "tests.harness.touched",
     "tests.harness.notebooks",
 ]

@@ -122,14 +122,14 @@ class Node:
         """Kill the agent alone. Its workers live on."""
         self.job.mark("kill agent", self.number)
         kill(self.pid)
-        self.agent.wait(30)
+        self.agent.wait(600)
 
     def kill(self) -> None:
         """Kill agent and workers: the machine is gone."""
         self.job.mark("kill node", self.number)
         for pid in (self.pid, *self.workers):
             kill(pid)
-        self.agent.wait(30)
+        self.agent.wait(600)
 
 
 class Job:
@@ -313,7 +313,7 @@ class Job:
             found.append((before.marks[0]["event"], *parts))
         return found
 
-    def reach(self, step: int, ranks: int = 1, seconds: float = 150) -> None:
+    def reach(self, step: int, ranks: int = 1, seconds: float = 600) -> None:
         """Wait until so many ranks together have done a step, and all noted it.
 
         Raises:
@@ -328,7 +328,7 @@ class Job:
 
         self.wait(done, f"step {step} by {ranks} ranks", seconds)
 
-    def wait(self, condition, what: str, seconds: float = 150) -> None:
+    def wait(self, condition, what: str, seconds: float = 600) -> None:
         """Wait until `condition()`; `what` is for the error.
 
         Raises:
@@ -350,7 +350,7 @@ class Job:
                 )
             time.sleep(0.02)
 
-    def finish(self, seconds: float = 150) -> list[int | None]:
+    def finish(self, seconds: float = 600) -> list[int | None]:
         """Wait for all agents; their exit statuses, in order of the nodes.
 
         Raises:
@@ -378,12 +378,12 @@ class Job:
             for node in self.nodes:
                 node.agent.kill()
             for node in self.nodes:
-                node.agent.wait(30)
+                node.agent.wait()
         finally:
             try:
                 end(self.name)
                 self._guard.kill()  # nothing is left to guard
-                self._guard.wait(30)
+                self._guard.wait()
                 self._guard.stdin.close()
             finally:
                 if self._temporary is not None:

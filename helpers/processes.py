@@ -29,9 +29,9 @@ def end(job: str) -> None:
     """Kill every process that a job has started.
 
     Raises:
-        JobError: if some of them are there still after half a minute.
+        JobError: if some of them are there still after five minutes.
     """
-    late = time.monotonic() + 30
+    late = time.monotonic() + 300
     while found := processes(job):
         for process in found:
             kill(process.pid)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from support import checkout, limits
+from support import checkout, limits, limits_plugin
 from tests.launching import ROOT
 
 pytest_plugins = ["pytester"]
@@ -262,3 +262,29 @@ def test_who_says_how_long_is_obeyed(run):
     pytest.importorskip("pytest_timeout")
     done = run("--timeout=3", "-k", "hangs")
     assert "Timeout (>3.0s)" in done.stdout.str()
+
+
+# -- what else a machine may lack ------------------------------------------------------
+
+NO_SPACE = """
+import errno, os
+
+def test_makes_a_lock():
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+def test_is_wrong():
+    assert 3 == 4
+"""
+
+
+@pytest.mark.parametrize(
+    "full, outcomes",
+    [(True, dict(skipped=1, failed=1)), (False, dict(failed=2))],
+)
+def test_without_shared_memory_a_test_is_skipped(pytester, monkeypatch, full, outcomes):
+    monkeypatch.setattr(limits_plugin, "is_full", lambda: full)
+    pytester.makepyfile(NO_SPACE)
+    plain = ("-p", "support.limits_plugin", "-p", "no:cacheprovider", "-rs")
+    done = pytester.runpytest_inprocess(*plain)
+    done.assert_outcomes(**outcomes)
+    assert ("/dev/shm is full" in done.stdout.str()) == full

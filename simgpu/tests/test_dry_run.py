@@ -2,7 +2,9 @@
 
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,9 +19,10 @@ from recorded.models import Bottleneck
 from simgpu import _runtime as state
 from simgpu._device import overhead
 from simgpu._device.cards import find_card
-from simgpu._dry import command, words
+from simgpu._dry import command, kinds, words
 from simgpu._dry.run import Job, run
 from simgpu._messages import Messages
+from support.limits import MOMENT
 
 
 def steps(model, make_batch, given=None, count: int = 3) -> None:
@@ -193,6 +196,19 @@ def test_ranks_of_which_some_run_meet_in_the_group_of_all():
     found = run(Job(8, node=2, kinds="pp=2"), program)
     assert found.ranks == [0, 4]
     assert found.steps == 3
+
+
+def test_a_rank_may_take_as_long_to_end_as_it_has_run(monkeypatch, tmp_path):
+    """Its last words are not lost where everything is slow."""
+    monkeypatch.setattr(kinds, "_SECONDS_TO_END", 0.0)
+
+    def rank(number: int, store: tuple[str, int]) -> SimpleNamespace:
+        time.sleep(MOMENT)
+        threading.Timer(MOMENT / 4, (tmp_path / str(number)).touch).start()
+        return SimpleNamespace(fits=True)
+
+    assert len(kinds.run_all((0, 4), rank)) == 2
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "4"}
 
 
 def test_a_dtensor_cut_along_another_dimension_is_a_message():

@@ -6,6 +6,9 @@ processes.py  all processes of a kernel: what they see, how they are found and e
 budgets.py    what a notebook may take, and what it took
 usage.py      memory and sockets of its processes, sampled
 files.py      files that it wrote or left
+last_lines.py what a run says in the end, and what is run once more
+progress.py   a line about a long run every half minute
+touched.py    which tests a change touches: --since COMMIT
 
 small_course.py has the notebooks on which all this is tested.
 """

@@ -1,22 +1,26 @@
 """What a run of the tests says at its end: a line for each failure, and what to type.
 
 A failure that may be this machine's (a limit of time, a process that died) is run once
-more, alone, when all else has ended. If it passes then, the run is green, and its last
-lines name the test as one that failed and then passed. An output that differs, or any
-other failure, is not run again.
+more, alone, when all else has ended. If it passes then, the run is green, its last
+lines name the test as one that failed and then passed, and `ACCIDENTS` gets a line. A
+test is red while that file has lines: somebody is to mend the cause, and to remove the
+line. An output that differs, or any other failure, is not run again.
 """
 
+import datetime
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from tests.harness import numbers, versions
 
 WIDTH = 60  # characters of a line that differs
+ACCIDENTS = "tests/accidents.txt"  # from the root of the checkout, a line for each
 MOST = 12  # failures that are run again: where more fail, it is no accident
 # what a limit of time, or the death of a process, says of itself: an exception's line
 ACCIDENT = re.compile(
@@ -65,12 +69,16 @@ def exception_line(error: Exception) -> str:
     return raised[-1] if raised and said.endswith("caused an exception") else said
 
 
-def accident(report: pytest.TestReport) -> str | None:
-    """Returns which limit or death failed a test; None if something else did."""
+def cause(report: pytest.TestReport) -> str:
+    """Returns the line of what failed a test: its exception's."""
     crash = getattr(report.longrepr, "reprcrash", None)
     said = crash.message if crash else str(report.longrepr)
-    said = dict(report.user_properties).get(CAUSE, said).partition("\n")[0]
-    found = ACCIDENT.match(said)
+    return dict(report.user_properties).get(CAUSE, said).partition("\n")[0]
+
+
+def accident(report: pytest.TestReport) -> str | None:
+    """Returns which limit or death failed a test; None if something else did."""
+    found = ACCIDENT.match(cause(report))
     return found and (found["what"] or found["late"])
 
 
@@ -106,16 +114,17 @@ def pytest_sessionfinish(session):
         return
     failed = _failed(config.pluginmanager.getplugin("terminalreporter"))
     accidents = {
-        _what_to_run(report.nodeid): said
-        for report in failed
-        if (said := accident(report))
+        _what_to_run(report.nodeid): report for report in failed if accident(report)
     }
     if not 0 < len(accidents) <= MOST:
         return
-    passed = {name for name in accidents if _passes_alone(config, name)}
+    passed = sorted(name for name in accidents if _passes_alone(config, name))
     config.stash[AGAIN] = [
-        f"FAILED, THEN PASSED {name} ({accidents[name]})" for name in sorted(passed)
+        f"FAILED, THEN PASSED {name} ({accident(accidents[name])})" for name in passed
     ]
+    if passed:
+        lines = [f"{name}: {cause(accidents[name])}" for name in passed]
+        config.stash[AGAIN].append(_keep(config.rootpath, lines))
     if all(_what_to_run(report.nodeid) in passed for report in failed):
         session.exitstatus = pytest.ExitCode.OK
 
@@ -144,3 +153,23 @@ def _passes_alone(config: pytest.Config, name: str) -> bool:
     print(f"\nonce more, alone: {name}", flush=True)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", name]
     return subprocess.run(command, cwd=config.rootpath).returncode == 0
+
+
+def _keep(root: Path, lines: list[str]) -> str:
+    """Adds accidents to `ACCIDENTS`; returns the sentence that says so."""
+    when = f"{datetime.date.today()} {_commit(root)}"
+    try:
+        with open(root / ACCIDENTS, "a", encoding="utf-8") as file:
+            file.write("".join(f"{when} {line}\n" for line in lines))
+    except OSError as error:
+        return f"{len(lines)} failed, then passed; not kept in {ACCIDENTS}: {error}"
+    return f"{len(lines)} failed, then passed; mend the cause, listed in {ACCIDENTS}"
+
+
+def _commit(root: Path) -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    except OSError:
+        return "(no git)"
+    return done.stdout.strip() or "(no commit)"

@@ -1,12 +1,14 @@
 """The last lines of a run, and what is run once more: seen in runs of small courses."""
 
+import datetime
+import re
 from types import SimpleNamespace
 
 import pytest
 from nbformat.v4 import new_output
 
 from tests.harness import last_lines, versions
-from tests.harness.small_course import PLAIN, SmallCourse, cell, stream
+from tests.harness.small_course import PLAIN, ROOT, SmallCourse, cell, stream
 
 pytest_plugins = ["pytester"]
 
@@ -100,12 +102,41 @@ DIFFERS = "\ndef test_wrong():\n    assert 3 == 4\n"
 
 
 @pytest.mark.parametrize("more, status", [("", 0), (DIFFERS, 1)])
-def test_an_accident_is_run_once_more_and_named(course, pytester, more, status):
+def test_an_accident_is_run_once_more_named_and_kept(course, pytester, more, status):
     (course.root / "test_once.py").write_text(ONCE + more)
+    accidents = course.root / last_lines.ACCIDENTS
+    accidents.write_text("of before\n")
     done = pytester.runpytest_subprocess(*PLAIN, "--once-more", "test_once.py")
     assert done.ret == status
     lines = done.outlines
     assert "FAILED, THEN PASSED test_once.py::test_late (TimeoutError)" in lines
+    assert (
+        f"1 failed, then passed; mend the cause, listed in {last_lines.ACCIDENTS}"
+        in lines
+    )
+    before, line = accidents.read_text().splitlines()
+    today = datetime.date.today()
+    assert before == "of before" and re.fullmatch(
+        rf"{today} \(no (commit|git)\) test_once.py::test_late: "
+        "TimeoutError: no answer in 3 s",
+        line,
+    )
+
+
+def test_where_nothing_can_be_written_a_run_says_so_and_stays_green(course, pytester):
+    (course.root / "test_once.py").write_text(ONCE)
+    (course.root / last_lines.ACCIDENTS).mkdir()  # root may write to any file
+    done = pytester.runpytest_subprocess(*PLAIN, "--once-more", "test_once.py")
+    assert done.ret == 0
+    said = f"1 failed, then passed; not kept in {last_lines.ACCIDENTS}: "
+    assert any(line.startswith(said) for line in done.outlines)
+
+
+def test_no_accident_waits_for_its_cause():
+    path = ROOT / last_lines.ACCIDENTS
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    advice = "these failed, and passed alone: mend the cause, then remove the line from"
+    assert not lines, "\n".join([f"{advice} {last_lines.ACCIDENTS}", *lines])
 
 
 def test_what_differs_is_not_run_again(course, pytester):

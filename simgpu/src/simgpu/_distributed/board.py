@@ -18,6 +18,9 @@ import torch.distributed as dist
 
 _LOOK = 0.5  # seconds after which one looks what the others do
 _SHORTEST, _LONGEST = 5e-5, 2e-3  # seconds between two looks at the store
+# Seconds that the store stays for other ranks, as long as NCCL lets them wait. One that
+# has ended is not waited for.
+_PATIENCE = 600.0
 _PIECE = 1 << 22  # bytes of a value that go in one message
 _ENDED = "{} waits for rank {}, which {}. NCCL would wait here until its time limit."
 _CIRCLE = (
@@ -179,9 +182,9 @@ class Board:
         """This rank will call no collective before the next turn: it "has ..."."""
         self._say(("idle", why, {}))
 
-    def wait_for_others(self, limit: float = 60.0) -> None:
+    def wait_for_others(self) -> None:
         """The store is in this process: stay until the others have ended, too."""
-        end = time.monotonic() + limit
+        end = time.monotonic() + _PATIENCE
         left = [rank for rank in range(self.size) if rank != self.rank]
         with contextlib.suppress(RuntimeError):
             while left and time.monotonic() < end:

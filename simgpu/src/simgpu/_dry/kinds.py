@@ -9,9 +9,9 @@ import multiprocessing
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
@@ -21,6 +21,8 @@ from simgpu import _failures as failures
 from simgpu._frames import is_program_code
 
 SAME = "same"
+# That a rank may take to end once it has answered, or what all took if that is longer.
+# Without an end by itself, what it has printed last is lost.
 _SECONDS_TO_END = 10.0
 
 
@@ -102,12 +104,9 @@ def run_all(ranks: tuple[int, ...], run: Callable[[int, tuple[str, int]], Any]) 
         )
     import torch.distributed as dist
 
-    store = dist.TCPStore(
-        "localhost", 0, is_master=True, wait_for_workers=False,
-        timeout=timedelta(seconds=60),
-    )  # fmt: skip
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("fork")
-    processes, ends = [], {}
+    processes, ends, begun = [], {}, time.monotonic()
     sys.stdout.flush(), sys.stderr.flush()
     try:
         for rank in ranks:
@@ -121,8 +120,10 @@ def run_all(ranks: tuple[int, ...], run: Callable[[int, tuple[str, int]], Any]) 
             ends[ours] = rank
         return _collect(ranks, ends)
     finally:
+        took = time.monotonic() - begun
         for process in processes:
-            process.join(_SECONDS_TO_END if sys.exc_info()[0] is None else 0)
+            to_end = max(_SECONDS_TO_END, took) if sys.exc_info()[0] is None else 0
+            process.join(to_end)
             if process.is_alive():
                 process.kill()
                 process.join()

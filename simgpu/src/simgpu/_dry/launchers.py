@@ -21,7 +21,6 @@ _ACCELERATE = {"accelerate", "accelerate.commands.accelerate_cli"}
 _ACCELERATE_LAUNCH = {"accelerate-launch", "accelerate.commands.launch"}
 _SAID = ("program", "module", "arguments", "world", "node", "environ",
          "says_local_rank")  # fmt: skip
-_SECONDS = 120.0
 
 
 def look_behind(options, made: argparse.ArgumentParser) -> None:
@@ -54,7 +53,7 @@ def _ask_apart(launcher: str, options) -> None:
         path = Path(folder, "said.json")
         path.write_text(json.dumps(said), encoding="utf-8")
         command = [sys.executable, "-m", __name__, launcher, str(path)]
-        if status := subprocess.run(command, timeout=_SECONDS).returncode:
+        if status := subprocess.run(command).returncode:
             raise SystemExit(status)
         vars(options).update(json.loads(path.read_text(encoding="utf-8")))
 

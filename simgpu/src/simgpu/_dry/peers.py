@@ -12,7 +12,6 @@ import inspect
 import os
 from collections import Counter
 from collections.abc import Iterator
-from datetime import timedelta
 from unittest import mock
 
 import torch
@@ -36,7 +35,6 @@ _OBJECT = (
     "rank {} calls {} for what rank {} has, which does not run in this dry run ({}); "
     "let both run: --kinds {}"
 )
-_SECONDS = 60.0
 
 
 class Peers:
@@ -55,9 +53,7 @@ class Peers:
         if self._where is None:
             found: Cluster = LoneCluster(rank, size, topology)
         else:
-            store = dist.TCPStore(
-                *self._where, is_master=False, timeout=timedelta(seconds=_SECONDS)
-            )
+            store = dist.TCPStore(*self._where, is_master=False)
             found = Cluster(dist.PrefixStore(prefix, store), rank, size, topology)
             found._keeps_store, found.board.present = False, self.kinds.ranks
         found.kinds = self.kinds
