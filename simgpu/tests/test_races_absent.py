@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
 import simgpu
 from simgpu import _runtime as runtime
@@ -348,6 +349,19 @@ def two_buffers_in_turn():
     return total.tolist()
 
 
+def data_loader_with_pinned_memory():
+    data = TensorDataset(torch.arange(12.0), torch.arange(12))
+    side, found = torch.cuda.Stream(), []
+    for x, y in DataLoader(data, 4, pin_memory=True):
+        with torch.cuda.stream(side):
+            x, y = (t.to("cuda", non_blocking=True) for t in (x, y))
+        main_stream().wait_stream(side)
+        for t in (x, y):
+            t.record_stream(main_stream())
+        found.append((x * y).sum())
+    return torch.stack(found).tolist()
+
+
 def two_gpus():
     a = torch.ones(8, device=0)
     torch.cuda.Stream()
@@ -454,7 +468,8 @@ def threads_with_a_gpu_each():
 PROGRAMS = [
     shapes_are_not_read, reads_need_no_order, two_checks_of_a_condition,
     memory_recorded_and_reused_later, memory_freed_after_waiting,
-    memory_given_back_to_cuda, memory_never_written, two_buffers_in_turn, two_gpus,
+    memory_given_back_to_cuda, memory_never_written, two_buffers_in_turn,
+    data_loader_with_pinned_memory, two_gpus,
     peer_copies_before_the_first_stream, peer_copies_on_side_streams,
     event_of_another_gpu, replicas_in_threads, backward_over_two_streams,
     layers_with_state, threads_with_a_gpu_each,
