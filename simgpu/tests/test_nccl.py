@@ -109,8 +109,9 @@ def test_an_average_does_not_overflow():
     """NCCL multiplies by 1/n before it adds."""
     values = [torch.full((1,), 60000.0, dtype=torch.float16) for _ in range(2)]
     assert reduce(values, Reduction("AVG")).item() == 60000
-    whole = [torch.tensor([7]), torch.tensor([-2])]
-    assert reduce(whole, Reduction("AVG")).item() == 2
+    for whole, mean in (((7, -2), 2), ((-7, 2), -2)):  # towards zero, as C divides
+        values = [torch.tensor([value]) for value in whole]
+        assert reduce(values, Reduction("AVG")).item() == mean
 
 
 def test_a_sum_of_booleans_is_or_and_their_product_and():
