@@ -148,7 +148,7 @@ DEFECTS = {
             f"{SIMGPU}/_dry/report.py",
             "reserved_bytes=max(its.reserved_bytes for its in kinds),",
             "reserved_bytes=highest.reserved_bytes,",
-            "simgpu/tests/test_dry_api.py simgpu/tests/test_dry_memory.py",
+            "simgpu/tests/test_dry_run.py",
         ),
         Defect(
             "a layout that is as large along one axis is not smaller",
