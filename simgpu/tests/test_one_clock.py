@@ -106,6 +106,24 @@ def test_events_name_the_collective_its_group_and_who_was_late(simulated_ranks):
     assert fourth[-1] == broadcast
 
 
+def wait_for_an_event_behind_a_collective() -> list[float]:
+    if join_at_zero() == 1:
+        simgpu.host_busy(LATE)
+    x, y = ones(), ones()
+    dist.all_reduce(x, async_op=True).wait()
+    side, event = torch.cuda.Stream(), torch.cuda.current_stream().record_event()
+    side.wait_event(event)  # when nobody knows yet how late rank 1 is
+    with torch.cuda.stream(side):
+        y.neg_()
+    events = simgpu.timeline().events
+    return [e.start for e in events if e.name == "neg_"] + [collectives()[0].end]
+
+
+def test_an_event_behind_a_collective_is_as_late_as_its_end(simulated_ranks):
+    for start, end in simulated_ranks(wait_for_an_event_behind_a_collective, 2):
+        assert start >= end > LATE
+
+
 def barrier_after_work() -> list[float]:
     rank = join_at_zero()
     found = []
