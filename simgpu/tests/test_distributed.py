@@ -239,6 +239,19 @@ def test_what_a_collective_reads_is_kept_until_somebody_waits(group):
     assert out.tolist() == [1.0] * 1024
 
 
+def test_where_nobody_waits_it_is_kept_until_the_collective_has_ended(group):
+    """Then the next one lets go of it, as NCCL's watchdog has asked it to."""
+    given, out = torch.ones(1024, device="cuda"), torch.zeros(1024, device="cuda")
+    before = torch.cuda.memory_allocated()
+    dist.all_gather_into_tensor(out, given, async_op=True)
+    del given
+    for has_ended in (False, True):
+        if has_ended:
+            torch.cuda.synchronize()
+        dist.all_reduce(out, async_op=True)  # which needs the values of the first
+        assert torch.cuda.memory_allocated() == before - 4096 * has_ended
+
+
 @pytest.mark.parametrize("views", [False, True])
 def test_buckets_take_as_much_as_the_gradients_and_views_no_second_copy(group, views):
     model = nn.Linear(512, 512, bias=False).to("cuda:1")  # 1 MiB
