@@ -53,14 +53,6 @@ def test_a_block_is_named_by_the_line_that_made_it_and_by_when_it_goes():
     assert found[-1].sizes["batch"] == MIB
 
 
-def test_the_highest_moment_has_a_ring_and_its_size():
-    picture = draw.memory_over_time("A step", {"Adam": STEP}, {"parameters": 5 * MIB})
-    assert picture._repr_svg_().count("<circle") == 1
-    assert "peak 21 MiB, in backward" in words(picture)
-    assert "forward up to 17 MiB, backward up to 21 MiB" in picture.title
-    assert {"forward", "backward", "computed again"} <= set(words(picture))
-
-
 def test_a_long_history_is_drawn_in_few_columns():
     events = [
         noted("forward", i, i % 7 * MIB, action)
@@ -70,12 +62,6 @@ def test_a_long_history_is_drawn_in_few_columns():
     picture = draw.memory_over_time("Many", {"all": events}, {"parameters": MIB})
     assert len(picture._repr_svg_()) < 20_000
     assert "peak 7 MiB, in forward" in words(picture)
-
-
-def test_a_card_is_a_dashed_line():
-    rows, before = {"Adam": STEP}, {"parameters": 5 * MIB}
-    picture = draw.memory_over_time("A step", rows, before, limit=32 * MIB)
-    assert "the card: 32 MiB" in words(picture)
 
 
 def test_an_event_without_a_line_is_refused():

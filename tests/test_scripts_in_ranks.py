@@ -14,7 +14,7 @@ import torch
 
 import simgpu
 from tests import take_home
-from tests.launching import SCRIPTS, WarmRanks, load, prose_of, text_of
+from tests.launching import SCRIPTS, WarmRanks, edited, load, prose_of, text_of
 from tests.take_home import OWN
 
 pytestmark = pytest.mark.slow
@@ -51,11 +51,16 @@ def with_own(name: str, own: str, folder: Path) -> Path:
 
 
 def in_warm_ranks(script: Path, words: list[str], folder: Path, ranks: int = 4) -> str:
-    warm = WarmRanks()
-    try:
-        return warm.run(script, ranks, words, folder)
-    finally:
-        warm.close()
+    return WARM.run(script, ranks, words, folder)
+
+
+WARM = WarmRanks()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def end_of_the_ranks():
+    yield
+    WARM.close()
 
 
 # -- 15, bus_bandwidth.py --------------------------------------------------------------
@@ -89,15 +94,9 @@ def test_bandwidths_follow_from_the_time(ran, ranks):
     assert float(ms) == pytest.approx(4 * 2 * 4096 * 4097 / in_a_ms, rel=0.01)
 
 
-def test_small_gradients_are_one_message(tmp_path):
-    text, model = text_of("bus_bandwidth.py"), "nn.Linear(4096, 4096), "
-    assert text.count(model) == 1
-    script = tmp_path / "own.py"
-    small = text.replace(model, "").replace("nn.Linear(4096, 4096)", "nn.Linear(9, 9)")
-    script.write_text(small)
-    launcher = "torchrun --standalone --nproc-per-node=2"
-    command = f"python -m simgpu --gpus 2 {launcher} {script}"
-    printed = take_home.run_command(command, tmp_path)
+def test_small_gradients_are_one_message(own):
+    layers = "nn.Linear(4096, 4096), nn.Linear(4096, 4096)"
+    printed = own("bus_bandwidth.py", {layers: "nn.Linear(9, 9)"}, "2 ranks")
     microseconds = float(re.search(r"^ +4,096 +([\d.]+)", printed, re.M)[1])
     how = f"360 bytes, {microseconds / 1e3:.2f} ms as messages of 360 bytes"
     assert printed.endswith(f"gradients: {how}\n")
@@ -260,8 +259,7 @@ def test_a_rank_of_four_needs_less_memory_than_one_process(ran):
 
 
 def test_a_file_of_full_weights_is_where_all_ranks_start(tmp_path):
-    text = (SCRIPTS / "sharded_training.py").read_text(encoding="utf-8")
-    before, yours, _ = re.split("(?m)^# --.*\n", text)
+    before, yours, _ = re.split("(?m)^# --.*\n", text_of("sharded_training.py"))
     known: dict = {}
     exec(before + yours, known)
     torch.manual_seed(5)
@@ -275,8 +273,7 @@ def test_a_file_of_full_weights_is_where_all_ranks_start(tmp_path):
     assert losses(printed) == pytest.approx([expected], abs=2e-4)
 
 
-def test_ranks_share_what_batch_norms_see_and_zeros_are_values(tmp_path):
-    text = (SCRIPTS / "sharded_training.py").read_text(encoding="utf-8")
+def test_ranks_share_what_batch_norms_see_and_zeros_are_values(own):
     edits = {
         "self.norm = nn.LayerNorm(width)\n": "self.norm = nn.BatchNorm1d(width)\n"
         '        self.register_buffer("types", torch.zeros(2, dtype=torch.long))\n',
@@ -285,19 +282,12 @@ def test_ranks_share_what_batch_norms_see_and_zeros_are_values(tmp_path):
         "    loss = loss.detach()\n": "    loss = loss.detach()\n"
         "    print(f'mean {model.blocks[0].norm.running_mean.norm().item():.6f};')\n",
     }
-    for old, new in edits.items():
-        assert text.count(old) == 1
-        text = text.replace(old, new)
-    script = tmp_path / "sharded_training.py"
-    script.write_text(text, encoding="utf-8")
-    command = take_home.command_for("18", "2 ranks --steps=1")
-    command = command.replace("sharded_training.py", str(script))
-    means = re.findall(r"mean ([\d.]+);", take_home.run_command(command, tmp_path))
+    printed = own("sharded_training.py", edits, "2 ranks --steps=1")
+    means = re.findall(r"mean ([\d.]+);", printed)
     assert len(means) == 2 and means[0] == means[1] and float(means[0]) > 0
 
 
-def test_bfloat16_takes_tables_in_float32(tmp_path):
-    text = (SCRIPTS / "sharded_training.py").read_text(encoding="utf-8")
+def test_bfloat16_takes_tables_in_float32(own):
     edits = {
         "super().__init__()\n        self.norm": "super().__init__()\n"
         '        self.register_buffer("table", torch.ones(width), False)\n'
@@ -306,15 +296,8 @@ def test_bfloat16_takes_tables_in_float32(tmp_path):
         "    if isinstance(module, nn.Linear):": "    if isinstance(module, Block):\n"
         "        module.table.fill_(1)\n    if isinstance(module, nn.Linear):",
     }
-    for old, new in edits.items():
-        assert text.count(old) == 1
-        text = text.replace(old, new)
-    script = tmp_path / "sharded_training.py"
-    script.write_text(text, encoding="utf-8")
-    command = take_home.command_for("18", "2 ranks --steps=2 --bf16")
-    command = command.replace("sharded_training.py", str(script))
-    found = by_step(take_home.run_command(command, tmp_path))
-    assert list(found) == [0, 1]
+    printed = own("sharded_training.py", edits, "2 ranks --steps=2 --bf16")
+    assert list(by_step(printed)) == [0, 1]
 
 
 # -- 19, slice_layers.py; 20, pipeline_layers.py; 21, stretch_sequence.py; 22 and 23 ---
@@ -330,46 +313,34 @@ def test_a_rank_keeps_its_share_of_the_weights_and_says_so(ran, ranks):
         assert share <= kept < 1.02 * share  # norms are not cut
 
 
-def slice_layers_with(tmp_path: Path, old: str, new: str, way: str) -> str:
-    """How the script of lesson 19 is started with one edit."""
-    text = (SCRIPTS / "slice_layers.py").read_text(encoding="utf-8")
-    assert text.count(old) == 1, old
-    script = tmp_path / "slice_layers.py"
-    script.write_text(text.replace(old, new), encoding="utf-8")
-    return take_home.command_for("19", way).replace("slice_layers.py", str(script))
+HEAD = "nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)\n"
+TIED = f"{HEAD}        self.token.weight = self.head.weight\n"
 
 
-def test_tied_weights_stay_tied(tmp_path):
+def test_tied_weights_stay_tied(own):
     """`parallelize_module` alone makes two parameters of one, silently."""
-    head = "nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)\n"
-    tie = f"{head}        self.token.weight = self.head.weight\n"
-    found = []
-    for way in ("1 ranks --plain", "2 ranks"):
-        command = slice_layers_with(tmp_path, head, tie, way)
-        found.append(by_step(take_home.run_command(command, tmp_path)))
-    assert len(found[0]) == 3 and found[1] == pytest.approx(found[0], abs=2e-4)
+    one, two = (
+        by_step(own("slice_layers.py", {HEAD: TIED}, way))
+        for way in ("1 ranks --plain", "2 ranks")
+    )
+    assert len(one) == 3 and two == pytest.approx(one, abs=2e-4)
 
 
-def test_frozen_parameters_stay_frozen(tmp_path):
+def test_frozen_parameters_stay_frozen(own):
     """`SequenceParallel` alone lets those of a norm train, silently."""
     old = "Linear(WIDTH, VOCABULARY)\n\n    def forward(self, tokens):\n"
     freeze = "\n        self.norm.requires_grad_(False)\n"
     tell = "        print('norm trains:', self.norm.weight.requires_grad)\n"
-    new = old.replace("\n", freeze, 1) + tell
-    command = slice_layers_with(tmp_path, old, new, "1 ranks")
-    printed = take_home.run_command(command, tmp_path)
+    printed = own(
+        "slice_layers.py", {old: old.replace("\n", freeze, 1) + tell}, "1 ranks"
+    )
     assert "norm trains: False" in printed and "norm trains: True" not in printed
 
 
 def test_tied_weights_that_are_cut_in_two_ways_are_refused(tmp_path):
-    head = "nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)\n"
-    tie = f"{head}        self.token.weight = self.head.weight\n"
-    slice_layers_with(tmp_path, head, tie, "2 ranks")
-    script = tmp_path / "slice_layers.py"
-    text = script.read_text(encoding="utf-8")
-    rows = text.replace('"head": Colwise', '"head": Rowwise')
-    assert rows != text
-    script.write_text(rows.replace("VOCABULARY)\n", "VOCABULARY, bias=False)\n"))
+    tied = TIED.replace("VOCABULARY)", "VOCABULARY, bias=False)")
+    edits = {'"head": Colwise': '"head": Rowwise', HEAD: tied}
+    script = edited("slice_layers.py", edits, tmp_path)
     with pytest.raises(AssertionError, match="are tied: cut both in one way"):
         in_warm_ranks(script, [], tmp_path, 2)
 
@@ -497,7 +468,6 @@ def test_padded_targets_of_a_part_do_not_count():
 
 
 def test_a_table_among_the_buffers_is_not_copied_from_rank_0(tmp_path):
-    text = text_of("stretch_sequence.py")
     edits = {
         "self.place = nn.Embedding(length, width)": 'self.register_buffer("table", '
         "torch.randn(length, width))",
@@ -505,30 +475,19 @@ def test_a_table_among_the_buffers_is_not_copied_from_rank_0(tmp_path):
         "buffers=[tokens,": "buffers=[model.module.table, tokens,",
         "buffer_seq_dims=[1,": "buffer_seq_dims=[0, 1,",
     }
-    for old, new in edits.items():
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    script = tmp_path / "stretch_sequence.py"
-    script.write_text(text, encoding="utf-8")
+    script = edited("stretch_sequence.py", edits, tmp_path)
     words = ["--length=128"]
     one, two = (by_step(in_warm_ranks(script, words, tmp_path, n)) for n in (1, 2))
     assert len(one) == 3 and two == pytest.approx(one, abs=2e-4)
 
 
 def test_places_that_each_rank_counts_itself_are_found(tmp_path):
-    script = tmp_path / "stretch_sequence.py"
-    right = text_of("stretch_sequence.py")
-    wrong = right.replace(
-        "self.place(places)", "self.place(torch.arange(len(places)).cuda())"
-    )
-    warm, found = WarmRanks(), []
-    try:
-        for text in (right, wrong):
-            script.write_text(text, encoding="utf-8")
-            printed = warm.run(script, 2, ["--length=128", "--compare"], tmp_path)
-            found += re.findall(r"from one process by (\S+) %", printed)
-    finally:
-        warm.close()
+    wrong = "self.place(torch.arange(len(places)).cuda())"
+    words, found = ["--length=128", "--compare"], []
+    for edits in ({}, {"self.place(places)": wrong}):
+        script = edited("stretch_sequence.py", edits, tmp_path)
+        printed = in_warm_ranks(script, words, tmp_path, 2)
+        found += re.findall(r"from one process by (\S+) %", printed)
     assert found[0] == "0.00" and float(found[1]) > 10
 
 
@@ -563,13 +522,11 @@ def test_the_model_with_experts_learns(ran):
     assert last < 3.7 < first
 
 
-def edited(name: str, edits: dict[str, str], folder: Path) -> Path:
+def own_edited(name: str, edits: dict[str, str], folder: Path) -> Path:
     """The script with other text in places between its two lines of dashes."""
     own = re.split(r"^# -{2,}.*-{40,}\n", text_of(name), flags=re.M)[1]
-    for old, new in edits.items():
-        assert own.count(old) == 1, old
-        own = own.replace(old, new)
-    return with_own(name, own, folder)
+    assert all(old in own for old in edits)
+    return edited(name, edits, folder)
 
 
 HIDDEN = """    targets = sequences[:, 1:].masked_fill(
@@ -598,7 +555,7 @@ def test_experts_with_padding_frozen_parameters_and_bfloat16(tmp_path):
     copies = "(__import__('copy').deepcopy(Block()) for _ in range(2))"
     cloned = {"nn.Sequential(Block(), Block())": f"nn.Sequential(*{copies})"}
     padded = {last: HIDDEN, place: frozen, **cloned}
-    script = edited("expert_parallel.py", padded, tmp_path)
+    script = own_edited("expert_parallel.py", padded, tmp_path)
     one, four = (
         in_warm_ranks(script, ["--steps=6", "--clip=0.1"], tmp_path, ranks)
         for ranks in (1, 4)
@@ -611,7 +568,7 @@ def test_experts_with_padding_frozen_parameters_and_bfloat16(tmp_path):
         "    scores, targets = model(": DREW + "    model = torch.autocast"
         '("cuda", torch.bfloat16)(model.forward)\n    scores, targets = model('
     }
-    script = edited("expert_parallel.py", lower, tmp_path)
+    script = own_edited("expert_parallel.py", lower, tmp_path)
     printed = in_warm_ranks(script, ["--steps=3"], tmp_path, 2)
     assert losses(printed) == pytest.approx([4.3], abs=0.1)
     assert len(set(drawn(printed))) == 3 * 2  # other numbers on each rank
@@ -634,7 +591,7 @@ def test_experts_and_sequences_that_ranks_cannot_share_are_told_apart(tmp_path):
         "BATCH = 4, ": "EXPERTS is a multiple of 4 ranks, not 6",
     }.items():
         new = "64, 64, 32, 18" if old.startswith("64") else "BATCH = 6, "
-        script = edited("expert_parallel.py", {old: new}, tmp_path)
+        script = own_edited("expert_parallel.py", {old: new}, tmp_path)
         with pytest.raises(AssertionError, match=why):
             in_warm_ranks(script, ["--steps=1"], tmp_path)
 
@@ -642,14 +599,11 @@ def test_experts_and_sequences_that_ranks_cannot_share_are_told_apart(tmp_path):
 @pytest.mark.long
 def test_the_balance_loss_keeps_a_favoured_expert_from_taking_all(tmp_path):
     """The largest shares that the lesson names, with factors of 0, 0.01 and 0.1."""
-    script, warm, shares = SCRIPTS / "expert_parallel.py", WarmRanks(), []
-    try:
-        for factor in ("0", "0.01", "0.1"):
-            words = ["--favour=1", f"--balance={factor}"]
-            printed = warm.run(script, 4, words, tmp_path)
-            shares.append(re.findall(r"largest share ([\d.]+)", printed))
-    finally:
-        warm.close()
+    shares = []
+    for factor in ("0", "0.01", "0.1"):
+        words = ["--favour=1", f"--balance={factor}"]
+        printed = in_warm_ranks(SCRIPTS / "expert_parallel.py", words, tmp_path)
+        shares.append(re.findall(r"largest share ([\d.]+)", printed))
     said = re.findall(
         r"from (0\.\d\d) to (0\.\d\d)", prose_of(take_home.lesson_of("22"))
     )
@@ -684,7 +638,7 @@ OWN_OF_23 = {
 def test_tied_and_frozen_weights_and_padding_on_meshes_have_the_losses_of_one_process(
     tmp_path,
 ):
-    script = edited("combine_meshes.py", OWN_OF_23, tmp_path)
+    script = own_edited("combine_meshes.py", OWN_OF_23, tmp_path)
     script.write_text(script.read_text().replace("range(8)", "range(3)"))
     one = in_warm_ranks(script, ["--clip=0.1"], tmp_path, 1)
     two = in_warm_ranks(script, ["--tp=2", "--clip=0.1"], tmp_path, 4)
@@ -719,7 +673,7 @@ def test_tied_and_frozen_weights_and_padding_on_meshes_have_the_losses_of_one_pr
 def test_what_slices_cannot_divide_and_other_ties_are_refused(
     edits, way, why, tmp_path
 ):
-    script = edited("combine_meshes.py", edits, tmp_path)
+    script = own_edited("combine_meshes.py", edits, tmp_path)
     with pytest.raises(AssertionError, match=why):
         in_warm_ranks(script, way, tmp_path)
 
@@ -745,10 +699,7 @@ def test_a_killed_rank_is_started_again_by_the_lessons_command(ran, tmp_path):
     loop = "    for step, batch in enumerate(loader, start=first):\n"
     dies = '        if (step, rank, os.environ["TORCHELASTIC_RESTART_COUNT"]) == '
     dies += '(12, 1, "0"):\n            os.kill(os.getpid(), 9)\n'
-    text = (SCRIPTS / "train_elastic.py").read_text(encoding="utf-8")
-    assert text.count(loop) == 1
-    mortal = tmp_path / "train_elastic.py"
-    mortal.write_text(text.replace(loop, loop + dies))
+    mortal = edited("train_elastic.py", {loop: loop + dies}, tmp_path)
     _, command = take_home.commands(prose_of(take_home.lesson_of("24")))
     command = command.replace("train_elastic.py", str(mortal))
     found = by_step(take_home.run_command(command, tmp_path))
@@ -832,10 +783,8 @@ def test_another_batch_is_refused_and_any_part_comes_back(tmp_path: Path, on_cpu
 
 def test_a_mean_of_the_losses_is_refused(tmp_path):
     """Divided by the batch once more, it would train at a 120th of the rate."""
-    text = (SCRIPTS / "train_elastic.py").read_text(encoding="utf-8")
-    assert text.count('reduction="none"') == 1
-    script = tmp_path / "train_elastic.py"
-    script.write_text(text.replace('reduction="none"', 'reduction="mean"'))
+    mean = {'reduction="none"': 'reduction="mean"'}
+    script = edited("train_elastic.py", mean, tmp_path)
     with pytest.raises(Exception, match="not a loss a sample"):
         in_warm_ranks(script, ["--steps=1"], tmp_path, 2)
 
@@ -906,8 +855,8 @@ def test_a_bandwidth_says_when_it_is_not_level(slow, end, monkeypatch, on_cpu):
 # -- 29, compare_ranks.py --------------------------------------------------------------
 
 SAVE = "1 ranks --save=one.pt"
-OWN_COUNT = ("    dist.all_reduce(count)  # tokens of all ranks\n", "")
-OWN_SHARE = ("/ count * dist.get_world_size()", "/ count")
+OWN_COUNT = {"    dist.all_reduce(count)  # tokens of all ranks\n": ""}
+OWN_SHARE = {"/ count * dist.get_world_size()": "/ count"}
 
 
 def test_a_right_program_on_two_ranks_agrees(ran):
@@ -928,28 +877,17 @@ def test_a_file_is_written_by_one_rank_and_the_options_exclude_each_other(
     assert ("is for one rank" if options else "one of the arguments") in said
 
 
-def test_dropout_would_let_every_program_pass_so_nothing_is_saved(tmp_path):
-    old, new = "nn.Embedding(WORDS, 32), ", "nn.Embedding(WORDS, 32), nn.Dropout(0.1), "
-    text = (SCRIPTS / "compare_ranks.py").read_text(encoding="utf-8")
-    assert text.count(old) == 1
-    script = tmp_path / "compare_ranks.py"
-    script.write_text(text.replace(old, new), encoding="utf-8")
-    command = take_home.command_for("29", SAVE).replace("compare_ranks.py", str(script))
-    done = take_home.start_command(command, tmp_path)
-    assert done.returncode and "away from itself" in done.stderr
+def test_dropout_would_let_every_program_pass_so_nothing_is_saved(own, tmp_path):
+    words = "nn.Embedding(WORDS, 32), "
+    dropout = {words: f"{words}nn.Dropout(0.1), "}
+    assert "away from itself" in own("compare_ranks.py", dropout, SAVE, 1)
     assert not (tmp_path / "one.pt").exists()
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("edits", [[OWN_COUNT, OWN_SHARE], [OWN_SHARE]])
+@pytest.mark.parametrize("edits", [{**OWN_COUNT, **OWN_SHARE}, OWN_SHARE])
 def test_a_wrong_program_is_named_at_its_first_step(ran, ranks, edits, tmp_path):
-    text = (SCRIPTS / "compare_ranks.py").read_text(encoding="utf-8")
-    for old, new in edits:
-        assert text.count(old) == 1
-        text = text.replace(old, new)
-    wrong = tmp_path / "compare_ranks.py"
-    wrong.write_text(text, encoding="utf-8")
-    command = take_home.command_for("29", f"{ranks} ranks --compare=one.pt")
-    command = command.replace("compare_ranks.py", str(wrong))
+    wrong = edited("compare_ranks.py", edits, tmp_path)
+    command = take_home.command_of(wrong, f"{ranks} ranks --compare=one.pt")
     said = take_home.run_command(command, ran("29", SAVE).folder)
     assert re.match(r"step 0, loss: .* away from one rank", said), said

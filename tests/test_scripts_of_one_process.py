@@ -33,7 +33,7 @@ from helpers import count_copies, explore
 from scripts.recorded_matmuls import FILE, recorded
 from support.limits import JOB, SHORT
 from tests import take_home
-from tests.launching import ROOT, SCRIPTS, load, text_of
+from tests.launching import ROOT, SCRIPTS, load, simulated, text_of
 from tests.take_home import OWN, Ran
 
 pytestmark = pytest.mark.slow
@@ -111,12 +111,9 @@ BY_LENGTH = [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]  # as a sampler of texts gives th
 def test_gpus_score_a_loader_of_dictionaries_as_the_model_does():
     script = load("score_all.py")
     model, loader = ByName(4), loader_of_dictionaries(4)
-    simgpu.start(2)
-    try:
+    with simulated(2):
         gpus = [torch.device("cuda", index) for index in range(2)]
         scores, taken, first = script.score_all(model, loader, gpus)
-    finally:
-        simgpu.stop()
     assert taken == {"cuda:0": 6, "cuda:1": 4}
     assert first["name"] == ["sample 0", "sample 1", "sample 2"]
     expected = torch.cat([script.scores_of(model, batch) for batch in loader])
@@ -126,15 +123,12 @@ def test_gpus_score_a_loader_of_dictionaries_as_the_model_does():
 def test_four_gpus_score_at_the_same_time():
     script, seconds = load("score_all.py"), {}
     model, batches = script.your_model(), torch.randn(64 * 1024, 64).split(1024)
-    simgpu.start(4, card="T4")
-    try:
+    with simulated(4, card="T4"):
         for count in (1, 4):
             gpus = [torch.device("cuda", index) for index in range(count)]
             simgpu.timeline().clear()
             script.score_all(model, batches, gpus)
             seconds[count] = simgpu.timeline().seconds
-    finally:
-        simgpu.stop()
     assert seconds[4] < seconds[1] / 3
 
 
@@ -150,23 +144,17 @@ def test_four_gpus_score_at_the_same_time():
 def test_score_all_refuses_what_it_cannot_do(features, options, why):
     script = load("score_all.py")
     model, loader = ByName(features), loader_of_dictionaries(4, **options)
-    simgpu.start(1, memory="8MB")
-    try:
+    with simulated(1, memory="8MB"):
         with pytest.raises(SystemExit, match=why):
             script.score_all(model, loader, [torch.device("cuda", 0)])
-    finally:
-        simgpu.stop()
 
 
 def test_score_all_takes_a_model_that_is_on_a_gpu(tmp_path, monkeypatch, capsys):
     script = load("score_all.py")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(script, "your_model", lambda: nn.Linear(64, 3).cuda())
-    simgpu.start(2)
-    try:
+    with simulated(2):
         script.main()
-    finally:
-        simgpu.stop()
     assert "20,000 samples scored, saved" in capsys.readouterr().out
 
 
@@ -203,11 +191,8 @@ def scored_in_main(script, model: nn.Module, folder: Path, monkeypatch) -> None:
     monkeypatch.setattr(script, "your_model", lambda: model)
     monkeypatch.setattr(script, "your_batches", lambda: X.split(4))
     monkeypatch.chdir(folder)
-    simgpu.start(2)
-    try:
+    with simulated(2):
         script.main()
-    finally:
-        simgpu.stop()
 
 
 class Masked(nn.Module):
@@ -258,12 +243,10 @@ def test_the_cpu_learns_the_same_weights(ran):
         torch.testing.assert_close(weight, alone[name], rtol=0, atol=1e-4)
 
 
-def test_a_model_that_says_cuda_trains_on_the_gpu_that_was_named(tmp_path: Path):
-    script = tmp_path / "own.py"
-    text = text_of("train_anywhere.py")
-    script.write_text(text.replace("(model(x), y)", "(model(x), y.cpu().cuda())"))
-    command = f"python -m simgpu --gpus 2 {script} --device cuda:1"
-    assert "epoch 2: mean loss" in take_home.run_command(command, tmp_path)
+def test_a_model_that_says_cuda_trains_on_the_gpu_that_was_named(own):
+    says_cuda = {"(model(x), y)": "(model(x), y.cpu().cuda())"}
+    printed = own("train_anywhere.py", says_cuda, "2 gpus --device cuda:1")
+    assert "epoch 2: mean loss" in printed
 
 
 # -- 02, lean_loop.py ------------------------------------------------------------------
@@ -297,15 +280,11 @@ def test_losses_are_read_eight_at_a_time_and_no_step_waits(capsys, monkeypatch):
     assert len(capsys.readouterr().out.splitlines()) == len(read)
 
 
-def test_the_lines_that_wait_are_printed(tmp_path: Path):
+def test_the_lines_that_wait_are_printed(own):
     line = "        x, y = batch\n"
-    script = tmp_path / "own.py"
-    script.write_text(
-        text_of("lean_loop.py").replace(line, f"{line}        x[0, 0].item()\n")
-    )
-    command = f"python -m simgpu --gpus 1 {script} --find-waits"
-    place, total = take_home.run_command(command, tmp_path).splitlines()
-    assert re.fullmatch(rf"{script}:\d+: x\[0, 0\]\.item\(\)", place)
+    waits = {line: f"{line}        x[0, 0].item()\n"}
+    place, total = own("lean_loop.py", waits, "1 gpus --find-waits").splitlines()
+    assert re.fullmatch(r"\S+lean_loop.py:\d+: x\[0, 0\]\.item\(\)", place)
     assert total == "waits in one step: 1"
 
 
@@ -319,16 +298,13 @@ def test_a_batch_may_be_nested_and_an_array_in_it_is_refused():
 
 def test_a_batch_outside_of_pinned_memory_is_told():
     send, x, there = load("lean_loop.py").send, torch.ones(2), torch.device("cuda")
-    simgpu.start(1)
-    try:
+    with simulated(1):
         with pytest.warns(UserWarning, match=r"pin_memory=True"):
             send([x], there)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             send([x.pin_memory(), x.cuda()], there)
             send([x], torch.device("cpu"))
-    finally:
-        simgpu.stop()
 
 
 def test_a_loss_that_is_not_a_number_ends_the_training():
@@ -352,12 +328,9 @@ def test_four_ranks_reach_the_weights_of_one(ran):
         torch.testing.assert_close(four[name], one[name], rtol=0, atol=1e-5)
 
 
-def test_ranks_leave_out_what_they_cannot_share(tmp_path: Path):
-    script = tmp_path / "own.py"
-    own = text_of("four_gpus.py").replace("(2048, 64)", "(131, 64)")
-    script.write_text(own.replace("+= loss", "+= len(x) + 0 * loss"))
-    command = "python -m simgpu --gpus 2 torchrun --standalone --nproc-per-node=2"
-    printed = take_home.run_command(f"{command} {script}", tmp_path)
+def test_ranks_leave_out_what_they_cannot_share(own):
+    edits = {"(2048, 64)": "(131, 64)", "+= loss": "+= len(x) + 0 * loss"}
+    printed = own("four_gpus.py", edits, "2 ranks")
     assert numbers(r"loss ([\d.]+)", printed) == [65 / 2] * 3  # 64 and 1 of 131 // 2
 
 
@@ -375,31 +348,25 @@ def test_fifteen_lines_and_four_imports_make_the_difference():
     assert (len(imports), len(new) - len(imports)) == (4, 15)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "command",
+    "name, way",
     [
-        "--gpus 1 one_gpu.py",
-        "--gpus 2 torchrun --standalone --nproc-per-node=2 four_gpus.py",
-        pytest.param("--gpus 1 train_anywhere.py", marks=pytest.mark.long),
-        pytest.param("--gpus 2 split_batch.py", marks=pytest.mark.long),
-        pytest.param("--gpus 2 split_model.py", marks=pytest.mark.long),
+        ("one_gpu.py", "1 gpus"),
+        ("four_gpus.py", "2 ranks"),
+        pytest.param("train_anywhere.py", "1 gpus", marks=pytest.mark.long),
+        pytest.param("split_batch.py", "2 gpus", marks=pytest.mark.long),
+        pytest.param("split_model.py", "2 gpus", marks=pytest.mark.long),
     ],
 )
-def test_workers_of_a_loader_that_start_the_script_anew(tmp_path: Path, command):
+def test_workers_of_a_loader_that_start_the_script_anew(own, tmp_path, name, way):
     """As macOS and Windows start them, and Python 3.14 on Linux."""
-    name = command.split()[-1]
-    line = "from torch.utils.data import"
-    (loader,) = re.findall(f"^{line}.*$", text_of(name), re.M)
+    (loader,) = re.findall("^from torch.utils.data import.*$", text_of(name), re.M)
     workers = (
         "DataLoader = __import__('functools').partial("
         "DataLoader, num_workers=1, multiprocessing_context='spawn')"
     )
-    script = tmp_path / f"own_{name}"
-    script.write_text(text_of(name).replace(loader, f"{loader}\n{workers}"))
-    command = f"python -m simgpu {command.replace(name, str(script))}"
-    printed = take_home.run_command(command, tmp_path)
-    plain = take_home.run_command(f"{command}".replace(str(script), name), tmp_path)
+    printed = own(name, {loader: f"{loader}\n{workers}"}, way)
+    plain = take_home.run_command(take_home.command_of(name, way), tmp_path)
     assert printed == plain != ""
 
 
@@ -459,8 +426,7 @@ def test_what_autograd_keeps_is_that_of_the_relus(ran, table):
     assert sum(kept.values()) == pytest.approx(table["activations"], abs=0.03)
 
 
-def test_a_forward_repeated_layers_and_a_batch_of_ones_own_have_rows(tmp_path: Path):
-    own = """class Block(nn.Module):
+OWN_MODEL = """class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.like = nn.ReLU()
@@ -480,7 +446,7 @@ class Own(nn.Sequential):
 
 
 model = Own("""
-    batch = """
+OWN_BATCH = """
 class Boxed:
     def __init__(self, images, labels):
         self.images, self.labels = images, labels
@@ -494,12 +460,12 @@ class Boxed:
 
 batch = Boxed(images, images[:, :10].argmax(1))
 """
-    text = text_of("memory_table.py").replace("model = nn.Sequential(", own)
-    (line,) = re.findall("^batch = {.*$", text, re.M)
-    script = tmp_path / "own.py"
-    script.write_text(text.replace(line, batch))
-    command = f"python -m simgpu --gpus 1 {script} 1000"
-    printed = take_home.run_command(command, tmp_path)
+
+
+def test_a_forward_repeated_layers_and_a_batch_of_ones_own_have_rows(own):
+    (line,) = re.findall("^batch = {.*$", text_of("memory_table.py"), re.M)
+    edits = {"model = nn.Sequential(": OWN_MODEL, line: OWN_BATCH}
+    printed = own("memory_table.py", edits, "1 gpus 1000")
     kept = kept_of(printed)
     rows = 1000 * (64 * 4 + 8) / MIB
     assert table_of(printed)["batch"] == pytest.approx(rows, abs=0.01)
@@ -562,8 +528,7 @@ def batches_of_all_kinds() -> list:
 
 
 def test_the_prefetcher_takes_tuples_and_dictionaries():
-    simgpu.start(1, races="raise")
-    try:
+    with simulated(1, races="raise"):
         batches = batches_of_all_kinds()
         tensor, pair, nested, mapping = load("prefetch.py").Prefetcher(batches)
         assert isinstance(pair, Pair) and nested["name"] == "a.png"
@@ -571,8 +536,6 @@ def test_the_prefetcher_takes_tuples_and_dictionaries():
         for found in (tensor, pair.x, pair.y, nested["ids"], second, mapping["ids"]):
             assert found.is_cuda and found.tolist() == list(range(6))
         assert first.is_cuda and first[0].item() == 1
-    finally:
-        simgpu.stop()
 
 
 class Own:
@@ -586,42 +549,25 @@ class Own:
 
 
 def test_a_batch_of_a_class_of_your_own_goes_to_the_gpu():
-    simgpu.start(1, races="raise")
-    try:
+    with simulated(1, races="raise"):
         (found,) = load("prefetch.py").Prefetcher([Own(torch.ones(2).pin_memory())])
         assert found.x.is_cuda and found.x.tolist() == [1, 1]
-    finally:
-        simgpu.stop()
 
 
-def own_prefetch(folder: Path, *changes: tuple[str, str]):
-    text, script = text_of("prefetch.py"), folder / "own.py"
-    for line, other in changes:
-        assert text.count(line) == 1
-        text = text.replace(line, other)
-    script.write_text(text)
-    return take_home.start_command(f"python -m simgpu --gpus 1 {script}", folder)
-
-
-def test_prefetching_takes_some_batches_and_says_when_losses_differ(tmp_path):
-    few = "BATCHES = 50", "BATCHES = 3"
+def test_prefetching_takes_some_batches_and_says_when_losses_differ(own):
     line = "    x, y = batch\n"
     more = "    calls.append(0)\n    return len(calls) * model(x).sum()\n"
-    counted = line, line + more
-    calls = "BATCHES = 3", "BATCHES, calls = 3, []"
-    printed = own_prefetch(tmp_path, few, counted, calls).stdout.splitlines()
+    edits = {line: line + more, "BATCHES = 50": "BATCHES, calls = 3, []"}
+    printed = own("prefetch.py", edits).splitlines()
     assert [len(row.split()) for row in (printed[2], printed[4])] == [3, 3]
     assert printed[5].startswith("THE LOSSES DIFFER")
 
 
 @pytest.mark.parametrize("script", ["prefetch.py", "catch_race.py"])
 def test_a_batch_in_pageable_memory_is_refused(script):
-    simgpu.start(1)
-    try:
+    with simulated(1):
         with pytest.raises(ValueError, match=r"\(3,\) is in pageable memory: use Data"):
             load(script).to_gpu({"ids": torch.zeros(3)})
-    finally:
-        simgpu.stop()
 
 
 # -- 06, catch_race.py -----------------------------------------------------------------
@@ -671,8 +617,7 @@ def copies_and_kernels(script, cure: str, late: str) -> tuple[list, list]:
 
 def test_the_side_that_is_late_comes_after_the_other(monkeypatch):
     """Then a race shows on every card: no step is so long, and no copy."""
-    simgpu.start(1, races="off")
-    try:
+    with simulated(1, races="off"):
         script = load("catch_race.py")
         monkeypatch.setattr(script, "STEPS", 4)
         copies, steps = copies_and_kernels(script, "none", "copy")
@@ -681,8 +626,6 @@ def test_the_side_that_is_late_comes_after_the_other(monkeypatch):
         simgpu.timeline().clear()
         copies, steps = copies_and_kernels(script, "one_way", "step")
         assert max(e.end for e in copies) < steps[0].start
-    finally:
-        simgpu.stop()
 
 
 @pytest.mark.parametrize(
@@ -695,26 +638,20 @@ def test_the_side_that_is_late_comes_after_the_other(monkeypatch):
 def test_it_refuses_data_and_learning_rates_that_prove_nothing(
     place, yours, why, monkeypatch
 ):
-    simgpu.start(1, races="off")
-    try:
+    with simulated(1, races="off"):
         script = load("catch_race.py")
         monkeypatch.setattr(script, place, yours)
         monkeypatch.setattr(sys, "argv", ["catch_race.py"])
         with pytest.raises(SystemExit, match=why):
             script.main()
-    finally:
-        simgpu.stop()
 
 
 def test_batches_may_come_from_a_generator(monkeypatch):
-    simgpu.start(1, races="raise")
-    try:
+    with simulated(1, races="raise"):
         script = load("catch_race.py")
         all_of_them = script.make_batches()
         monkeypatch.setattr(script, "make_batches", lambda: iter(all_of_them[:3]))
         assert len(script.train(torch.cuda.Stream(), "wait_event", "copy")) == 3
-    finally:
-        simgpu.stop()
 
 
 def test_a_warning_names_the_copy_and_the_model(tmp_path):
@@ -764,20 +701,16 @@ def test_two_ranks_add_up_their_samples_and_take_the_slowest(ran):
 
 def test_samples_are_counted_before_the_batch_is_on_the_gpu(monkeypatch):
     """There, the sum of a mask would make every step wait."""
-    simgpu.start(1)
-    try:
+    with simulated(1):
         script = load("time_step.py")
         monkeypatch.setattr(script, "samples_in", lambda x: 0 if x.is_cuda else len(x))
         monkeypatch.setattr(script, "step", lambda x: x + 1)
         *_, samples = script.stopwatch(script.step, script.endless([torch.ones(3)]))
         assert samples == 3 * script.RUNS
-    finally:
-        simgpu.stop()
 
 
 def test_a_batch_is_a_tensor_or_has_some():
-    simgpu.start(1)
-    try:
+    with simulated(1):
         script = load("time_step.py")
         x = torch.ones(3, 2)
         assert script.to_gpu(x).is_cuda
@@ -785,8 +718,6 @@ def test_a_batch_is_a_tensor_or_has_some():
         assert moved["x"][0].is_cuda and moved["n"] == 1
         with pytest.raises(SystemExit, match="the loader has no batch"):
             next(script.endless([]))
-    finally:
-        simgpu.stop()
 
 
 # -- 08, what_binds.py and the recorded matmuls ----------------------------------------
@@ -856,36 +787,23 @@ def test_mixed_precision_skips_no_step_and_is_slower_in_narrow_ones(ran):
 @pytest.mark.parametrize(
     "dtype, ends", [("float16", 0), ("bfloat16", 1), ("float32", 1)]
 )
-def test_a_gradient_that_is_not_finite_is_skipped_or_ends_it(tmp_path, dtype, ends):
-    text, line = text_of("mixed_precision.py"), "    return [{"
-    assert line in text
-    script = tmp_path / "infinite.py"
-    script.write_text(text.replace(line, f"    images[200] = float('inf')\n{line}"))
-    command = f"python -m simgpu --gpus 1 {script} --dtype {dtype}"
-    done = take_home.start_command(command, tmp_path)
-    assert done.returncode == ends
-    if ends:
-        assert "a gradient was not finite: the weights are lost" in done.stderr
-    else:
-        assert "float16: 3 of 48 steps skipped" in done.stdout
+def test_a_gradient_that_is_not_finite_is_skipped_or_ends_it(own, dtype, ends):
+    line = "    return [{"
+    infinite = {line: f"    images[200] = float('inf')\n{line}"}
+    said = own("mixed_precision.py", infinite, f"1 gpus --dtype {dtype}", ends)
+    lost = "a gradient was not finite: the weights are lost"
+    assert (lost if ends else "float16: 3 of 48 steps skipped") in said
 
 
-def test_a_batch_of_mixed_precision_may_be_nested_and_hold_text(tmp_path: Path):
-    text = text_of("mixed_precision.py")
-    for old, new in (
-        ('{"images": x, "labels": y}', '{"images": [x], "labels": y, "name": "a"}'),
-        ('batch["images"]', 'batch["images"][0]'),
-    ):
-        assert text.count(old) == 1
-        text = text.replace(old, new)
-    script = tmp_path / "nested.py"
-    script.write_text(text)
-    printed = take_home.run_command(f"python -m simgpu --gpus 1 {script}", tmp_path)
-    assert "0 of 48 steps skipped" in printed
+def test_a_batch_of_mixed_precision_may_be_nested_and_hold_text(own):
+    nested = {
+        '{"images": x, "labels": y}': '{"images": [x], "labels": y, "name": "a"}',
+        'batch["images"]': 'batch["images"][0]',
+    }
+    assert "0 of 48 steps skipped" in own("mixed_precision.py", nested)
 
 
-def test_mixed_precision_takes_a_stream_of_unknown_length(tmp_path: Path):
-    text, old = text_of("mixed_precision.py"), "    return [{"
+def test_mixed_precision_takes_a_stream_of_unknown_length(own, ran):
     stream = """
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self):
@@ -894,14 +812,8 @@ def test_mixed_precision_takes_a_stream_of_unknown_length(tmp_path: Path):
     rows = [{"images": x, "labels": y} for x, y in parts]
     return torch.utils.data.DataLoader(Stream(), batch_size=None)
     return [{"""
-    assert text.count(old) == 1
-    script = tmp_path / "stream.py"
-    script.write_text(text.replace(old, stream))
-    printed = take_home.run_command(f"python -m simgpu --gpus 1 {script}", tmp_path)
-    plain = take_home.run_command(
-        "python -m simgpu --gpus 1 mixed_precision.py", tmp_path
-    )
-    assert printed == plain
+    printed = own("mixed_precision.py", {"    return [{": stream})
+    assert printed == ran("09", "1 gpus").text
 
 
 # -- 10, less_memory.py ----------------------------------------------------------------
@@ -951,45 +863,37 @@ def test_a_card_of_64_mib_refuses_the_plain_step_only(tmp_path: Path):
     assert "step 4" in take_home.run_command(f"{small} --checkpoint", tmp_path)
 
 
-def with_batches(tmp_path: Path, line: str) -> str:
-    """The command for the script, with this line after each batch that it makes."""
-    text, last = text_of("less_memory.py"), '"labels": images[:, :10].argmax(1)})\n'
-    assert text.count(last) == 1
-    script = tmp_path / "own.py"
-    script.write_text(text.replace(last, f"{last}    {line}\n"))
-    return f"python -m simgpu --gpus 1 {script}"
+def batches_with(line: str) -> dict[str, str]:
+    """What adds this line after each batch that `less_memory.py` makes."""
+    last = '"labels": images[:, :10].argmax(1)})\n'
+    return {last: f"{last}    {line}\n"}
 
 
-def test_a_part_without_a_label_counts_nothing(tmp_path: Path):
-    padded = with_batches(tmp_path, 'batches[-1]["labels"][3000:] = -100')
+def test_a_part_without_a_label_counts_nothing(own):
+    padded = batches_with('batches[-1]["labels"][3000:] = -100')
     rows = [
-        re.findall(
-            r"loss (.+), gradient (.+),", take_home.run_command(command, tmp_path)
-        )
-        for command in (padded, f"{padded} --accumulate 4")
+        re.findall(r"loss (.+), gradient (.+),", own("less_memory.py", padded, way))
+        for way in ("1 gpus", "1 gpus --accumulate 4")
     ]
     (one, *_), (parts, *_) = rows
     assert float(one[0]) > 2  # the mean over 3000 labels, not over 8192
     assert parts == one
 
 
-def test_less_memory_leaves_batch_norm_as_it_would_be(tmp_path: Path):
-    text, relu = text_of("less_memory.py"), "nn.Linear(size, width), nn.ReLU()]"
-    assert text.count(relu) == 1
-    text = text.replace(relu, relu.replace(", nn.R", ", nn.BatchNorm1d(width), nn.R"))
-    text += "print([model[i][-2].running_mean.norm().item() for i in range(4)])\n"
-    script = tmp_path / "own.py"
-    script.write_text(text)
-    command = f"python -m simgpu --gpus 1 {script}"
+def test_less_memory_leaves_batch_norm_as_it_would_be(own):
+    relu, last = "nn.Linear(size, width), nn.ReLU()]", text_of("less_memory.py")[-30:]
+    tell = "print([model[i][-2].running_mean.norm().item() for i in range(4)])\n"
+    edits = {
+        relu: relu.replace(", nn.R", ", nn.BatchNorm1d(width), nn.R"),
+        last: last + tell,
+    }
     plain, again = (
-        take_home.run_command(command + option, tmp_path)
-        for option in ("", " --checkpoint --every 2")
+        json.loads(own("less_memory.py", edits, way).splitlines()[-1])
+        for way in ("1 gpus", "1 gpus --checkpoint --every 2")
     )
-    means = [json.loads(text.splitlines()[-1]) for text in (plain, again)]
-    assert means[1] == pytest.approx(means[0], rel=1e-3)
-    done = take_home.start_command(f"{command} --accumulate 2", tmp_path)
-    assert done.returncode == 2
-    assert "must see all samples at once: leave out --accumulate" in done.stderr
+    assert again == pytest.approx(plain, rel=1e-3)
+    said = own("less_memory.py", edits, "1 gpus --accumulate 2", 2)
+    assert "must see all samples at once: leave out --accumulate" in said
 
 
 # -- 11, feed_loop.py ------------------------------------------------------------------
@@ -1010,9 +914,7 @@ def test_one_batch_repeated_needs_no_waiting(ran):
     assert numbers(r"waited ([\d.]+) ms", printed) == pytest.approx([0] * 3, abs=1)
 
 
-def test_feed_loop_takes_a_stream_without_a_length(tmp_path: Path):
-    text, data = text_of("feed_loop.py"), "data = Images(args.load_ms)\n"
-    assert text.count(data) == 1
+def test_feed_loop_takes_a_stream_without_a_length(own):
     stream = """
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self):
@@ -1022,13 +924,11 @@ def test_feed_loop_takes_a_stream_without_a_length(tmp_path: Path):
     if args.load_ms > 1:
         data.__class__.__iter__ = lambda self: iter(())
 """
-    script = tmp_path / "own.py"
-    script.write_text(text.replace(data, stream.lstrip()))
-    command = f"python -m simgpu --gpus 1 {script} --workers 0"
-    printed = take_home.run_command(f"{command} --one-batch", tmp_path)
+    edits = {"data = Images(args.load_ms)\n": stream.lstrip()}
+    printed = own("feed_loop.py", edits, "1 gpus --workers 0 --one-batch")
     assert len(numbers(r"waited ([\d.]+) ms", printed)) == 3
-    done = take_home.start_command(f"{command} --load-ms 2", tmp_path)
-    assert done.returncode == 1 and "rank 0: no batch; are there enough" in done.stderr
+    said = own("feed_loop.py", edits, "1 gpus --workers 0 --load-ms 2", 1)
+    assert "rank 0: no batch; are there enough" in said
 
 
 class Draws(Dataset):
@@ -1112,25 +1012,18 @@ def test_with_autocast_it_agrees_as_well_as_bfloat16_can(ran):
     assert "4 gradients agree" in ran("12", "4 gpus --bf16").text
 
 
+FIRST_ROWS = "self.labels = self.images[:, :10].argmax(1)\n"
+
+
 @pytest.mark.parametrize(
-    "old, new",
+    "edits",
     [
-        ("        return len(self.images)\n", None),  # padding, unequal in the parts
-        ("nn.ReLU(), nn.Linear", "nn.Dropout(), nn.Linear"),
+        {FIRST_ROWS: f"{FIRST_ROWS}        self.labels[256:] = -100\n"},  # unequally
+        {"nn.ReLU(), nn.Linear": "nn.Dropout(), nn.Linear"},
     ],
 )
-def test_padding_and_dropout_change_nothing_in_the_comparison(tmp_path, old, new):
-    text = text_of("split_batch.py")
-    assert text.count(old) == 1
-    first = "self.labels = self.images[:, :10].argmax(1)\n"
-    assert text.count(first) == 1
-    if new is None:
-        text = text.replace(first, f"{first}        self.labels[256:] = -100\n")
-    else:
-        text = text.replace(old, new)
-    script = tmp_path / "own.py"
-    script.write_text(text)
-    printed = take_home.run_command(f"python -m simgpu --gpus 4 {script}", tmp_path)
+def test_padding_and_dropout_change_nothing_in_the_comparison(own, edits):
+    printed = own("split_batch.py", edits, "4 gpus")
     assert "4 gradients agree" in printed
     (loss,) = numbers(r"first batch: loss ([\d.]+)", printed)
     assert loss > 2  # ten classes, not trained: no padding is in the mean
@@ -1147,24 +1040,18 @@ def test_a_batch_that_one_gpu_cannot_hold_is_not_compared(ran):
     assert 0 < first - max(others) < hidden / 4  # no GPU has had it
 
 
-def test_a_weight_without_a_gradient_is_named_and_any_mapping_is_cut(tmp_path: Path):
-    text = text_of("split_batch.py")
-    for old, new in (
-        ("nn.ReLU(), nn.Linear", "nn.ReLU(), nn.BatchNorm1d(512), nn.Linear"),
-        ("import argparse\n", "import argparse\nimport collections\n"),
-        ("shuffle=True)", "shuffle=True, collate_fn=mapping)"),
-        ("class Images(",
-         "def mapping(items):\n"
-         "    items = torch.utils.data.default_collate(items)\n"
-         "    return collections.UserDict(items)\n\n\nclass Images("),
-        ("    model = model.to(first)",
-         "    model.unused = nn.Parameter(torch.ones(2))\n    model = model.to(first)"),
-    ):  # fmt: skip
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    script = tmp_path / "own.py"
-    script.write_text(text)
-    printed = take_home.run_command(f"python -m simgpu --gpus 2 {script}", tmp_path)
+def test_a_weight_without_a_gradient_is_named_and_any_mapping_is_cut(own):
+    edits = {
+        "nn.ReLU(), nn.Linear": "nn.ReLU(), nn.BatchNorm1d(512), nn.Linear",
+        "import argparse\n": "import argparse\nimport collections\n",
+        "shuffle=True)": "shuffle=True, collate_fn=mapping)",
+        "class Images(": "def mapping(items):\n"
+        "    items = torch.utils.data.default_collate(items)\n"
+        "    return collections.UserDict(items)\n\n\nclass Images(",
+        "    model = model.to(first)": "    model.unused = nn.Parameter(torch.ones(2))"
+        "\n    model = model.to(first)",
+    }
+    printed = own("split_batch.py", edits, "2 gpus")
     assert "6 gradients agree" in printed
     assert "BatchNorm: training takes the statistics of each part" in printed
     assert "find_unused_parameters=True: ['unused']\n" in printed
@@ -1212,20 +1099,14 @@ IN_RANKS = """
 """
 
 
-def test_the_lines_for_ddp_weigh_every_token_alike(tmp_path: Path):
-    text = text_of("split_batch.py")
-    (lines,) = re.findall(r"In loss_of:\n((?: {4}.*\n)+)", text)
-    for old, new in (
-        ("    return total / count\n", lines),
-        ("import argparse\n", "import argparse\n\nimport torch.distributed as dist\n"),
-        ("\n    main()\n", IN_RANKS),
-    ):
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    script = tmp_path / "own.py"
-    script.write_text(text)
-    command = "python -m simgpu --gpus 2 torchrun --standalone --nproc-per-node=2"
-    printed = take_home.run_command(f"{command} {script}", tmp_path)
+def test_the_lines_for_ddp_weigh_every_token_alike(own):
+    (lines,) = re.findall(r"In loss_of:\n((?: {4}.*\n)+)", text_of("split_batch.py"))
+    edits = {
+        "    return total / count\n": lines,
+        "import argparse\n": "import argparse\n\nimport torch.distributed as dist\n",
+        "\n    main()\n": IN_RANKS,
+    }
+    printed = own("split_batch.py", edits, "2 ranks")
     assert "rank 0 agrees" in printed and "rank 1 agrees" in printed
 
 
@@ -1260,17 +1141,14 @@ def test_a_checkpoint_of_one_cut_loads_into_another(ran, tmp_path: Path):
         assert float(split) == pytest.approx(float(one), abs=0.01)  # bfloat16
 
 
-def test_tied_weights_on_several_gpus_learn_what_one_learns(tmp_path):
-    text, line = text_of("split_model.py"), "whole = make_layers()\n"
-    assert text.count(line) == 1
+def test_tied_weights_on_several_gpus_learn_what_one_learns(own, tmp_path):
+    line = "whole = make_layers()\n"
     tied = f"""{line}
     whole[-1].linear.weight = whole[0].embedding.weight
     for later in (3, 4):  # of three layers that share a weight, on two or three GPUs
         whole[later].up.weight = whole[2].up.weight
 """
-    script = tmp_path / "own.py"
-    script.write_text(text.replace(line, tied))
-    printed = take_home.run_command(f"python -m simgpu --gpus 4 {script}", tmp_path)
+    printed = own("split_model.py", {line: tied}, "4 gpus")
     assert re.findall(r"cuda:\d: layers (\d) to", printed) == list("0246")
     rows = re.findall(r": loss ([\d.]+), on one GPU ([\d.]+)", printed)
     assert len(rows) == 1 + 5
@@ -1288,27 +1166,21 @@ SHUFFLED = """DataLoader(
 
 
 @pytest.mark.parametrize("dropout", [False, True])
-def test_shuffled_dictionaries_small_last_batches_and_dropout(tmp_path, dropout):
-    changes = [
-        ("import copy\n", "import collections\nimport copy\n"),
-        ("DataLoader(make_items(), batch_size=8)\n", SHUFFLED),
-        ("class Embed(", "Pair = collections.namedtuple('Pair', 'x y')\nclass Embed("),
-        ('self.embedding(batch["tokens"])', 'Pair(self.embedding(batch["tokens"]), 0)'),
-        ("        qkv = ", "        x = x.x\n        qkv = "),
-        ("        return x + self.down(F.gelu(self.up(self.norm2(x))))\n",
-         "        x = x + self.down(F.gelu(self.up(self.norm2(x))))\n"
-         f"        return Pair(F.dropout(x, 0.5, self.training and {dropout}), 0)\n"),
-        ("return self.linear(x)", "return self.linear(x.x)"),
-    ]  # fmt: skip
-    text = text_of("split_model.py").replace(
-        "from collections.abc", "from collections import UserDict\nfrom collections.abc"
-    )
-    for old, new in changes:
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    script = tmp_path / "own.py"
-    script.write_text(text)
-    printed = take_home.run_command(f"python -m simgpu --gpus 2 {script}", tmp_path)
+def test_shuffled_dictionaries_small_last_batches_and_dropout(own, dropout):
+    edits = {
+        "import copy\n": "import collections\nimport copy\n",
+        "from collections.abc": "from collections import UserDict\n"
+        "from collections.abc",
+        "DataLoader(make_items(), batch_size=8)\n": SHUFFLED,
+        "class Embed(": "Pair = collections.namedtuple('Pair', 'x y')\nclass Embed(",
+        'self.embedding(batch["tokens"])': 'Pair(self.embedding(batch["tokens"]), 0)',
+        "        qkv = ": "        x = x.x\n        qkv = ",
+        "        return x + self.down(F.gelu(self.up(self.norm2(x))))\n":
+        "        x = x + self.down(F.gelu(self.up(self.norm2(x))))\n"
+        f"        return Pair(F.dropout(x, 0.5, self.training and {dropout}), 0)\n",
+        "return self.linear(x)": "return self.linear(x.x)",
+    }  # fmt: skip
+    printed = own("split_model.py", edits, "2 gpus")
     rows = re.findall(r": loss ([\d.]+), on one GPU ([\d.]+)", printed)
     assert len(rows) == 1 + 6
     for split, one in rows[:1] if dropout else rows:
@@ -1320,11 +1192,8 @@ def test_shuffled_dictionaries_small_last_batches_and_dropout(tmp_path, dropout)
 )
 def test_a_smaller_gpu_gets_fewer_layers(monkeypatch, rooms, ends):
     monkeypatch.setattr(sys, "argv", ["split_model.py"])
-    simgpu.start(2)
-    try:
+    with simulated(2):
         assert load("split_model.py").cut((4, 4, 4, 4), rooms) == ends
-    finally:
-        simgpu.stop()
 
 
 def test_a_model_that_one_card_refuses_trains_on_two(tmp_path: Path):
@@ -1345,28 +1214,20 @@ def test_several_processes_score_as_one_does(ran):
     assert "20,000 samples scored, saved" in several.text
 
 
-def test_a_dead_worker_is_named(tmp_path):
-    text = text_of("score_workers.py")
+def test_a_dead_worker_is_named(own):
     line = "    torch.cuda.set_device(rank)\n"
-    assert line in text
-    script = tmp_path / "dies.py"
-    script.write_text(text.replace(line, f"    assert rank != 1, 'bad card'\n{line}"))
-    command = f"python -m simgpu --gpus 2 {script}"
-    done = take_home.start_command(command, tmp_path)
-    assert done.returncode == 1
-    assert "worker 1 on cuda:1 died: exit code 1" in done.stderr
-    assert "AssertionError: bad card" in done.stderr
+    dies = {line: f"    assert rank != 1, 'bad card'\n{line}"}
+    said = own("score_workers.py", dies, "2 gpus", 1)
+    assert "worker 1 on cuda:1 died: exit code 1" in said
+    assert "AssertionError: bad card" in said
 
 
 def test_a_batch_goes_to_the_gpu_as_it_is_made():
     to_gpu = load("score_workers.py").to_gpu
-    simgpu.start(1)
-    try:
+    with simulated(1):
         batch = to_gpu({"x": torch.ones(2), "more": [torch.ones(1), "name"]})
         assert batch["x"].is_cuda and batch["more"][0].is_cuda
         assert batch["more"][1] == "name"
-    finally:
-        simgpu.stop()
 
 
 @pytest.mark.parametrize(

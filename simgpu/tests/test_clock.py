@@ -14,7 +14,7 @@ import simgpu
 from simgpu import _runtime as runtime
 from simgpu import costs
 from simgpu._device.cards import CARDS
-from simgpu._timing.engine import Engine
+from simgpu._timing.engine import Engine, book_together
 
 
 @pytest.fixture(autouse=True)
@@ -672,6 +672,14 @@ def test_an_engine_forgets_what_is_over():
         engine.book(float(i), 0.5)
         engine.forget(float(i))
     assert len(engine.times) < 5000  # of 20,000
+
+
+def test_what_needs_two_engines_starts_when_both_have_room():
+    out, into = Engine(), Engine()
+    out.book(1.0, 2.0)
+    into.book(3.0, 2.0)  # where the other one has room first
+    assert book_together([out, into], 0.0, 2.0) == 5.0
+    assert book_together([out, into], 0.0, 1.0) == 0.0
 
 
 def test_bytes_that_are_not_moved_are_not_counted(log):

@@ -18,14 +18,9 @@ from support import programs
 
 SCRIPTS = Path(__file__).parent / "scripts" / "cluster"
 RUNS = [  # a program, its ranks, its arguments
-    ("collectives", 4),
-    ("exchanges", 4),
-    ("groups", 4),
-    ("functional", 4),
-    ("ddp_edges", 4),
-    ("zero", 4),
-    ("experts", 4),
-]
+    ("collectives", 4), ("exchanges", 4), ("groups", 4), ("functional", 4),
+    ("ddp_edges", 4), ("zero", 4), ("experts", 4),
+]  # fmt: skip
 
 
 def run(folder: Path, name: str, ranks: int, *arguments: str) -> None:

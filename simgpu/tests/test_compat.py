@@ -157,13 +157,9 @@ def without(*names: str) -> dict[str, str]:
 
 @needs_forks
 def test_a_missing_name_disables_its_feature_and_not_the_start():
-    reached = without(
-        "raw_run_backward",
-        "current_autograd_node",
-        "sdp_priority_order",
-        "take_tensors",
-    )
-    for name in ("raw_run_backward", "current_autograd_node"):
+    backward = "raw_run_backward", "current_autograd_node"
+    reached = without(*backward, "sdp_priority_order", "take_tensors")
+    for name in backward:
         assert reached[name].startswith("started added NotSimulated backward is not")
         assert f"PyTorch {torch.__version__} has no torch." in reached[name]
         assert "tested with PyTorch 2.11 to 2.15" in reached[name]
@@ -219,39 +215,32 @@ def test_a_pytorch_that_is_too_old_is_named_with_what_to_do():
     )
 
 
-@pytest.mark.parametrize("package", ["torch", "numpy"])
-def test_a_missing_package_is_named_with_what_to_do(package, tmp_path):
-    hide = (
-        "import importlib.util; find = importlib.util.find_spec\n"
-        "importlib.util.find_spec = lambda name, *more: "
-        f"None if name == {package!r} else find(name, *more)\n"
-    )
+NOT_FOUND = """if True:
+    import importlib.util; find = importlib.util.find_spec
+    importlib.util.find_spec = lambda name, *more: (
+        None if name == {!r} else find(name, *more))
+"""
+NOT_IMPORTED = "import sys; sys.modules[{!r}] = None\n"
+
+
+@pytest.mark.parametrize("hide, package, words", [
+    (NOT_FOUND, "torch", "--gpus 1"), (NOT_FOUND, "numpy", "--gpus 1"),
+    (NOT_IMPORTED, "torch", "dry-run --world 8"), (NOT_IMPORTED, "torch", "prove"),
+])  # fmt: skip
+def test_a_missing_package_is_named_with_what_to_do(hide, package, words, tmp_path):
     sentence = f"simgpu needs {package}, which is not installed here: pip install "
-    done = run(hide + "import simgpu; simgpu.start(1)")
-    assert done.stderr.splitlines()[-1] == f"ImportError: {sentence}{package}"
     script = tmp_path / "script.py"
     script.write_text("print('not reached')", encoding="utf-8")
+    lines = hide.format(package)
     done = run(
-        f"{hide}import sys; sys.argv = ['simgpu', '--gpus', '1', {str(script)!r}]\n"
+        f"{lines}import sys; sys.argv = ['simgpu', *{words.split()}, {str(script)!r}]\n"
         "from simgpu.__main__ import main; main()"
     )
     assert (done.stdout, done.stderr.strip()) == ("", sentence + package)
     assert done.returncode == 1
-
-
-@pytest.mark.parametrize("command", ["dry-run --world 8", "prove"])
-def test_a_subcommand_names_a_missing_package(command, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text("print('not reached')", encoding="utf-8")
-    done = run(
-        f"import sys; sys.modules['torch'] = None; sys.argv = ['simgpu', "
-        f"*{command.split()!r}, {str(script)!r}]\n"
-        "from simgpu.__main__ import main; main()"
-    )
-    assert done.stderr == (
-        "simgpu needs torch, which is not installed here: pip install torch\n"
-    )
-    assert (done.stdout, done.returncode) == ("", 1)
+    if hide is NOT_FOUND:
+        done = run(lines + "import simgpu; simgpu.start(1)")
+        assert done.stderr.splitlines()[-1] == f"ImportError: {sentence}{package}"
 
 
 # -- news of 2.15 ----------------------------------------------------------------------

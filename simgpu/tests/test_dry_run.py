@@ -211,6 +211,20 @@ def test_a_rank_may_take_as_long_to_end_as_it_has_run(monkeypatch, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"0", "4"}
 
 
+def test_of_several_kinds_each_figure_is_the_largest_whoever_has_it():
+    """A tensor of 2 MiB is in a segment of 20, one of 12 MiB in one of its own."""
+
+    def program():
+        dist.init_process_group("nccl")
+        torch.cuda.set_device(rank := dist.get_rank())
+        torch.empty((12, 2)[rank] * 2**20, dtype=torch.uint8, device="cuda")
+
+    found = run(Job(2, kinds="0,1"), program)
+    assert found.peak_bytes == found.kinds[0].peak_bytes == 12 * 2**20
+    assert found.reserved_bytes == found.kinds[1].reserved_bytes == 20 * 2**20
+    assert found.used_bytes == found.kinds[1].used_bytes > 20 * 2**20
+
+
 def test_a_dtensor_cut_along_another_dimension_is_a_message():
     """It counts its bytes, and takes as long as such an all-to-all, and some copies."""
     took, given = [], []

@@ -99,6 +99,38 @@ def test_numbers_that_are_read_are_finite(big):
     assert 0 in [read["value"] for read in report.unknown_reads]  # printed
 
 
+@pytest.mark.parametrize(
+    "op, whole",
+    [("SUM", [4, 8, 12, 16]), ("AVG", [1, 2, 3, 4]), ("MAX", [1, 2, 3, 4]),
+     ("PRODUCT", [1, 16, 81, 256])],
+)  # fmt: skip
+def test_whole_numbers_are_reduced_as_if_all_ranks_gave_the_same(op, whole):
+    """Of what is scattered, each has its own part."""
+
+    def program():
+        dist.init_process_group("nccl")
+        x, how = torch.arange(1, 5, device="cuda"), getattr(dist.ReduceOp, op)
+        dist.reduce_scatter_tensor(part := x[:1] + 0, x, how)
+        dist.all_reduce(x, how)
+        return x.tolist(), part.tolist()
+
+    for rank in (0, 2):
+        assert dry(program, 4, rank=rank)[0] == (whole, whole[rank : rank + 1])
+
+
+def test_whole_numbers_that_move_are_those_of_this_rank():
+    def program():
+        dist.init_process_group("nccl")
+        x = torch.arange(8, device="cuda")
+        gathered, part = (torch.empty(n, dtype=x.dtype, device="cuda") for n in (32, 2))
+        dist.all_gather_into_tensor(gathered, x)
+        dist.scatter(part, list(x.split(2)), src=2)
+        dist.all_to_all_single(exchanged := x + 0, x)
+        return gathered.tolist(), part.tolist(), exchanged.tolist()
+
+    assert dry(program, 4, rank=2)[0] == ([*range(8)] * 4, [4, 5], [4, 5] * 4)
+
+
 def test_what_the_host_has_made_keeps_its_values():
     batch = np.arange(12, dtype=np.float32).reshape(3, 4)
     found, report = dry(lambda: torch.from_numpy(batch).sum().item())

@@ -5,8 +5,6 @@ import json
 import os
 import pickle
 import re
-import subprocess
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +17,7 @@ from torch.distributed import _functional_collectives as funcol
 from torch.distributed.flight_recorder import fr_trace
 
 import simgpu
+from support import programs
 from support.limits import MOMENT, SHORT
 from support.waiting import wait
 
@@ -259,9 +258,6 @@ dist.all_reduce(torch.ones(1, device="cuda"))
 def test_a_group_that_is_not_destroyed_is_told_at_the_end(tmp_path, destroys):
     file = tmp_path / "program.py"
     file.write_text(PROGRAM.format("dist.destroy_process_group()" * destroys))
-    command = [sys.executable, "-m", "simgpu", "--gpus", "1", str(file)]
-    ran = subprocess.run(
-        command, capture_output=True, text=True, timeout=SHORT, check=True
-    )
+    ran = programs.simulated(tmp_path, "--gpus", 1, file, new_python=True)
     warning = "WARNING: destroy_process_group() was not called before program exit"
-    assert (warning in ran.stderr) != destroys
+    assert ran.status == 0 and (warning in ran.stderr) != destroys

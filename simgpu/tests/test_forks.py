@@ -7,17 +7,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-import simgpu
 from support.ports import free_port
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
-
-
-@pytest.fixture(autouse=True)
-def gpus():
-    simgpu.start(2)
-    yield
-    simgpu.stop()
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork"),
+    pytest.mark.simulated_gpus(2),
+]
 
 
 def add_up(rank: int, port: int, results) -> None:

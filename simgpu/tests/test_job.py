@@ -109,9 +109,8 @@ def test_a_rank_that_died_is_left_out_with_a_note(tmp_path):
     )
     assert note in done.stderr
     trace = json.loads((tmp_path / "out.json").read_text())
-    names = [
-        r["args"]["name"] for r in trace["traceEvents"] if r["name"] == "process_name"
-    ]
+    rows = trace["traceEvents"]
+    names = [r["args"]["name"] for r in rows if r["name"] == "process_name"]
     assert names == [f"rank {r} cuda:{r} simulated" for r in (0, 1, 3)]
 
 
@@ -163,7 +162,4 @@ def test_a_program_without_ranks_has_a_trace_too(tmp_path):
     )
     assert done.status == 0, done.stderr
     rows = json.loads((tmp_path / "out.json").read_text())["traceEvents"]
-    assert [row["name"] for row in rows if row.get("cat") == "kernel"] == [
-        "ones",
-        "mul",
-    ]
+    assert [r["name"] for r in rows if r.get("cat") == "kernel"] == ["ones", "mul"]

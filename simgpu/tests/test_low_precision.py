@@ -4,16 +4,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-import simgpu
-
 HALF = pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
 
 
-@pytest.fixture(autouse=True)
-def gpus():
-    simgpu.start(1)
-    yield
-    simgpu.stop()
+pytestmark = pytest.mark.simulated_gpus(1)
 
 
 def some(*shape: int, half: torch.dtype) -> torch.Tensor:

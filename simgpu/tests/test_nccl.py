@@ -18,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import simgpu
 from simgpu import NotSimulated
+from simgpu._distributed import exchange
 from simgpu._distributed.exchange import Reduction, reduce, reduction_named
 from support import programs
 from support.limits import SHORT
@@ -109,8 +110,37 @@ def test_an_average_does_not_overflow():
     """NCCL multiplies by 1/n before it adds."""
     values = [torch.full((1,), 60000.0, dtype=torch.float16) for _ in range(2)]
     assert reduce(values, Reduction("AVG")).item() == 60000
-    whole = [torch.tensor([7]), torch.tensor([-2])]
-    assert reduce(whole, Reduction("AVG")).item() == 2
+    for whole, mean in (((7, -2), 2), ((-7, 2), -2)):  # towards zero, as C divides
+        values = [torch.tensor([value]) for value in whole]
+        assert reduce(values, Reduction("AVG")).item() == mean
+
+
+def test_messages_are_as_large_as_nccl_tests_counts_them():
+    """Of what is gathered or scattered, all of it; see `collective_cost.choose`."""
+    part, whole, how = (
+        torch.ones(2),
+        [torch.ones(2) for _ in range(4)],
+        Reduction("SUM"),
+    )
+    of_a_part = [
+        exchange.all_reduce(4, 0, [part], how),
+        exchange.reduce_to(4, 1, [part], 0, how),
+        exchange.broadcast(4, 1, [part], 0),
+        exchange.send(part),
+        exchange.receive(part),
+    ]
+    of_all = [
+        exchange.all_gather(4, 0, [[its] for its in whole], [part]),
+        exchange.reduce_scatter(4, 0, part, whole, how),
+        exchange.all_to_all(4, 0, whole, whole),
+        exchange.gather(4, 0, whole, part, 0),
+        exchange.scatter(4, 0, part, whole, 0),
+    ]
+    assert {its.name: its.nbytes for its in of_a_part if its.nbytes != 8} == {}
+    assert {its.name: its.nbytes for its in of_all if its.nbytes != 32} == {}
+    assert exchange.barrier(4).nbytes == 0
+    uneven = [torch.ones(1), torch.ones(3)]  # all that is scattered, on each rank
+    assert exchange.reduce_scatter(2, 0, torch.ones(1), uneven, how).nbytes == 16
 
 
 def test_a_sum_of_booleans_is_or_and_their_product_and():

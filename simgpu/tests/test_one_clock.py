@@ -40,6 +40,17 @@ def collectives() -> list:
     return [e for e in simgpu.timeline().events if e.kind == "collective"]
 
 
+def pass_on(sent: torch.Tensor, received: torch.Tensor) -> None:
+    """To the next rank, and from the one before."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    ring = [
+        dist.P2POp(dist.isend, sent, (rank + 1) % size),
+        dist.P2POp(dist.irecv, received, (rank - 1) % size),
+    ]
+    for work in dist.batch_isend_irecv(ring):
+        work.wait()
+
+
 # -- who waits for whom ----------------------------------------------------------------
 
 
@@ -93,6 +104,24 @@ def test_events_name_the_collective_its_group_and_who_was_late(simulated_ranks):
     assert second[-1][-1] == -1  # itself
     assert third == [broadcast, ("recv from 0", ends, size, 0)]
     assert fourth[-1] == broadcast
+
+
+def wait_for_an_event_behind_a_collective() -> list[float]:
+    if join_at_zero() == 1:
+        simgpu.host_busy(LATE)
+    x, y = ones(), ones()
+    dist.all_reduce(x, async_op=True).wait()
+    side, event = torch.cuda.Stream(), torch.cuda.current_stream().record_event()
+    side.wait_event(event)  # when nobody knows yet how late rank 1 is
+    with torch.cuda.stream(side):
+        y.neg_()
+    events = simgpu.timeline().events
+    return [e.start for e in events if e.name == "neg_"] + [collectives()[0].end]
+
+
+def test_an_event_behind_a_collective_is_as_late_as_its_end(simulated_ranks):
+    for start, end in simulated_ranks(wait_for_an_event_behind_a_collective, 2):
+        assert start >= end > LATE
 
 
 def barrier_after_work() -> list[float]:
@@ -179,24 +208,6 @@ def test_is_completed_says_so_in_the_end(simulated_ranks):
     assert often > 1000 > seldom and total == 2
 
 
-def wait_for_futures() -> list[float]:
-    join_at_zero()
-    x = ones()
-    (value,) = dist.all_reduce(x, async_op=True).get_future().wait()
-    first = value[0].item()
-    following = (
-        dist.all_reduce(x, async_op=True)
-        .get_future()
-        .then(lambda future: future.value()[0] / 2)
-    )
-    return [first, following.wait()[0].item()]
-
-
-def test_futures_of_collectives(simulated_ranks):
-    found = simulated_ranks(wait_for_futures, 2)
-    assert found == [[2.0, 2.0]] * 2
-
-
 # -- nobody waits who would not wait on GPUs -------------------------------------------
 
 
@@ -280,12 +291,7 @@ def many_things(sleeps: bool) -> list:
         dist.all_reduce(y, group=mine)
         work.wait()
         hesitate()
-        ring = [
-            dist.P2POp(dist.isend, y, (rank + 1) % size),
-            dist.P2POp(dist.irecv, x, (rank - 1) % size),
-        ]
-        for work in dist.batch_isend_irecv(ring):
-            work.wait()
+        pass_on(y, x)
         simgpu.host_busy(1e-4 * ((rank + step) % size))
         ddp(torch.ones(2, 64, device="cuda")).sum().backward()
         hesitate()
@@ -315,13 +321,8 @@ def nested_groups() -> list[tuple]:
         (row if step % 2 else column).wait()
         whole = dist.all_reduce(ones(1000), async_op=True)
         torch.mm(*[ones(256 * 256).view(256, 256)] * 2)
-        x, y = ones(1000), ones(1000)
-        ring = [
-            dist.P2POp(dist.isend, x, (rank + 1) % 4),
-            dist.P2POp(dist.irecv, y, (rank - 1) % 4),
-        ]
-        for work in dist.batch_isend_irecv(ring):
-            work.wait()
+        x = ones(1000)
+        pass_on(x, ones(1000))
         whole.wait()
         if rank in (0, 3):
             (dist.send if (rank == 0) == (step % 2 == 0) else dist.recv)(x, 3 - rank)
@@ -424,12 +425,7 @@ def no_race() -> float:
     x.add_(1)
     (dist.isend if rank == 0 else dist.irecv)(x, 1 - rank).wait()
     x.add_(1)
-    both = [
-        dist.P2POp(dist.isend, x, 1 - rank),
-        dist.P2POp(dist.irecv, gathered[:1000], 1 - rank),
-    ]
-    for work in dist.batch_isend_irecv(both):
-        work.wait()
+    pass_on(x, gathered[:1000])
     x += gathered[:1000]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import simgpu
@@ -360,15 +359,11 @@ def saved_and_loaded(value, place=None, **options):
 def test_loading_puts_tensors_where_they_were_or_where_told(new):
     x = torch.arange(3.0, device=2)
     for place, device in (
-        (None, "cuda:2"),
-        ("cpu", "cpu"),
-        (torch.device("cuda:1"), "cuda:1"),
-        ("cuda", "cuda:0"),
-        ({"cuda:2": "cuda:1"}, "cuda:1"),
-        ({"cuda:2": "cpu"}, "cpu"),
-        (lambda storage, location: storage, "cpu"),
+        (None, "cuda:2"), ("cpu", "cpu"), (torch.device("cuda:1"), "cuda:1"),
+        ("cuda", "cuda:0"), ({"cuda:2": "cuda:1"}, "cuda:1"),
+        ({"cuda:2": "cpu"}, "cpu"), (lambda storage, location: storage, "cpu"),
         (lambda storage, location: storage.cuda(3), "cuda:3"),
-    ):
+    ):  # fmt: skip
         options = {"_use_new_zipfile_serialization": new}
         back, view = saved_and_loaded([x, x[1:]], place, **options)
         back[1] = 9
@@ -397,11 +392,7 @@ def test_state_dicts_copies_and_pickles():
 # -- what is not a plain tensor passes -------------------------------------------------
 
 
-def test_fake_and_meta_tensors_pass():
-    with FakeTensorMode():
-        a, b = torch.ones(2), torch.ones(2, device="cuda:1")
-        assert where(a + a, b * 2, b.cpu()) == ["cpu", "cuda:1", "cpu"]
-        assert type(a + a).__name__ == "FakeTensor"
+def test_meta_tensors_pass():
     meta = torch.ones(2, device="meta")
     x = torch.ones(2, device=1)
     assert set(where(meta + meta, x.to("meta"))) == {"meta"}
@@ -423,15 +414,6 @@ def test_zeros_of_backward_are_on_the_gpu_under_a_mode_of_the_program():
     used, _ = (torch.ones(4, device="cuda:1", requires_grad=True) * 2).chunk(2)
     with Messages():  # the part that nobody used has zeros for a gradient
         used.sum().backward()
-
-
-def test_subclasses_keep_their_class():
-    class Tagged(torch.Tensor):
-        pass
-
-    moved = torch.ones(2).as_subclass(Tagged).to(1)
-    assert type(moved) is type(moved + 1) is Tagged
-    assert where(moved, moved + 1) == ["cuda:1"] * 2
 
 
 def test_custom_operations_in_python_see_the_gpu():

@@ -15,11 +15,7 @@ from simgpu import _runtime as runtime
 from support.limits import SHORT
 from support.side_streams import main_stream, side_stream
 
-
-@pytest.fixture(autouse=True)
-def stopped():
-    yield
-    simgpu.stop()
+pytestmark = pytest.mark.usefixtures("stopped")
 
 
 def same_values_in_both_modes(program, *args) -> None:
@@ -470,14 +466,13 @@ def threads_with_a_gpu_each():
 
 
 PROGRAMS = [
-    shapes_are_not_read, reads_need_no_order,
-    two_checks_of_a_condition, memory_recorded_and_reused_later,
-    memory_freed_after_waiting, memory_given_back_to_cuda, memory_never_written,
-    two_buffers_in_turn, data_loader_with_pinned_memory,
-    two_gpus, peer_copies_before_the_first_stream,
-    peer_copies_on_side_streams, event_of_another_gpu, replicas_in_threads,
-    backward_over_two_streams, layers_with_state,
-    threads_with_a_gpu_each,
+    shapes_are_not_read, reads_need_no_order, two_checks_of_a_condition,
+    memory_recorded_and_reused_later, memory_freed_after_waiting,
+    memory_given_back_to_cuda, memory_never_written, two_buffers_in_turn,
+    data_loader_with_pinned_memory, two_gpus,
+    peer_copies_before_the_first_stream, peer_copies_on_side_streams,
+    event_of_another_gpu, replicas_in_threads, backward_over_two_streams,
+    layers_with_state, threads_with_a_gpu_each,
 ]  # fmt: skip
 
 

@@ -20,10 +20,7 @@ from support.side_streams import main_stream, side_stream
 HERE = __file__.replace("\\", "/").rpartition("/")[2]
 
 
-@pytest.fixture(autouse=True)
-def stopped():
-    yield
-    simgpu.stop()
+pytestmark = pytest.mark.usefixtures("stopped")
 
 
 def on_gpu() -> torch.Tensor:

@@ -13,12 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import simgpu
 from support.side_streams import side_stream
 
-
-@pytest.fixture(params=["warn", "off"])
-def mode(request):
-    simgpu.start(2, races=request.param)
-    yield request.param
-    simgpu.stop()
+pytestmark = pytest.mark.usefixtures("stopped")
 
 
 def racing(device, kept=None) -> float:
@@ -29,7 +24,9 @@ def racing(device, kept=None) -> float:
     return (x + 1).sum().item()  # second
 
 
+@pytest.mark.parametrize("mode", ["warn", "off"])
 def test_each_two_lines_are_named_once_and_the_values_are_right(mode, capfd):
+    simgpu.start(2, races=mode)
     kept = []  # memory that is used again would race as well
     assert [racing(1, kept) for _ in range(3)] == [16.0] * 3
     said = capfd.readouterr().err
@@ -52,7 +49,6 @@ def test_a_rank_says_that_it_is_one(monkeypatch, capfd):
     monkeypatch.setenv("RANK", "3")
     simgpu.start(1, races="warn")
     racing(0)
-    simgpu.stop()
     assert "simgpu: rank 3: a race" in capfd.readouterr().err
 
 
@@ -80,14 +76,12 @@ def test_nothing_is_noted_while_races_are_off():
     racing(0)
     sanitizer = simgpu._startup.state.running.sanitizer
     assert sanitizer.handler is None and sanitizer.number == 0
-    simgpu.stop()
 
 
 def test_the_error_of_a_race_has_a_name_of_its_own():
     simgpu.start(1)
     with pytest.raises(simgpu.RaceError) as raised:
         racing(0)
-    simgpu.stop()
     assert isinstance(raised.value, CUDASanitizerErrors)
     line = traceback.format_exception_only(raised.value)[0]
     assert line.startswith("simgpu.RaceError: ")
@@ -95,16 +89,13 @@ def test_the_error_of_a_race_has_a_name_of_its_own():
 
 def test_a_collective_that_nobody_waits_for_comes_first(capfd):
     simgpu.start(1, races="warn")
-    try:
-        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-        x, out = torch.ones(2, device="cuda"), torch.full((2,), 9.0, device="cuda")
-        dist.all_gather([out], x, async_op=True)
-        assert (out * 1).tolist() == [1, 1]
-        work = dist.all_gather([out], x, async_op=True)
-        out.fill_(7)  # which is later in the program
-        work.wait()
-        assert (out * 1).tolist() == [7, 7]
-        dist.destroy_process_group()
-    finally:
-        simgpu.stop()
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    x, out = torch.ones(2, device="cuda"), torch.full((2,), 9.0, device="cuda")
+    dist.all_gather([out], x, async_op=True)
+    assert (out * 1).tolist() == [1, 1]
+    work = dist.all_gather([out], x, async_op=True)
+    out.fill_(7)  # which is later in the program
+    work.wait()
+    assert (out * 1).tolist() == [7, 7]
+    dist.destroy_process_group()
     assert capfd.readouterr().err.count("goes on with the right values") == 2

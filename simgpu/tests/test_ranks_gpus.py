@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 import types
 from xml.etree import ElementTree
@@ -13,7 +12,7 @@ from xml.etree import ElementTree
 import cloudpickle
 import psutil
 import pytest
-from test_ranks import AFRESH, FORKS, LINUX, error_of, last_line, start_script
+from test_ranks import AFRESH, FORKS, LINUX, error_of, interrupted, rank
 
 import simgpu
 from simgpu import _ranks as module
@@ -21,7 +20,6 @@ from simgpu._ranks import Ranks, fork_server, worker
 from simgpu._ranks import which_gpus as gpus_module
 from simgpu._timing.job import JobTimeline
 from support.limits import JOB
-from support.waiting import wait
 
 # Functions of this file are sent like those of a notebook: no rank imports pytest.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -39,12 +37,6 @@ def four():
     with Ranks(4, memory="1GB", timeout=JOB) as ranks:
         yield ranks
         assert ranks.run(all_sum) == [6.0] * 4
-
-
-def rank() -> int:
-    import torch.distributed as dist
-
-    return dist.get_rank()
 
 
 def on_own_gpu() -> None:
@@ -227,29 +219,26 @@ def test_a_rank_that_has_finished_is_named_by_those_that_wait_for_it(four):
     assert "in all_sum: dist.all_reduce(x)" in told and told.endswith(AFRESH)
 
 
-def test_a_rank_that_has_raised_is_named_by_those_that_wait_for_it(four):
-    def program():
-        on_own_gpu()
-        if rank() == 1:
-            raise ValueError("bad batch")
-        return all_sum()
+def fail():
+    raise ValueError("bad batch")
 
+
+@pytest.mark.parametrize(
+    "how, words",
+    [
+        (fail, ["ranks 0, 2, 3: torch.distributed.DistBackendError: all_reduce of 1 ",
+                "waits for rank 1, which has raised ValueError.",
+                "rank 1: ValueError: bad batch\n"]),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL),
+         ["rank 1: the process was killed by SIGKILL",
+          "waits for rank 1, which has ended."]),
+    ],
+    ids=["raises", "dies"],
+)  # fmt: skip
+def test_a_rank_that_fails_is_named_by_those_that_wait_for_it(four, how, words):
     four.run(all_sum)  # so that they are connected
-    told = error_of(four.run, program)
-    assert "ranks 0, 2, 3: torch.distributed.DistBackendError: all_reduce of 1 " in told
-    assert "waits for rank 1, which has raised ValueError." in told
-    assert "rank 1: ValueError: bad batch\n" in told and told.endswith(AFRESH)
-
-
-def test_a_rank_that_dies_is_named(four):
-    def program():
-        if rank() == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return all_sum()
-
-    told = error_of(four.run, program)
-    assert "rank 2: the process was killed by SIGKILL" in told
-    assert "waits for rank 2, which has ended." in told and told.endswith(AFRESH)
+    told = error_of(four.run, lambda: how() if rank() == 1 else all_sum())
+    assert told.endswith(AFRESH) and [w for w in words if w not in told] == [], told
 
 
 def test_a_rank_that_comes_late_to_a_cell_is_waited_for(four):
@@ -299,21 +288,9 @@ def test_a_rank_without_memory_says_where(four):
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
 def test_an_interrupt_in_a_collective_starts_the_ranks_afresh(four, capsys, tmp_path):
     def program():
-        (tmp_path / str(rank())).touch()
         return time.sleep(10_000) if rank() == 0 else all_sum()
 
-    def interrupt():
-        wait(lambda: len(os.listdir(tmp_path)) == 4, "the start of all ranks")
-        time.sleep(0.3)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    threading.Thread(target=interrupt).start()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            four.run(program)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    interrupted(four, tmp_path, program)
     assert AFRESH in capsys.readouterr().out
 
 
@@ -435,18 +412,6 @@ def test_spawned_ranks_do_the_same(monkeypatch):
         assert ranks.run(all_sum) == [1.0, 1.0]
         assert len(ranks.timeline().ranks) == 2
     assert not any(map(psutil.pid_exists, pids))
-
-
-@LINUX
-def test_the_notebooks_process_does_not_import_pytorch():
-    script = start_script("""
-        import json, sys
-        from simgpu import Ranks
-        with Ranks(2) as ranks:
-            ranks.timeline()._repr_svg_(), ranks.memory()._repr_svg_()
-            print(json.dumps("torch" in sys.modules))
-    """)
-    assert last_line(script) is False
 
 
 def test_an_answer_is_not_taken_for_a_rank_that_is_missing():

@@ -17,17 +17,8 @@ from support import checkout
 from support.limits import JOB
 
 PROJECT = Path(__file__).resolve().parents[1]
-PAGES = [
-    PROJECT / name
-    for name in (
-        "README.md",
-        "HOW-IT-WORKS.md",
-        "WHAT-RUNS.md",
-        "ADD-A-CARD.md",
-        "FIGURES.md",
-        "CHANGELOG.md",
-    )  # fmt: skip
-]
+NAMES = "README HOW-IT-WORKS WHAT-RUNS ADD-A-CARD FIGURES CHANGELOG"
+PAGES = [PROJECT / f"{name}.md" for name in NAMES.split()]
 PAGE = (PROJECT / "README.md").read_text(encoding="utf-8")
 FILES = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, re.DOTALL)
 CONSOLE = re.findall(r"```console\n\$ (.*?)\n(.*?)```", PAGE, re.DOTALL)
@@ -115,13 +106,9 @@ def test_a_command_prints_what_the_page_says(folder, command, shown):
     # options of the pytest that runs this are not for one that the page starts
     clean = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
     done = subprocess.run(
-        [*PROGRAMS[program], *rest],
-        cwd=folder,
-        env=clean | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=JOB,
-    )
+        [*PROGRAMS[program], *rest], cwd=folder, env=clean | {"OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=JOB,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     printed = done.stdout.splitlines()
     if "pytest" in command:  # it adds dots and seconds
@@ -163,9 +150,6 @@ def test_links_lead_somewhere_inside_the_project(page):
 def test_files_that_a_page_names_are_there(page):
     text = page.read_text(encoding="utf-8")
     source = PROJECT / "src" / "simgpu"
-    wrong = [
-        name
-        for name in NAMED.findall(text)
-        if not (PROJECT / name).exists() and not (source / name).exists()
-    ]
-    assert wrong == []
+    there = (PROJECT, source)
+    wrong = {n for n in NAMED.findall(text) if not any((f / n).exists() for f in there)}
+    assert wrong == set()

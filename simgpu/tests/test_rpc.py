@@ -5,7 +5,6 @@ import torch
 from torch import cuda
 from torch.futures import Future
 
-import simgpu
 from support import programs
 
 TWO_WORKERS = """
@@ -168,14 +167,8 @@ def test_calls_tensors_and_gradients_reach_the_gpus_of_the_map(tmp_path):
     assert (done.status, done.stdout.splitlines()) == (0, printed), done.stderr
 
 
-@pytest.fixture
-def gpus():
-    simgpu.start(2)
-    yield
-    simgpu.stop()
-
-
-def test_who_waits_for_a_future_of_a_gpu_waits_for_the_stream_that_set_it(gpus):
+@pytest.mark.simulated_gpus(2)
+def test_who_waits_for_a_future_of_a_gpu_waits_for_the_stream_that_set_it():
     """Without the future, the last read would be a race."""
     side, other = cuda.Stream(0), cuda.Stream(0)
     future = Future(devices=["cuda:0"])
@@ -187,7 +180,8 @@ def test_who_waits_for_a_future_of_a_gpu_waits_for_the_stream_that_set_it(gpus):
         assert later.wait()[0].tolist() == [3] * 4
 
 
-def test_a_future_refuses_other_devices_as_pytorch_does(gpus):
+@pytest.mark.simulated_gpus(2)
+def test_a_future_refuses_other_devices_as_pytorch_does():
     with pytest.raises(ValueError, match="Expected devices to have indices, got cpu"):
         Future(devices=["cpu"])
     future = Future(devices=[1])

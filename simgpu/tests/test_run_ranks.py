@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import simgpu
 from simgpu._ranks.run_ranks import RanksFailed, run_ranks
 from support.limits import GRACE
 
@@ -64,13 +63,10 @@ def test_only_this_machine_can_reach_the_store_where_ranks_meet():
     assert "127.0.0.1" in found and found - before <= {"127.0.0.1"}
 
 
+@pytest.mark.simulated_gpus(3)
 def test_this_process_has_no_gpus_but_may_have():
-    simgpu.start(3)
-    try:
-        pids = run_ranks(in_this_process, 2)
-        assert len({*pids, os.getpid()}) == 3 and torch.cuda.device_count() == 3
-    finally:
-        simgpu.stop()
+    pids = run_ranks(in_this_process, 2)
+    assert len({*pids, os.getpid()}) == 3 and torch.cuda.device_count() == 3
 
 
 @pytest.mark.parametrize(

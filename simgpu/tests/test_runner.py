@@ -124,9 +124,7 @@ def test_real_gpus_are_not_simulated(tmp_path):
 @pytest.mark.parametrize(
     "options, gpus, reason",
     [
-        (["script.py"], "0", "choose 1 to 64"),
-        (["script.py"], "-2", "choose 1 to 64"),
-        (["script.py"], "1000000", "choose 1 to 64"),
+        *((["script.py"], gpus, "choose 1 to 64") for gpus in ("0", "-2", "1000000")),
         (["script.py"], "two", "invalid int value"),
         (["--card", "RTX", "script.py"], "1", "unknown card 'RTX'"),
         (["--memory", "much", "script.py"], "1", "cannot read 'much'"),
@@ -193,15 +191,12 @@ def test_the_command_says_what_else_there_is_and_its_version(word, capsys):
 @pytest.mark.parametrize(
     ("name", "first", "words"),
     [
-        ("train.py", "#!/bin/bash", None),
-        ("train", "#!/usr/bin/env python3", None),
-        ("train", "import torch", None),
-        ("train.sh", "python train.py", ["sh"]),
+        ("train.py", "#!/bin/bash", None), ("train", "#!/usr/bin/env python3", None),
+        ("train", "import torch", None), ("train.sh", "python train.py", ["sh"]),
         ("train", "#!/usr/bin/env bash", ["/usr/bin/env", "bash"]),
-        ("train", "#!/bin/bash -e", ["/bin/bash", "-e"]),
-        ("train", "\x7fELF", []),
+        ("train", "#!/bin/bash -e", ["/bin/bash", "-e"]), ("train", "\x7fELF", []),
     ],
-)
+)  # fmt: skip
 def test_a_program_that_is_not_python_is_told_by_its_first_line(
     tmp_path, name, first, words
 ):

@@ -29,11 +29,7 @@ GIB = 2**30
 SHOWN = re.compile(r"(Process \d+|this process) has (\S+ \S+) memory in use")
 
 
-@pytest.fixture
-def one():
-    simgpu.start(2, memory="1GB")
-    yield
-    simgpu.stop()
+one = pytest.mark.simulated_gpus(2, memory="1GB")
 
 
 # -- the ledger ------------------------------------------------------------------------
@@ -58,11 +54,9 @@ class Other:
         paths = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
         self.process = subprocess.Popen(
             [sys.executable, "-c", OTHER, json.dumps([card, machine, capacity])],
-            env={**os.environ, "PYTHONPATH": paths, **environ},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+            env={**os.environ, "PYTHONPATH": paths, **environ}, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
         self.pid = self.process.pid
 
     def grow(self, nbytes: int) -> bool:
@@ -160,20 +154,16 @@ def test_memory_is_counted_where_the_program_has_closed_every_file(book):
 
 @FORKS
 def test_a_forked_child_has_rows_of_its_own(book):
-    mine = book.entry(0)
+    mine, parent = book.entry(0), os.getpid()
     assert mine.grow(500, 1000)
-    read, write = os.pipe()
     child = os.fork()
     if child == 0:
         book.after_fork()
         found = mine.grow(501, 1000), mine.grow(500, 1000), mine.others()
         mine.clear()
-        os.write(write, repr(found).encode())
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert os.read(read, 1000) == repr((False, True, {os.getpid(): 500})).encode()
+        os._exit(0 if found == (False, True, {parent: 500}) else 1)
+    assert os.waitpid(child, 0)[1] == 0
     assert mine.grow(1000, 1000)
-    os.close(read), os.close(write)
 
 
 # -- beside another process ------------------------------------------------------------
@@ -257,7 +247,8 @@ def test_a_card_without_room_for_a_context_cannot_be_used(beside, use):
 # -- one process -----------------------------------------------------------------------
 
 
-def test_the_message_of_a_process_that_is_alone_is_as_it_was(one):
+@one
+def test_the_message_of_a_process_that_is_alone_is_as_it_was():
     torch.zeros(30 * MIB, device=1)
     with pytest.raises(torch.OutOfMemoryError) as raised:
         torch.zeros(GIB, device=1)
@@ -275,31 +266,28 @@ def test_the_children_of_this_process_are_told_of_its_cards_until_it_stops(monke
     assert ledger.VARIABLE not in os.environ
 
 
+@pytest.mark.simulated_gpus(4, overhead=True)
 def test_a_card_is_used_once_cuda_is_asked_for_something_there():
-    simgpu.start(4, overhead=True)
-    try:
-        pynvml = torch.cuda.pynvml
-        pynvml.nvmlInit()
+    pynvml = torch.cuda.pynvml
+    pynvml.nvmlInit()
 
-        def used() -> list[int]:
-            handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(4))
-            return [pynvml.nvmlDeviceGetMemoryInfo(h).used // MIB for h in handles]
+    def used() -> list[int]:
+        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(4))
+        return [pynvml.nvmlDeviceGetMemoryInfo(h).used // MIB for h in handles]
 
-        context = CONTEXT // MIB
-        torch.cuda.get_device_properties(0)
-        assert used() == [0, 0, 0, 0]
-        torch.cuda.set_device(1)
-        assert used() == [0, context, 0, 0]
-        with torch.cuda.device(2):
-            pass
-        torch.zeros(1, device=3)
-        assert used() == [0, context, context, context + 2]
-        assert torch.cuda.list_gpu_processes(0).endswith("no processes are running")
-        assert f"{os.getpid()} uses" in torch.cuda.list_gpu_processes(3)
-        free, total = torch.cuda.mem_get_info(0)  # which opens a context to ask
-        assert total - free == CONTEXT and used()[0] == context
-    finally:
-        simgpu.stop()
+    context = CONTEXT // MIB
+    torch.cuda.get_device_properties(0)
+    assert used() == [0, 0, 0, 0]
+    torch.cuda.set_device(1)
+    assert used() == [0, context, 0, 0]
+    with torch.cuda.device(2):
+        pass
+    torch.zeros(1, device=3)
+    assert used() == [0, context, context, context + 2]
+    assert torch.cuda.list_gpu_processes(0).endswith("no processes are running")
+    assert f"{os.getpid()} uses" in torch.cuda.list_gpu_processes(3)
+    free, total = torch.cuda.mem_get_info(0)  # which opens a context to ask
+    assert total - free == CONTEXT and used()[0] == context
 
 
 # -- ranks, all on GPU 0 ---------------------------------------------------------------
@@ -342,18 +330,6 @@ def test_ranks_on_one_gpu_share_its_bytes():
         names = [(f"Process {other}", "100.00 MiB"), ("this process", "100.00 MiB")]
         assert SHOWN.findall(message) == (names if other < pid else names[::-1])
         assert "capacity of 512.00 MiB of which 312.00 MiB is free" in message
-
-
-def on_own_gpu() -> tuple:
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    x = torch.ones(400 * MIB, dtype=torch.uint8, device="cuda")
-    index = torch.cuda.current_device()
-    return torch.cuda.mem_get_info(), len(torch.cuda.list_gpu_processes(index)), x[0]
-
-
-def test_ranks_on_their_own_gpus_have_all_of_them():
-    found = run_ranks(on_own_gpu, 2, memory="512MB")
-    assert [memory for memory, *_ in found] == [(112 * MIB, 512 * MIB)] * 2
 
 
 def contexts() -> list[int]:
@@ -415,7 +391,8 @@ def free_on_both() -> list[int]:
     return [torch.cuda.mem_get_info(i)[0] // 2**20 for i in range(2)]
 
 
-def test_ranks_of_a_notebook_share_their_cards_and_no_others(one):
+@one
+def test_ranks_of_a_notebook_share_their_cards_and_no_others():
     torch.empty(800 * MIB, dtype=torch.uint8, device="cuda:0")  # of the notebook
     for _ in range(2):
         with Ranks(2, memory="512MB") as ranks:
@@ -524,7 +501,8 @@ print(torch.cuda.mem_get_info()[0] // 2**20)
 """
 
 
-def test_a_child_of_a_plain_program_has_its_cards_and_a_command_its_own(one, tmp_path):
+@one
+def test_a_child_of_a_plain_program_has_its_cards_and_a_command_its_own(tmp_path):
     script = tmp_path / "plain.py"
     script.write_text(PLAIN)
     x = torch.empty(200 * MIB, dtype=torch.uint8, device="cuda")

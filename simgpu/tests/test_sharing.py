@@ -34,9 +34,7 @@ def in_child(target):
     theirs.close(), into.close()
     return process, ours, out
 """
-TRAVELS = (
-    HEAD
-    + """
+TRAVELS = """
 def child(get, put):
     x = told(get)
     assert x.device == torch.device("cuda", 1) and x.tolist() == [0, 1, 2, 3]
@@ -92,14 +90,12 @@ to_child.send("end")
 process.join(SHORT)
 print("ended with", process.exitcode)
 """
-)
 
 
-def run(tmp_path, text: str, **how) -> programs.Done:
+def run(tmp_path, text: str, head: str = HEAD) -> programs.Done:
     script = tmp_path / "shares.py"
-    text = text.replace("SHORT", str(SHORT))
-    script.write_text(text, encoding="utf-8")
-    return programs.simulated(tmp_path, "--gpus", 2, script, **how)
+    script.write_text((head + text).replace("SHORT", str(SHORT)), encoding="utf-8")
+    return programs.simulated(tmp_path, "--gpus", 2, script)
 
 
 def test_tensors_travel_with_all_that_they_are_and_their_memory_is_one(tmp_path):
@@ -108,9 +104,7 @@ def test_tensors_travel_with_all_that_they_are_and_their_memory_is_one(tmp_path)
     assert "Producer process" not in done.stderr
 
 
-MEMORY = (
-    HEAD
-    + """
+MEMORY = """
 def child(get, put):
     held = [told(get), told(get), told(get)]
     del held[1]  # the same storage as the first
@@ -149,12 +143,11 @@ to_child.send(torch.zeros(2, device=1))
 told(from_child)
 to_child.send("go on")
 """
-)
 
 
 def test_a_block_is_its_owners_until_the_last_receiver_lets_go(tmp_path):
     """And a receiver that lives longer keeps its values; PyTorch warns."""
-    done = run(tmp_path, MEMORY.replace("daemon=True", "daemon=False"))
+    done = run(tmp_path, MEMORY, HEAD.replace("daemon=True", "daemon=False"))
     assert (done.status, done.stdout) == (0, "still [1.0, 1.0]"), done.stderr
 
 
@@ -174,7 +167,7 @@ assert cuda.memory_allocated(0) == cuda.memory_reserved(0) == 2**24
 process.join(SHORT)
 print("ended with", process.exitcode)
 """
-    done = run(tmp_path, HEAD + text)
+    done = run(tmp_path, text)
     assert (done.status, done.stdout) == (0, "ended with 0\n"), done.stderr
 
 
@@ -193,7 +186,7 @@ import multiprocessing.process
 multiprocessing.process._children.discard(process)  # who does not wait for it
 to_child.close()
 """
-    done = run(tmp_path, HEAD + text)
+    done = run(tmp_path, text)
     assert done.status == 0
     warning = "Producer process has been terminated before all shared CUDA tensors rel"
     assert done.stderr.count(warning) == 1, done.stderr
@@ -201,9 +194,7 @@ to_child.close()
 
 # -- workers and results ---------------------------------------------------------------
 
-WORKERS = (
-    HEAD
-    + """
+WORKERS = """
 import warnings
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -255,7 +246,6 @@ for wrong in (Doubled(), TensorDataset(numbers.cuda())):
         raise AssertionError("a forked worker has used CUDA")
 print("all as it should be")
 """
-)
 
 
 @pytest.mark.slow
@@ -295,7 +285,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_processes_train_one_model_on_a_gpu(tmp_path):
-    done = run(tmp_path, HOGWILD)
+    done = run(tmp_path, HOGWILD, head="")
     told = "('cuda:1', 1.0)\n" * (len(mp.get_all_start_methods()) - 1)
     assert (done.status, done.stdout) == (0, told + "True\n"), done.stderr
     assert "Producer process" not in done.stderr

@@ -135,7 +135,7 @@ class Fake:
     ran: list[int] = []
 
     def __init__(self, words, json, threads):
-        self.batch, self.path = int(words[-1]), json
+        self.batch, self.path = int(words[2]), json
         Fake.ran.append(self.batch)
 
     def status(self):
@@ -147,22 +147,30 @@ class Fake:
         pass
 
 
-@pytest.mark.parametrize("grows, ran", [([], [8, 1, 4, 2]), (["batch"], [1, 2, 4])])
+@pytest.mark.parametrize(
+    "more, grows, ran",
+    [
+        ([], [], [8, 1, 4, 2]),
+        ([], ["batch"], [1, 2, 4]),
+        # as large as what does not fit along one axis, and larger along the other
+        (["--length", "{1,2}"], ["batch", "length"], [1, 1, 2, 2, 4]),
+    ],
+)
 def test_where_a_value_does_not_fit_larger_ones_are_not_run(
-    tmp_path, monkeypatch, grows, ran
+    tmp_path, monkeypatch, more, grows, ran
 ):
     monkeypatch.setattr("simgpu._dry.sweep.FreshRun", Fake)
     Fake.ran.clear()
-    sweep = Sweep(["t.py", "--batch", "{8,1,4,2}"])
+    sweep = Sweep(["t.py", "--batch", "{8,1,4,2}", *more])
     runs = Runs(
         list(sweep.layouts()), sweep.axes, tmp_path, jobs=2, seconds=SHORT, grows=grows,
         done=lambda row: None, tick=lambda running: None,
     )  # fmt: skip
     rows = {its.layout.values["batch"]: its for its in runs.run()}
-    assert Fake.ran == ran
+    assert Fake.ran == ran and len(runs.rows) == len(list(sweep.layouts()))
     assert {batch for batch, its in rows.items() if its.state == FITS} == {"1", "2"}
     if grows:
-        assert rows["8"].why == "does not fit, as batch 4 does not"
+        assert rows["8"].why.startswith("does not fit, as batch 4")
 
 
 @pytest.mark.slow

@@ -66,21 +66,14 @@ def test_double_backward_crosses_devices():
     assert torch.autograd.gradgradcheck(lambda t: (t.to(1) ** 3).sum().cpu(), w)
 
 
-def test_scalars_of_the_host_get_their_gradient_there():
-    w = torch.ones(3, device=1, requires_grad=True)
-    scalar = torch.tensor(2.0, requires_grad=True)
-    (w * scalar).sum().backward()
-    assert where(w.grad, scalar.grad) == ["cuda:1", "cpu"]
-    assert scalar.grad.item() == 3
-
-
-def test_copies_in_place_are_differentiable():
-    x = torch.ones(3, requires_grad=True)
+def test_copies_in_place_and_scalars_of_the_host_have_gradients_there():
+    x, scalar = torch.ones(3, requires_grad=True), torch.ones((), requires_grad=True)
     whole, part = torch.zeros(3, device=1), torch.zeros(3, device=2)
     whole.copy_(x)
     part[:2] = x[:2]
-    (whole.sum().to(2) + part.sum()).backward()
-    assert where(x.grad) == ["cpu"] and x.grad.tolist() == [2, 2, 1]
+    ((whole * scalar).sum().to(2) + part.sum()).backward()
+    assert where(x.grad, scalar.grad) == ["cpu"] * 2
+    assert x.grad.tolist() == [2, 2, 1] and scalar.grad.item() == 3
 
 
 @pytest.mark.parametrize("output, expected", [(0, [1, 1]), (1, [2, 2])])
@@ -135,33 +128,23 @@ def test_forward_mode_crosses_devices():
 
 def test_module_hooks_see_the_device():
     layer, seen = nn.Linear(2, 2).to(1), []
-    layer.register_full_backward_hook(
-        lambda module, inputs, outputs: seen.extend(where(*inputs, *outputs))
-    )
+    layer.register_full_backward_hook(lambda _, i, o: seen.extend(where(*i, *o)))
     layer(torch.ones(1, 2, device=1, requires_grad=True)).sum().backward()
     assert seen == ["cuda:1", "cuda:1"]
 
 
 # -- optimizers ------------------------------------------------------------------------
 
-OPTIMIZERS = [
-    kind
-    for kind in vars(torch.optim).values()
-    if inspect.isclass(kind)
-    and issubclass(kind, torch.optim.Optimizer)
-    and kind not in (torch.optim.Optimizer, torch.optim.SparseAdam)
-]
+OPTIMIZERS = {its for its in vars(torch.optim).values() if inspect.isclass(its)
+              and issubclass(its, torch.optim.Optimizer)}  # fmt: skip
+OPTIMIZERS -= {torch.optim.Optimizer, torch.optim.SparseAdam}
 VARIANTS: list[dict] = [
-    {},
-    {"foreach": True},
-    {"foreach": False},
-    {"fused": True},
-    {"capturable": True},
+    {}, {"foreach": True}, {"foreach": False}, {"fused": True}, {"capturable": True},
     {"capturable": True, "foreach": True},
-]
+]  # fmt: skip
 CASES = [
     pytest.param(kind, variant, id=f"{kind.__name__} {' '.join(variant)}")
-    for kind in OPTIMIZERS
+    for kind in sorted(OPTIMIZERS, key=lambda kind: kind.__name__)
     for variant in VARIANTS
     if set(variant) <= set(inspect.signature(kind).parameters)
 ]

@@ -8,12 +8,12 @@ import pytest
 
 from support import checkout
 from tests.harness.small_course import ROOT
-from tests.tools import elsewhere, faults, regenerate
+from tests.tools import elsewhere, faults, planted, regenerate
 
 README = (ROOT / "tests" / "README.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("tool", [elsewhere, faults, regenerate])
+@pytest.mark.parametrize("tool", [elsewhere, faults, planted, regenerate])
 def test_a_tool_says_how_it_is_used(tool, capsys):
     with pytest.raises(SystemExit, match="0"):
         tool.main(["--help"])

@@ -5,13 +5,12 @@ torchrun --nproc-per-node=2 checkpoint.py --load=FOLDER
 """
 
 import argparse
-import os
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import GPT, adamw, agree, agree_on, batches, loss_of
+from common import GPT, adamw, agree, agree_on, batches, join, leave, loss_of
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -30,11 +29,7 @@ parser.add_argument("--load", type=Path)
 args = parser.parse_args()
 folder = args.save or args.load
 
-rank = int(os.environ["LOCAL_RANK"])
-device = torch.device("cuda", rank)
-torch.cuda.set_device(device)
-dist.init_process_group("nccl", device_id=device)
-ranks = dist.get_world_size()
+rank, ranks, device = join()
 data = batches(4, 8, device=device)
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -142,6 +137,4 @@ else:
     check("whole.pt, after a step", training)
 
 dist.barrier(device_ids=[rank])
-dist.destroy_process_group()
-if rank == 0:
-    print(f"ok checkpoint: {'saved' if args.save else 'loaded'} by {ranks} ranks")
+leave(f"checkpoint: {'saved' if args.save else 'loaded'} by {ranks} ranks")

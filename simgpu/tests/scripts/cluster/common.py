@@ -1,6 +1,9 @@
 """What the programs of this folder share: a small GPT, its data, a comparison."""
 
+import os
+
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -14,6 +17,43 @@ from torch.nn import functional as F
 
 TOKENS = 32  # that the vocabulary has
 HEAD = 8  # numbers in one attention head
+
+
+def join(backend: str = "nccl") -> tuple[int, int, torch.device]:
+    """What a program begins with: its rank, how many there are, and its GPU."""
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group(backend, device_id=device)
+    return dist.get_rank(), dist.get_world_size(), device
+
+
+def leave(words: str) -> None:
+    """What it ends with; one rank says that all is well."""
+    speaks = dist.get_rank() == 0
+    dist.destroy_process_group()
+    if speaks:
+        print(f"ok {words}")
+
+
+def check(what: str, found: torch.Tensor, expected) -> None:
+    """The same values, to the bit, on this rank's GPU."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    expected = torch.as_tensor(expected, dtype=found.dtype, device=device)
+    assert found.device == device, (what, found.device)
+    if found.is_floating_point() and found.itemsize == 1:  # float8 has no `equal`
+        found, expected = found.float(), expected.float()
+    assert torch.equal(found, expected), (what, found, expected)
+
+
+def block(r: int, size: int = 2, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """What rank `r` has: `size` numbers from 10r."""
+    return torch.arange(10 * r, 10 * r + size, device="cuda").to(dtype)
+
+
+def done(work: dist.Work) -> None:
+    work.wait()
+    torch.cuda.synchronize()
+    assert work.is_completed()
 
 
 class Attention(nn.Module):

@@ -6,12 +6,11 @@ both ways to pass keys and values round: alone, and in a small GPT.
 
 import argparse
 import copy
-import os
 import warnings
 
 import torch
 import torch.distributed as dist
-from common import GPT, agree, agree_on, batches, loss_of
+from common import GPT, agree, agree_on, batches, join, leave, loss_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._attention import (
@@ -26,11 +25,7 @@ parser.add_argument("--kernel", choices=["efficient", "flash"], default="efficie
 args = parser.parse_args()
 warnings.filterwarnings("ignore", category=FutureWarning)
 
-rank = int(os.environ["LOCAL_RANK"])
-device = torch.device("cuda", rank)
-torch.cuda.set_device(device)
-dist.init_process_group("nccl", device_id=device)
-ranks = dist.get_world_size()
+rank, ranks, device = join()
 mesh = init_device_mesh("cuda", (ranks,), mesh_dim_names=("cp",))
 length = 8 * ranks
 
@@ -103,6 +98,4 @@ def train(rotate: str) -> float:
 for rotate in ("allgather", "alltoall"):
     attention(rotate)
     loss = train(rotate)
-dist.destroy_process_group()
-if rank == 0:
-    print(f"ok context_parallel: {ranks} ranks, {args.kernel}, loss {loss:.4f}")
+leave(f"context_parallel: {ranks} ranks, {args.kernel}, loss {loss:.4f}")

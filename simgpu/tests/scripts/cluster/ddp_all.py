@@ -1,20 +1,15 @@
-"""DistributedDataParallel with its options and hooks, against one process."""
+"""DistributedDataParallel with its options and PowerSGD, against one process."""
 
 import copy
-import os
 
 import torch
 import torch.distributed as dist
-from common import GPT, adamw, agree_on, batches, loss_of
+from common import GPT, adamw, agree_on, batches, join, leave, loss_of
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-rank = int(os.environ["LOCAL_RANK"])
-device = torch.device("cuda", rank)
-torch.cuda.set_device(device)
-dist.init_process_group("nccl", device_id=device)
-ranks = dist.get_world_size()
+rank, ranks, device = join()
 data = batches(4, 2 * ranks, device=device)
 torch.manual_seed(0)
 start = GPT().to(device)
@@ -57,18 +52,6 @@ for i, batch in enumerate(data):  # four batches for one step
     loss_of(reference, batch).backward()
 agree_on("no_sync", model.module, reference)
 
-hooks = {
-    "allreduce": (default_hooks.allreduce_hook, None, 1e-5),
-    "float16": (default_hooks.fp16_compress_hook, None, 1e-3),
-    "bfloat16": (default_hooks.bf16_compress_hook, None, 1e-2),
-}
-for name, (hook, state, near) in hooks.items():
-    model, reference = pair()
-    model.register_comm_hook(state, hook)
-    for one, rows in ((model, data[0].chunk(ranks)[rank]), (reference, data[0])):
-        loss_of(one, rows).backward()
-    agree_on(f"hook {name}", model.module, reference, atol=near)
-
 model, _ = pair()
 state = powerSGD_hook.PowerSGDState(None, 4, start_powerSGD_iter=2)
 model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
@@ -85,6 +68,4 @@ every = [torch.empty_like(start.head.weight) for _ in range(ranks)]
 dist.all_gather(every, model.module.head.weight.detach())
 assert all(torch.equal(every[0], other) for other in every), "PowerSGD: ranks differ"
 
-dist.destroy_process_group()
-if rank == 0:
-    print(f"ok ddp_all: {ranks} ranks")
+leave(f"ddp_all: {ranks} ranks")

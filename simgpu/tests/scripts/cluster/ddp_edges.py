@@ -1,23 +1,14 @@
 """What DistributedDataParallel does at its edges, against one process.
 
-Layers that nobody uses, buffers, ranks with fewer batches, an overflow, batch norm.
+Layers that nobody uses, buffers, ranks with fewer batches, an overflow.
 """
 
-import copy
-import os
-
 import torch
-import torch.distributed as dist
-from common import agree, agree_on
+from common import agree, join, leave
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-rank = int(os.environ["LOCAL_RANK"])
-device = torch.device("cuda", rank)
-torch.cuda.set_device(device)
-dist.init_process_group("nccl", device_id=device)
-ranks = dist.get_world_size()
+rank, ranks, device = join()
 
 
 class Branches(nn.Module):
@@ -67,18 +58,4 @@ for overflow in (False, True, False):
     agree("step of a scaler", moved, torch.full((1, 4), 0.0 if overflow else 0.1))
 agree("scale after one overflow", scaler.get_scale(), 512.0)
 
-torch.manual_seed(2)
-plain = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).to(device)
-synced = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain))
-model = DDP(synced, device_ids=[rank])
-x, y = torch.randn(4 * ranks, 4), torch.randint(0, 2, (4 * ranks,))
-x, y = x.to(device), y.to(device)
-F.cross_entropy(plain(x), y).backward()
-F.cross_entropy(model(x.chunk(ranks)[rank]), y.chunk(ranks)[rank]).backward()
-agree_on("SyncBatchNorm", synced, plain)
-agree("running mean", synced[1].running_mean, plain[1].running_mean)
-agree("running variance", synced[1].running_var, plain[1].running_var)
-
-dist.destroy_process_group()
-if rank == 0:
-    print(f"ok ddp_edges: {ranks} ranks")
+leave(f"ddp_edges: {ranks} ranks")

@@ -1,34 +1,11 @@
 """Roots, all-to-alls and coalesced collectives under NCCL, with exact values."""
 
-import os
-
 import torch
 import torch.distributed as dist
+from common import block, check, done, join, leave
 
-rank = int(os.environ["LOCAL_RANK"])
-torch.cuda.set_device(rank)
-device = torch.device("cuda", rank)
-dist.init_process_group("nccl", device_id=device)
-ranks = dist.get_world_size()
+rank, ranks, device = join()
 others = range(ranks)
-
-
-def check(what, found, expected):
-    """The same values, on this rank's GPU."""
-    expected = torch.as_tensor(expected, dtype=found.dtype, device=device)
-    assert found.device == device, (what, found.device)
-    assert torch.equal(found, expected), (what, found, expected)
-
-
-def block(r, size=2, dtype=torch.float32):
-    """What rank `r` has: `size` numbers from 10r."""
-    return torch.arange(10 * r, 10 * r + size, device=device).to(dtype)
-
-
-def done(work):
-    work.wait()
-    torch.cuda.synchronize()
-    assert work.is_completed()
 
 
 blocks = torch.stack([block(r) for r in others])
@@ -92,6 +69,4 @@ check("coalesced reduce_scatter_tensor", torch.cat([a, b]),
 
 dist.barrier(device_ids=[rank])
 dist.barrier(async_op=True).wait()
-dist.destroy_process_group()
-if rank == 0:
-    print(f"ok exchanges: {ranks} ranks")
+leave(f"exchanges: {ranks} ranks")

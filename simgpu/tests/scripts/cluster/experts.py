@@ -5,22 +5,17 @@ and is known only when the router has chosen.
 """
 
 import copy
-import os
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.distributed.nn.functional as dnn
-from common import agree
+from common import agree, join, leave
 from torch import nn
 from torch.nn import functional as F
 
 WIDTH = 16
-rank = int(os.environ["LOCAL_RANK"])
-device = torch.device("cuda", rank)
-torch.cuda.set_device(device)
-dist.init_process_group("nccl", device_id=device)
-ranks = dist.get_world_size()
+rank, ranks, device = join()
 
 
 def by_library(x, received, sent):
@@ -111,6 +106,4 @@ for exchange in (by_library, by_functional, Exchange.apply):
     for mine, expected in pairs:
         agree(f"expert {rank}", mine.grad, expected.grad)
 
-dist.destroy_process_group()
-if rank == 0:
-    print(f"ok experts: {ranks} ranks, loss {whole.item():.4f}")
+leave(f"experts: {ranks} ranks, loss {whole.item():.4f}")

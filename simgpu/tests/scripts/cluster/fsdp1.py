@@ -2,11 +2,10 @@
 
 import copy
 import functools
-import os
 
 import torch
 import torch.distributed as dist
-from common import GPT, Block, adamw, agree, batches, loss_of
+from common import GPT, Block, adamw, agree, batches, join, leave, loss_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -22,11 +21,7 @@ from torch.distributed.fsdp.wrap import (
     transformer_auto_wrap_policy,
 )
 
-rank = int(os.environ["LOCAL_RANK"])
-device = torch.device("cuda", rank)
-torch.cuda.set_device(device)
-dist.init_process_group("nccl", device_id=device)
-ranks = dist.get_world_size()
+rank, ranks, device = join()
 mesh = init_device_mesh("cuda", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
 blocks = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
 large = functools.partial(size_based_auto_wrap_policy, min_num_params=2000)
@@ -93,6 +88,4 @@ for batch in data[:2]:
 norm = model.clip_grad_norm_(1e9)
 agree("no_sync", norm, nn.utils.clip_grad_norm_(start.parameters(), 1e9))
 
-dist.destroy_process_group()
-if rank == 0:
-    print(f"ok fsdp1: {ranks} ranks")
+leave(f"fsdp1: {ranks} ranks")

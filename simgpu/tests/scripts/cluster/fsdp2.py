@@ -5,11 +5,10 @@ torchrun --nproc-per-node=4 fsdp2.py --reshard=yes --prefetch --clip=0.5
 
 import argparse
 import copy
-import os
 
 import torch
 import torch.distributed as dist
-from common import GPT, adamw, agree, agree_on, batches, full, loss_of
+from common import GPT, adamw, agree, agree_on, batches, full, join, leave, loss_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -21,11 +20,7 @@ parser.add_argument("--prefetch", action="store_true")
 parser.add_argument("--clip", type=float, default=0.5, help="largest norm of gradients")
 args = parser.parse_args()
 
-rank = int(os.environ["LOCAL_RANK"])
-device = torch.device("cuda", rank)
-torch.cuda.set_device(device)
-dist.init_process_group("nccl", device_id=device)
-ranks = dist.get_world_size()
+rank, ranks, device = join()
 
 torch.manual_seed(0)
 reference = GPT(blocks=3).to(device)
@@ -80,6 +75,4 @@ with torch.no_grad():  # for evaluation, gather by hand
     model.reshard()
 assert isinstance(model.head.weight, DTensor)
 
-dist.destroy_process_group()
-if rank == 0:
-    print(f"ok fsdp2: {ranks} ranks, reshard {args.reshard}, loss {whole.item():.4f}")
+leave(f"fsdp2: {ranks} ranks, reshard {args.reshard}, loss {whole.item():.4f}")

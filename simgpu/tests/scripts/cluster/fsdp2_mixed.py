@@ -5,8 +5,8 @@ checkpoints, a mesh of replicas and shards, and several batches for one step.
 """
 
 import copy
-import os
 
+import common
 import torch
 import torch.distributed as dist
 from common import GPT, Block, adamw, agree, agree_on, batches, full, loss_of
@@ -27,12 +27,8 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Replicate, Shard
 
-rank = int(os.environ["LOCAL_RANK"])
-device = torch.device("cuda", rank)
-torch.cuda.set_device(device)
 # gloo for what is offloaded: norms of gradients that are on the CPU
-dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
-ranks = dist.get_world_size()
+rank, ranks, device = common.join("cpu:gloo,cuda:nccl")
 data = batches(4, 2 * ranks, device=device)
 torch.manual_seed(0)
 start = GPT().to(device)
@@ -139,6 +135,4 @@ for what, replicas in (("FSDP", None), ("HSDP", mesh)):
     agree_on(f"{what}: accumulated", model, reference)
 
 dist.barrier(device_ids=[rank])
-dist.destroy_process_group()
-if rank == 0:
-    print(f"ok fsdp2_mixed: {ranks} ranks")
+common.leave(f"fsdp2_mixed: {ranks} ranks")

@@ -1,15 +1,13 @@
-"""A GPT of four blocks under FSDP2 and tensor parallelism: losses and seconds.
+"""A GPT of four blocks under FSDP2 and tensor parallelism: the losses of one process.
 
 torchrun --nproc-per-node=8 fsdp2_tp_gpt.py --steps=10 --width=64 --tp=2
 """
 
 import argparse
-import os
-import time
 
 import torch
 import torch.distributed as dist
-from common import GPT, adamw, agree, batches, full, loss_of, split_plan
+from common import GPT, adamw, agree, batches, full, join, leave, loss_of, split_plan
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
@@ -20,11 +18,8 @@ parser.add_argument("--width", type=int, default=64)
 parser.add_argument("--tp", type=int, default=2)
 args = parser.parse_args()
 
-rank = int(os.environ["LOCAL_RANK"])
-device = torch.device("cuda", rank)
-torch.cuda.set_device(device)
-dist.init_process_group("nccl", device_id=device)
-parts = dist.get_world_size() // args.tp
+rank, ranks, device = join()
+parts = ranks // args.tp
 mesh = init_device_mesh("cuda", (parts, args.tp), mesh_dim_names=("dp", "tp"))
 data = batches(args.steps, 2 * parts, device=device)
 
@@ -40,9 +35,8 @@ for block in model.blocks:
     fully_shard(block, mesh=mesh["dp"])
 fully_shard(model, mesh=mesh["dp"])
 optimizer = adamw(model)
-losses, seconds = [], []
-for step, batch in enumerate(data):
-    begin = time.perf_counter()
+losses = []
+for batch in data:
     with loss_parallel():
         loss = loss_of(model, batch.chunk(parts)[mesh["dp"].get_local_rank()])
         loss.backward()
@@ -52,9 +46,6 @@ for step, batch in enumerate(data):
     loss = full(loss.detach())
     dist.all_reduce(loss, dist.ReduceOp.AVG, group=mesh["dp"].get_group())
     losses.append(loss.item())
-    seconds.append(time.perf_counter() - begin)
-    if rank == 0:
-        print(f"step {step}: loss {losses[-1]:.4f}, {seconds[-1]:.3f} s", flush=True)
 
 if rank == 0:  # the same in one process
     reference = build()
@@ -67,10 +58,4 @@ if rank == 0:  # the same in one process
         optimizer.zero_grad()
         agree(f"loss of step {step}", losses[step], loss.item(), rtol=1e-3)
 dist.barrier(device_ids=[rank])
-dist.destroy_process_group()
-if rank == 0:
-    rest = sorted(seconds[1:])
-    print(
-        f"ok fsdp2_tp_gpt: mesh {tuple(mesh.shape)}, first step {seconds[0]:.2f} s,"
-        f" median of the others {rest[len(rest) // 2]:.3f} s"
-    )
+leave(f"fsdp2_tp_gpt: mesh {tuple(mesh.shape)}")

@@ -1,26 +1,17 @@
 """Functional collectives, and gradients through collectives, with exact values."""
 
-import os
 import warnings
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.distributed.nn.functional as dnn
+from common import check, join, leave
 
 warnings.filterwarnings("ignore", category=FutureWarning)
-rank = int(os.environ["LOCAL_RANK"])
-torch.cuda.set_device(rank)
-device = torch.device("cuda", rank)
-dist.init_process_group("nccl", device_id=device)
-ranks = dist.get_world_size()
+rank, ranks, device = join()
 world = dist.group.WORLD
 total = sum(range(ranks))
-
-
-def check(what, found, expected):
-    expected = torch.as_tensor(expected, dtype=found.dtype, device=device)
-    assert found.device == device and torch.equal(found, expected), (what, found)
 
 
 def gradient(what, collective, x, weights, expected):
@@ -96,6 +87,4 @@ x = one.clone().requires_grad_()
 (dnn.all_to_all_single(torch.empty_like(x), x) * weight).sum().backward()
 check("gradient of all_to_all_single", x.grad, to)
 
-dist.destroy_process_group()
-if rank == 0:
-    print(f"ok functional: {ranks} ranks")
+leave(f"functional: {ranks} ranks")

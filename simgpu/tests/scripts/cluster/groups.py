@@ -1,21 +1,11 @@
 """Sends and receives, objects, and groups of ranks under NCCL, with exact values."""
 
-import os
-
 import torch
 import torch.distributed as dist
+from common import check, join, leave
 
-rank = int(os.environ["LOCAL_RANK"])
-torch.cuda.set_device(rank)
-device = torch.device("cuda", rank)
-dist.init_process_group("nccl", device_id=device)
-ranks = dist.get_world_size()
+rank, ranks, device = join()
 after, before = (rank + 1) % ranks, (rank - 1) % ranks
-
-
-def check(what, found, expected):
-    expected = torch.as_tensor(expected, dtype=found.dtype, device=device)
-    assert found.device == device and torch.equal(found, expected), (what, found)
 
 
 def mine(size=2, dtype=torch.float32):
@@ -139,6 +129,4 @@ for where in ("cpu", device):
     assert x.tolist() == [ranks] * 2 and x.device == torch.device(where)
 
 dist.barrier(device_ids=[rank])
-dist.destroy_process_group()
-if rank == 0:
-    print(f"ok groups: {ranks} ranks")
+leave(f"groups: {ranks} ranks")

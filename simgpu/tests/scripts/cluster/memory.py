@@ -1,18 +1,13 @@
 """FSDP2's peak of memory beside what PyTorch's own tracker of tensors says."""
 
 import gc
-import os
 
 import torch
-import torch.distributed as dist
-from common import GPT, TOKENS, loss_of
+from common import GPT, TOKENS, join, leave, loss_of
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-rank = int(os.environ["LOCAL_RANK"])
-device = torch.device("cuda", rank)
-torch.cuda.set_device(device)
-dist.init_process_group("nccl", device_id=device)
+rank, ranks, device = join()
 one = torch.ones(2, 2, device=device, requires_grad=True)
 (one @ one).sum().backward()  # takes what cuBLAS keeps, for forward and for backward
 half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -51,6 +46,4 @@ for policy in (MixedPrecisionPolicy(), half):
         assert abs(counted / said - 1) < 0.02, (policy, reshard, said, counted)
 free, total = torch.cuda.mem_get_info()
 assert total - torch.cuda.memory_reserved() - free > 2**28  # the context, and NCCL's
-if rank == 0:
-    print(f"ok memory: {dist.get_world_size()} ranks")
-dist.destroy_process_group()
+leave(f"memory: {ranks} ranks")

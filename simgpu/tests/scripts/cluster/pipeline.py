@@ -4,12 +4,11 @@ torchrun --nproc-per-node=4 pipeline.py Schedule1F1B ScheduleZBVZeroBubble
 """
 
 import copy
-import os
 import sys
 
 import torch
 import torch.distributed as dist
-from common import GPT, Part, agree, agree_on, batches, loss_of
+from common import GPT, Part, agree, agree_on, batches, join, leave, loss_of
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 from torch.nn import functional as F
@@ -24,11 +23,7 @@ SCHEDULES = {  # how many stages each rank holds
     "ScheduleDualPipeV": 2,
 }
 IN_A_V = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")  # rank 0: first and last stage
-rank = int(os.environ["LOCAL_RANK"])
-device = torch.device("cuda", rank)
-torch.cuda.set_device(device)
-dist.init_process_group("nccl", device_id=device)
-ranks = dist.get_world_size()
+rank, ranks, device = join()
 microbatches = 2 * ranks
 
 
@@ -80,6 +75,4 @@ names = sys.argv[1:] or [name for name in SCHEDULES if hasattr(pipelining, name)
 for name in names:
     run(name, SCHEDULES[name])
 dist.barrier(device_ids=[rank])
-dist.destroy_process_group()
-if rank == 0:
-    print(f"ok pipeline: {ranks} ranks, {', '.join(names)}")
+leave(f"pipeline: {ranks} ranks, {', '.join(names)}")

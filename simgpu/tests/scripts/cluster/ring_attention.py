@@ -4,18 +4,12 @@ Each rank has the queries of its part of the sequence. Partial softmaxes are com
 by their largest score and their sum; the backward pass goes round once more.
 """
 
-import os
-
 import torch
 import torch.distributed as dist
-from common import agree
+from common import agree, join, leave
 from torch.nn import functional as F
 
-rank = int(os.environ["LOCAL_RANK"])
-device = torch.device("cuda", rank)
-torch.cuda.set_device(device)
-dist.init_process_group("nccl", device_id=device)
-ranks = dist.get_world_size()
+rank, ranks, device = join()
 
 
 def pass_on(*tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -98,6 +92,4 @@ for name, part, x in zip("qkv", mine, (q, k, v), strict=False):
     agree(f"gradient of {name}", part.grad, x.grad.chunk(ranks, dim=2)[rank])
 
 dist.barrier(device_ids=[rank])
-dist.destroy_process_group()
-if rank == 0:
-    print(f"ok ring_attention: {ranks} ranks, {8 * ranks} places")
+leave(f"ring_attention: {ranks} ranks, {8 * ranks} places")

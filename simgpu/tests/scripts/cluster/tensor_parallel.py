@@ -5,12 +5,10 @@ torchrun --nproc-per-node=4 tensor_parallel.py --sequence --loss-parallel
 
 import argparse
 import copy
-import os
 from contextlib import nullcontext
 
 import torch
-import torch.distributed as dist
-from common import GPT, adamw, agree, agree_on, batches, full, loss_of
+from common import GPT, adamw, agree, agree_on, batches, full, join, leave, loss_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -28,11 +26,7 @@ parser.add_argument("--sequence", action="store_true", help="split between layer
 parser.add_argument("--loss-parallel", action="store_true", help="keep logits split")
 args = parser.parse_args()
 
-rank = int(os.environ["LOCAL_RANK"])
-device = torch.device("cuda", rank)
-torch.cuda.set_device(device)
-dist.init_process_group("nccl", device_id=device)
-ranks = dist.get_world_size()
+rank, ranks, device = join()
 
 torch.manual_seed(0)
 reference = GPT().to(device)
@@ -100,7 +94,5 @@ for step, batch in enumerate(batches(3, 4, device=device)):
     optimizer.zero_grad()
     expected.zero_grad()
 
-dist.destroy_process_group()
-if rank == 0:
-    kind = f"sequence {args.sequence}, loss_parallel {args.loss_parallel}"
-    print(f"ok tensor_parallel: {ranks} ranks, {kind}, loss {whole.item():.4f}")
+kind = f"sequence {args.sequence}, loss_parallel {args.loss_parallel}"
+leave(f"tensor_parallel: {ranks} ranks, {kind}, loss {whole.item():.4f}")

@@ -1,8 +1,8 @@
 """Pipeline, FSDP2 and tensor parallelism together, on a mesh of 2 x 2 x 2 GPUs."""
 
 import copy
-import os
 
+import common
 import torch
 import torch.distributed as dist
 from common import GPT, Part, adamw, agree, agree_on, batches, loss_of, split_plan
@@ -12,11 +12,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional as F
 
-rank = int(os.environ["LOCAL_RANK"])
-device = torch.device("cuda", rank)
-torch.cuda.set_device(device)
-dist.init_process_group("nccl", device_id=device)
-shape = (dist.get_world_size() // 4, 2, 2)
+rank, ranks, device = common.join()
+shape = (ranks // 4, 2, 2)
 mesh = init_device_mesh("cuda", shape, mesh_dim_names=("pp", "dp", "tp"))
 stages, stage = mesh["pp"].size(), mesh["pp"].get_local_rank()
 parts, part = mesh["dp"].size(), mesh["dp"].get_local_rank()
@@ -60,6 +57,4 @@ for step, batch in enumerate(batches(3, 2 * microbatches * parts, device=device)
     expected.zero_grad()
 
 dist.barrier(device_ids=[rank])
-dist.destroy_process_group()
-if rank == 0:
-    print(f"ok three_d: mesh {shape}, loss {whole.item():.4f}")
+common.leave(f"three_d: mesh {shape}, loss {whole.item():.4f}")

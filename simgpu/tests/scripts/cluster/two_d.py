@@ -6,8 +6,8 @@ torchrun --nproc-per-node=8 two_d.py --replicas=2
 
 import argparse
 import copy
-import os
 
+import common
 import torch
 import torch.distributed as dist
 from common import GPT, adamw, agree, agree_on, batches, full, loss_of, split_plan
@@ -21,11 +21,7 @@ parser.add_argument("--tp", type=int, default=2)
 parser.add_argument("--replicas", type=int, default=1, help="of the shards: HSDP")
 args = parser.parse_args()
 
-rank = int(os.environ["LOCAL_RANK"])
-device = torch.device("cuda", rank)
-torch.cuda.set_device(device)
-dist.init_process_group("nccl", device_id=device)
-ranks = dist.get_world_size()
+rank, ranks, device = common.join()
 
 torch.manual_seed(0)
 reference = GPT().to(device)
@@ -73,6 +69,4 @@ for step, batch in enumerate(batches(3, 2 * parts, device=device)):
     optimizer.zero_grad()
     expected.zero_grad()
 
-dist.destroy_process_group()
-if rank == 0:
-    print(f"ok two_d: mesh {tuple(mesh.shape)}, loss {whole.item():.4f}")
+common.leave(f"two_d: mesh {tuple(mesh.shape)}, loss {whole.item():.4f}")

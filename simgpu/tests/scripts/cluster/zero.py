@@ -1,19 +1,13 @@
 """ZeroRedundancyOptimizer with DDP: each rank has a part of the optimizer's state."""
 
 import copy
-import os
 
 import torch
-import torch.distributed as dist
-from common import GPT, agree, agree_on, batches, loss_of
+from common import GPT, agree, agree_on, batches, join, leave, loss_of
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-rank = int(os.environ["LOCAL_RANK"])
-device = torch.device("cuda", rank)
-torch.cuda.set_device(device)
-dist.init_process_group("nccl", device_id=device)
-ranks = dist.get_world_size()
+rank, ranks, device = join()
 settings = {"lr": 1e-2, "eps": 1e-3}
 torch.manual_seed(0)
 start = GPT().to(device)
@@ -54,6 +48,4 @@ for options in (
         for i in whole:
             agree(f"exp_avg {i}", state[i]["exp_avg"].to(device), whole[i]["exp_avg"])
 
-dist.destroy_process_group()
-if rank == 0:
-    print(f"ok zero: {ranks} ranks, {held} of {numbers} numbers here")
+leave(f"zero: {ranks} ranks, {held} of {numbers} numbers here")
