@@ -4,4 +4,5 @@ pytest_plugins = [
     "tests.harness.last_lines",
     "tests.harness.progress",
     "tests.harness.notebooks",
+    "tests.harness.order",
 ]

@@ -6,6 +6,7 @@ processes.py  all processes of a kernel: what they see, how they are found and e
 budgets.py    what a notebook may take, and what it took
 usage.py      memory and sockets of its processes, sampled
 files.py      files that it wrote or left
+order.py      what a run in several processes begins with
 
 small_course.py has the notebooks on which all this is tested.
 """
