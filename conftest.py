@@ -5,4 +5,5 @@ pytest_plugins = [
     "tests.harness.progress",
     "tests.harness.touched",
     "tests.harness.notebooks",
+    "tests.harness.order",
 ]

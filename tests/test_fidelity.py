@@ -16,7 +16,8 @@ import torch
 
 from layouts import rows as layouts
 from layouts.shapes import Layout
-from recorded import allocator, files, memory
+from recorded import allocator, files, memory, operations
+from recorded.cards import card_named
 from recorded.comparison import Comparison, figures_of
 from recorded.step import predict
 from support.limits import JOB
@@ -172,6 +173,18 @@ def test_every_file_names_its_source():
 def write(folder: Path, name: str, data) -> None:
     text = data if isinstance(data, str) else json.dumps(data)
     (folder / name).write_text(text, encoding="utf-8")
+
+
+def test_rows_in_one_estimate_take_what_each_takes_alone():
+    kind = operations.KINDS["gemm_fp16"]
+    rows = [["A100", 64, 128, 128, 6.0], ["T4", 4096, 4096, 4096, 1.0],
+            ["B300", 64, 128, 128, 6.0], ["A100", 64, 128, 6.0],
+            ["A100", 8192, 128, 8192, 6.0], "row"]  # fmt: skip
+    found = operations.seconds_alone(kind, rows)
+    assert found == {
+        id(row): operations.kernel_seconds(card_named(row[0]), kind.program(*row[1:4]))
+        for row in (rows[0], rows[1], rows[4])
+    }
 
 
 def test_rows_that_cannot_be_compared_are_counted_with_the_reason(tmp_path, capsys):

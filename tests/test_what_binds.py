@@ -22,7 +22,8 @@ def test_messages_over_a_slow_link_bind_a_step_of_ddp(tmp_path):
     slow = command.replace("--gpus 2", "--gpus 2 --nodes 2 --network 1Gbit/s")
     printed = take_home.run_command(slow, tmp_path)
     assert printed.splitlines()[-1].startswith("communication-bound")
-    assert re.match(r"ncclDevKernel_AllReduce_Sum_f32\S* .* message\n", printed)  # the longest
+    longest = r"ncclDevKernel_AllReduce_Sum_f32\S* .* message\n"
+    assert re.match(longest, printed)
     shares = [int(share) for share in re.findall(r" x +(\d+)%  ", printed)]
     assert len(shares) == 8 and 90 < sum(shares) <= 101  # they are rounded
     took = int(re.search(r"step takes (\d+) µs", printed)[1])

@@ -4,7 +4,6 @@ import io
 import os
 import subprocess
 import sys
-import textwrap
 
 import numpy as np
 import pytest
@@ -220,54 +219,47 @@ def test_chunks_are_those_of_pytorch(size, count):
     assert all(map(torch.equal, found, expected))
 
 
-def megabytes(program: str, world: int) -> tuple[float, float]:
-    """The most memory that a dry run adds to a process, and its seconds of a CPU."""
-    code = f"""
-        import resource, time
-        import torch, torch.distributed as dist
-        from torch import nn
-        from torch.distributed.fsdp import fully_shard
-        from simgpu._dry.run import Job, run
-        def most():
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        def program():
-            {program}
-        before, began = most(), time.process_time()
-        run(Job({world}), program)
-        print(most() - before, time.process_time() - began)
+MEASURES = """
+import ctypes, gc, time
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from simgpu._dry.run import Job, run
+
+def megabytes(name):
+    with open("/proc/self/status") as file:
+        (line,) = (line for line in file if line.startswith(name))
+    return int(line.split()[1]) / 1024
+
+def measure(world, program):
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what is free is not had already
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the peak is what is had now
+    before, began = megabytes("VmRSS"), time.process_time()
+    run(Job(world), program)
+    print(megabytes("VmHWM") - before, time.process_time() - began)
+"""
+
+
+def measured(*programs: tuple[int, str]) -> list[tuple[float, float]]:
+    """The megabytes that a dry run adds to a process at most, and its seconds of a CPU.
+
+    Of one after another, in a process of their own. Not by `ru_maxrss`, which begins
+    with the most that the process had that has started this one.
+
+    Args:
+        programs: how many ranks, and the statements of each, on a line.
     """
+    code = MEASURES
+    for world, statements in programs:
+        code += f"def program(): {statements}\nmeasure({world}, program)\n"
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True,
+        [sys.executable, "-c", code], capture_output=True, text=True,
         timeout=JOB, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return tuple(map(float, done.stdout.split()[-2:]))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="memory as Linux counts it")
-def test_large_tensors_on_the_host_take_no_memory():
-    program = (
-        "m = nn.Linear(60_000, 60_000); nn.init.orthogonal_(m.weight); m.bfloat16();"
-        "x = torch.randn(60_000, 60_000); (x * 2 + 1).cuda().sum().item();"
-        "x = torch.zeros(60_000, 60_000); x.fill_(3); x.clone().normal_().tril();"
-        "torch.save(m.state_dict(), '/dev/null')"
-    )
-    assert megabytes(program, 8)[0] < 100  # of 14 GB each
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="memory as Linux counts it")
-def test_offloaded_parameters_take_no_memory():
-    program = (
-        "from torch.distributed.fsdp import CPUOffloadPolicy;"
-        "dist.init_process_group('nccl');"
-        "m = nn.Linear(30_000, 30_000, device='meta');"
-        "fully_shard(m, offload_policy=CPUOffloadPolicy()); m.to_empty(device='cpu');"
-        "o = torch.optim.AdamW(m.parameters(), fused=True);"
-        "step = lambda: (m(torch.ones(1, 30_000, device='cuda')).sum().backward(),"
-        " o.step());"
-        "step(); step()"
-    )
-    assert megabytes(program, 2)[0] < 150  # of 1.8 GB, four times
+    return [tuple(map(float, line.split())) for line in done.stdout.splitlines()]
 
 
 TRAINS = (
@@ -302,11 +294,60 @@ LARGE = {  # what is gathered in one piece -> ranks, the model, its input
 }
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="memory as Linux counts it")
-@pytest.mark.parametrize("name", LARGE)
-def test_what_fsdp_gathers_may_be_of_any_size(name):
-    ranks, model, batch = LARGE[name]
-    assert megabytes(TRAINS.format(model, batch), ranks)[0] < 100
+LAYERS = (
+    "dist.init_process_group('nccl');"
+    "m = nn.Sequential(*[nn.Linear({0}, {0}, device='meta') for _ in range(8)]);"
+    "[fully_shard(l) for l in m]; fully_shard(m); m.to_empty(device='cuda');"
+    "o = torch.optim.AdamW(m.parameters(), fused=True);"
+    "x = torch.randn(8, {0}, device='cuda');"
+    "[(m(x).sum().backward(), o.step(), o.zero_grad()) for _ in range(3)]"
+)
+PROGRAMS = {  # what it is -> ranks, its statements
+    "the first one, which imports": (8, LAYERS.format(8)),
+    "tensors of 14 GB on the host": (
+        8,
+        "m = nn.Linear(60_000, 60_000); nn.init.orthogonal_(m.weight); m.bfloat16();"
+        "x = torch.randn(60_000, 60_000); (x * 2 + 1).cuda().sum().item();"
+        "x = torch.zeros(60_000, 60_000); x.fill_(3); x.clone().normal_().tril();"
+        "torch.save(m.state_dict(), '/dev/null')",
+    ),
+    "1.8 GB of offloaded parameters, four times": (
+        2,
+        "from torch.distributed.fsdp import CPUOffloadPolicy;"
+        "dist.init_process_group('nccl');"
+        "m = nn.Linear(30_000, 30_000, device='meta');"
+        "fully_shard(m, offload_policy=CPUOffloadPolicy()); m.to_empty(device='cpu');"
+        "o = torch.optim.AdamW(m.parameters(), fused=True);"
+        "step = lambda: (m(torch.ones(1, 30_000, device='cuda')).sum().backward(),"
+        " o.step());"
+        "step(); step()",
+    ),
+    **{
+        name: (ranks, TRAINS.format(model, batch))
+        for name, (ranks, model, batch) in LARGE.items()
+    },
+    "few ranks": (8, LAYERS.format(8192)),
+    "many ranks": (MANY, LAYERS.format(8192)),
+}
+
+
+@pytest.fixture(scope="module")
+def costs() -> dict[str, tuple[float, float]]:
+    """Megabytes and seconds of each of `PROGRAMS`."""
+    if sys.platform != "linux":
+        pytest.skip("memory as Linux counts it")
+    return dict(zip(PROGRAMS, measured(*PROGRAMS.values()), strict=True))
+
+
+@pytest.mark.parametrize("name", list(PROGRAMS)[1:])
+def test_tensors_of_any_size_take_no_memory(costs, name):
+    assert costs[name][0] < 50
+
+
+def test_many_ranks_cost_as_little_as_few(costs):
+    few, many = costs["few ranks"], costs["many ranks"]
+    assert many[0] < few[0] + 50
+    assert many[1] < 2 * few[1] + 2
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory as Linux counts it")
@@ -343,20 +384,6 @@ def test_a_file_of_safetensors_that_was_there_stays(tmp_path):
     report = dry(program)[1]
     assert old.read_text() == "dear" and new.stat().st_size > 64 * 64 * 4
     assert "old.safetensors is there, and stays as it is" in str(report)
-
-
-def test_many_ranks_cost_as_little_as_few():
-    program = (
-        "dist.init_process_group('nccl');"
-        "m = nn.Sequential(*[nn.Linear(8192, 8192, device='meta') for _ in range(8)]);"
-        "[fully_shard(l) for l in m]; fully_shard(m); m.to_empty(device='cuda');"
-        "o = torch.optim.AdamW(m.parameters(), fused=True);"
-        "x = torch.randn(8, 8192, device='cuda');"
-        "[(m(x).sum().backward(), o.step(), o.zero_grad()) for _ in range(3)]"
-    )
-    few, many = megabytes(program, 8), megabytes(program, MANY)
-    assert many[0] < few[0] + 50
-    assert many[1] < 2 * few[1] + 2
 
 
 def test_memory_of_any_size_is_had_and_what_the_machine_has_is_resized():

@@ -9,6 +9,7 @@ files.py      files that it wrote or left
 last_lines.py what a run says in the end, and what is run once more
 progress.py   a line about a long run every half minute
 touched.py    which tests a change touches: --since COMMIT
+order.py      what a run in several processes begins with
 
 small_course.py has the notebooks on which all this is tested.
 """

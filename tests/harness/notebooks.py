@@ -11,7 +11,8 @@
 * After a cell that raised, the notebook's later cells are skipped, not failed.
 * The last test of a notebook is its budget (budgets.py). It ends the kernel.
 * No process outlives its notebook (processes.py).
-* `-n 2` keeps the cells of a notebook together, and shares out the tests of long files.
+* `-n 2` keeps the cells of a notebook together, and begins with what takes longest
+  (order.py).
 * A line every half minute says how far a run is (progress.py).
 * A run ends with a line for each cell that failed (last_lines.py).
 * A run ends with the number of outputs compared and with what each notebook took.
@@ -39,8 +40,6 @@ from tests.harness.kernels import Kernel, KernelDied
 from tests.harness.processes import fix_environment
 
 SANITIZER = Path(__file__).with_name("sanitize.cfg")
-# files that take minutes, and whose tests need not stay together
-LONG = ("tests/test_trainers.py", "simgpu/tests/test_dry_twins.py")
 # the head of a run, and the limit of every test
 pytest_plugins = ["support.limits_plugin"]
 NBVALS_OWN = 2000  # seconds for a cell, where no option says how many
@@ -163,22 +162,6 @@ def pytest_configure(config):
     everything = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     if everything and not option.markexpr:  # xdist hands it down
         option.markexpr = "not slow"
-    if getattr(option, "dist", "no") in ("load", "worksteal"):
-        option.dist = "loadscope"
-        option.loadscopereorder = False  # few tests may be slow: not to be the last
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config, log):
-    if config.getvalue("dist") != "loadscope":
-        return None
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Scheduling(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return nodeid if nodeid.startswith(LONG) else super()._split_scope(nodeid)
-
-    return Scheduling(config, log)
 
 
 def pytest_unconfigure(config):

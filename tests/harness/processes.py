@@ -48,12 +48,18 @@ def find_processes(mark: str, others: Set[int] = frozenset()) -> list[psutil.Pro
     found = []
     for pid in set(psutil.pids()) - others:
         try:
-            process = psutil.Process(pid)
-            if process.environ().get(MARK) == mark:
-                found.append(process)
+            if _has_mark(pid, mark):
+                found.append(psutil.Process(pid))
         except (psutil.Error, OSError):
             continue  # it has ended, or belongs to another user
     return found
+
+
+def _has_mark(pid: int, mark: str) -> bool:
+    if not psutil.LINUX:
+        return psutil.Process(pid).environ().get(MARK) == mark
+    with open(f"/proc/{pid}/environ", "rb") as file:  # a tenth of psutil's time
+        return f"{MARK}={mark}".encode() in file.read().split(b"\0")
 
 
 def end_processes(mark: str) -> list[str]:

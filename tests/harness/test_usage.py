@@ -90,6 +90,16 @@ def test_libraries_count_the_same_with_and_without_a_neighbour(mark, sampler):
     assert alone > 100e6 and beside == pytest.approx(alone, rel=0.02)
 
 
+def test_the_quick_look_is_no_less_than_the_close_one_and_has_files_once(mark, sampler):
+    with running("import os, numpy, torch\nx = os.fork()", mark):
+        members = sampler._members()
+        close, quick = usage._memory(members), usage._resident(members)
+        infos = [member.memory_info() for member in members]
+    least = min(info.shared for info in infos)  # of files
+    assert len(members) == 2 and least > 5e6
+    assert close <= quick <= sum(info.rss for info in infos) - least
+
+
 def test_shared_memory_is_that_of_the_marked(mark, sampler):
     made = {who: f"{files.SHARED_MEMORY}/{who}-{mark}" for who in (mark, "another")}
     try:

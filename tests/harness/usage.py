@@ -4,7 +4,8 @@ Linux only. A process belongs to a notebook if it has the notebook's mark in its
 environment (processes.py). Five times a second a `Sampler` adds up resident memory,
 which is cheap. Where that could mean a new peak, and every second or so, it reads the
 memory that is theirs, with what they share counted once, and their sockets. It takes
-about a fiftieth of a core.
+about a fiftieth of a core. Pages of files are no reason for a close look but in the
+process that has most of them: each fork has them again as it runs.
 
 Other programs on this machine, such as the notebook beside it, change none of this:
 pages of files, which libraries are, count once, as in the process that has most of
@@ -96,7 +97,7 @@ class Sampler(threading.Thread):
     def _look(self) -> None:
         members = self._members()
         self._note_shared(members)
-        resident = sum(map(_resident, members))
+        resident = _resident(members)
         if resident < self._no_peak_below and time.monotonic() < self._due:
             return
         start = time.thread_time()
@@ -151,12 +152,18 @@ class Sampler(threading.Thread):
             found.add(f"{kind} {where}, process {process.pid}: {describe(command)}")
 
 
-def _resident(process: psutil.Process) -> int:
-    """Returns the memory of a process, with all that it shares (quick)."""
-    try:
-        return process.memory_info().rss
-    except (psutil.Error, OSError):
-        return 0  # it has ended
+def _resident(members: list[psutil.Process]) -> int:
+    """Returns the bytes of these, with what they share counted in each (quick).
+
+    Of files, the most that one has: so `_memory` grows by no more than this does, as
+    long as no page that was shared is written to.
+    """
+    own, of_files = 0, 0
+    for process in members:
+        kB = _status(process)
+        own += _number(kB.get("RssAnon", "0")) + _number(kB.get("RssShmem", "0"))
+        of_files = max(of_files, _number(kB.get("RssFile", "0")))
+    return 1024 * (own + of_files)
 
 
 def _memory(members: list[psutil.Process]) -> int:
@@ -168,19 +175,28 @@ def _memory(members: list[psutil.Process]) -> int:
     """
     own, of_files = 0, 0
     for process in members:
-        try:
-            folder = Path(f"/proc/{process.pid}")
-            lines = (folder / "smaps_rollup").read_text().splitlines()[1:]
-            lines += (folder / "status").read_text().splitlines()
-        except OSError:
+        kB = _fields(process, "smaps_rollup") | _status(process)
+        if "Pss" not in kB:
             continue  # it has ended
-        kB = {name: words for name, _, words in (line.partition(":") for line in lines)}
         if "Pss_Anon" not in kB:  # Linux before 5.4 does not tell them apart
             own += _number(kB["Pss"])
             continue
         own += _number(kB["Pss_Anon"]) + _number(kB["Pss_Shmem"])
         of_files = max(of_files, _number(kB.get("RssFile", "0")))
     return 1024 * (own + of_files)
+
+
+def _status(process: psutil.Process) -> dict[str, str]:
+    return _fields(process, "status")
+
+
+def _fields(process: psutil.Process, file: str) -> dict[str, str]:
+    """Returns the lines "name: words" of a file in /proc; none if it has ended."""
+    try:
+        with open(f"/proc/{process.pid}/{file}", encoding="utf-8") as lines:
+            return {name: words for name, _, words in (x.partition(":") for x in lines)}
+    except OSError:
+        return {}
 
 
 def _number(words: str) -> int:
