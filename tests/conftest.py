@@ -1,4 +1,4 @@
-"""What tests of the scripts share: each command that starts one runs once."""
+"""What tests share: values, and each command that starts a script, once in a run."""
 
 import os
 from collections.abc import Callable
@@ -8,15 +8,25 @@ import pytest
 
 from tests import take_home
 from tests.launching import edited
+from tests.once import Once
 from tests.take_home import Runs
 
 
 @pytest.fixture(scope="session")
-def ran(tmp_path_factory) -> Runs:
+def of_run(tmp_path_factory) -> Path:
+    """A folder that is the same one in all processes of a run."""
     folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # that of the run
-    return Runs(folder / "scripts")
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
+@pytest.fixture(scope="session")
+def ran(of_run: Path) -> Runs:
+    return Runs(of_run / "scripts")
+
+
+@pytest.fixture(scope="session")
+def once(of_run: Path) -> Once:
+    return Once(of_run / "once")
 
 
 @pytest.fixture

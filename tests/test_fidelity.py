@@ -38,9 +38,12 @@ def report() -> fidelity.Report:
 
 
 @pytest.fixture(scope="module")
-def of_layouts() -> fidelity.Report:
-    found = fidelity.read(*fidelity.FOLDERS)
-    return fidelity.compare([its for its in found if its.kind in layouts.KINDS])
+def of_layouts(once) -> fidelity.Report:
+    def make() -> fidelity.Report:
+        found = fidelity.read(*fidelity.FOLDERS)
+        return fidelity.compare([its for its in found if its.kind in layouts.KINDS])
+
+    return once("fidelity-of-layouts", make)
 
 
 @pytest.mark.long

@@ -181,22 +181,23 @@ def group(of: Layout, size: int, apart: int) -> Group:
 
 
 class Predicted:
-    """A step of a layout.
-
-    Attributes:
-        seconds: of it.
-        fits: whether the tensors of the fullest stage do.
-    """
+    """A step of a layout; each figure is computed when it is first asked for."""
 
     def __init__(self, of: Layout, parts: dict, host):
         self.of, self.parts, self.host = of, parts, host
         self.stages = (megatron if "megatron" in of.trainer else nanotron).stages(of)
-        if not parts:
-            self.seconds, self.fits = float("inf"), False
-            return
-        most = max(self.tensors(i) for i in range(of.pp))
-        self.fits = most < card_of(of.card).total_memory
-        self.seconds = self._seconds()
+
+    @functools.cached_property
+    def seconds(self) -> float:
+        return self.with_host(self.host)
+
+    @functools.cached_property
+    def fits(self) -> bool:
+        """Whether the tensors of the fullest stage do."""
+        if not self.parts:
+            return False
+        most = max(self.tensors(i) for i in range(self.of.pp))
+        return most < card_of(self.of.card).total_memory
 
     @functools.cached_property
     def peak(self) -> float:
