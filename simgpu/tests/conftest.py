@@ -1,6 +1,7 @@
 """What every run of these tests has: with the course's tests, or alone."""
 
 import functools
+import signal
 from collections.abc import Callable, Iterator
 from types import ModuleType
 
@@ -13,6 +14,9 @@ from support import limits
 def pytest_configure(config: pytest.Config) -> None:
     # `pytest_plugins` is for a conftest.py at the root; the course's loads it, too
     config.pluginmanager.import_plugin("support.limits_plugin")
+    # in the background of a script it is ignored, also by what the tests interrupt
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

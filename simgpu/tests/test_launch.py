@@ -42,7 +42,7 @@ FACTS = """
         "folder": os.getcwd(),
         "session": os.getsid(0) == os.getpgid(0) == os.getpid(),
         "files": sorted(os.listdir("/proc/self/fd")),
-        "signals": [str(signal.getsignal(n)) for n in (2, 13, 15)],
+        "signals": [str(signal.getsignal(n)) for n in (1, 2, 10, 13, 15)],
         "threads": threading.active_count(),
         "unbuffered": sys.stdout.write_through,
         "environ": {k: v for k, v in sorted(os.environ.items())
@@ -91,7 +91,17 @@ def facts_of(folder: Path) -> list:
     return [json.loads(OF_ONE_LAUNCH.sub("of this launch", text)) for text in texts]
 
 
-def test_a_forked_rank_finds_what_a_new_python_finds(tmp_path):
+@pytest.fixture
+def signals_ignored():
+    """As `nohup` and the background of a shell script start what they start."""
+    numbers = signal.SIGHUP, signal.SIGINT, signal.SIGUSR1
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_forked_rank_finds_what_a_new_python_finds(tmp_path, signals_ignored):
     write(tmp_path, "facts.py", FACTS)
     write(tmp_path, "neighbour.py", "")
     started = ("--nproc-per-node=2", "facts.py", "-x", "an argument")

@@ -25,11 +25,15 @@ _LENGTH = 8  # bytes of a number that is sent
 
 
 class Asked(NamedTuple):
-    """A process that a launcher starts: its words, environment and folder."""
+    """A process that a launcher starts: its words, environment and folder.
+
+    It ignores those signals that the launcher ignores when it starts it.
+    """
 
     words: list[str]
     environ: dict[str, str]
     folder: str
+    ignored: set[int]
 
 
 # -- in the launcher -------------------------------------------------------------------
@@ -53,8 +57,10 @@ class RankServer:
             files = [1 if stdout is None else stdout.fileno(),
                      2 if stderr is None else stderr.fileno()]  # fmt: skip
             environ = dict(os.environ if env is None else env)
+            ignored = {number for number in signal.valid_signals()
+                       if signal.getsignal(number) is signal.SIG_IGN}  # fmt: skip
             with self._lock:
-                pid = self._fork(Asked(words, environ, os.getcwd()), files)
+                pid = self._fork(Asked(words, environ, os.getcwd(), ignored), files)
             if pid:
                 return ForkedRank(words, pid)
         return subprocess.Popen(args, env=env, stdout=stdout, stderr=stderr, **more)
@@ -248,9 +254,26 @@ def _parent_of(pid: int) -> int:
 def _take_place(asked: Asked, files: list[int]) -> None:
     """In a new rank: have the files, folder and environment that were asked for."""
     os.setsid()
+    _take_signals(asked.ignored)
     for number, file in zip((1, 2), files, strict=True):
         os.dup2(file, number)
     for file in files:
         os.close(file)
     os.chdir(asked.folder)
     shown.take(asked.words, asked.environ)
+
+
+def _take_signals(ignored: set[int]) -> None:
+    """Handle signals as a new Python does.
+
+    The server ignores what the launcher ignored at first; torchrun handles some of
+    these later, and then `exec` leaves none of them ignored. Python itself ignores two.
+    """
+    its_own = dict.fromkeys((signal.SIGPIPE, signal.SIGXFSZ), signal.SIG_IGN)
+    its_own[signal.SIGINT] = signal.default_int_handler
+    for number in signal.valid_signals():
+        wanted = its_own.get(number, signal.SIG_DFL)
+        if number in ignored:
+            wanted = signal.SIG_IGN
+        if signal.getsignal(number) not in (wanted, None):
+            signal.signal(number, wanted)
