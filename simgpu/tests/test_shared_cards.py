@@ -196,7 +196,6 @@ def take(mib: int, device: int = 1) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("settings", ["", "expandable_segments:True"])
-@pytest.mark.filterwarnings("ignore:simgpu. expandable_segments")
 def test_the_cache_is_emptied_where_others_have_the_rest(beside, settings):
     torch._C._accelerator_setAllocatorSettings(settings)
     take(300)
