@@ -7,8 +7,9 @@ emptied cache takes back the pages of free blocks, also between blocks in use. S
 segments count as reserved bytes, and neither as segments nor as inactive splits.
 
 Models: where memory is mapped and unmapped, in which order, and what is counted and
-recorded. Leaves out: the time of mapping, `expandable_segments_reserve`, and that
-Windows and WSL have no such segments.
+recorded. Tensors in them are shared with other processes like any others. Leaves out:
+the time of mapping, `expandable_segments_reserve`, the warnings on stderr where memory
+cannot be mapped, and that Windows has no such segments.
 
 Source: c10/cuda/CUDACachingAllocator.cpp of PyTorch, Note [Expandable Segments] and
 `find_expandable_block`, `map_block`, `try_allocate_expandable_block`, `unmap_block`.

@@ -54,7 +54,7 @@ def refusal(memory, size: int, nbytes: int, stream: int) -> Exception:
     if memory.history.is_recording:
         memory.history.note("oom", free, size, stream, memory.history.frames())
     for observer in memory.observers:
-        observer(memory.index, size, memory.total, free)
+        observer(memory.index, nbytes, memory.allowed, free)
     return torch.OutOfMemoryError(words(memory, nbytes, processes))
 
 
