@@ -220,8 +220,8 @@ class CachingAllocator:
             block = self._new_block(size, stream, pool)
         was_split = block.prev is not None or block.next is not None
         rest = block.size - size
-        max_split = self.settings.max_split
-        cut_small = pool.small or self.settings.expandable
+        settings = self.settings
+        max_split, cut_small = settings.max_split, pool.small or settings.expandable
         if rest >= ROUND if cut_small else rest > SMALL_SIZE and size < max_split:
             block = self._split(block, size, was_split)
         elif was_split and block.segment is None:
