@@ -372,6 +372,15 @@ def test_the_message_has_the_exact_figures(fraction, nbytes, tried, allowed):
     check(memory, blocks)
 
 
+def test_observers_hear_of_the_segment_and_of_what_is_allowed():
+    memory, heard = CachingAllocator(0, 100 * MIB), []
+    memory.fraction = 0.1
+    memory.observers.append(lambda *what: heard.append(what))
+    with pytest.raises(OUT_OF_MEMORY):
+        memory.malloc(5 * MIB)
+    assert heard == [(0, 20 * MIB, 10 * MIB, 100 * MIB)]
+
+
 def test_a_fraction_allows_what_fits_exactly():
     memory = CachingAllocator(0, 64 * MIB)
     memory.fraction = 0.5

@@ -101,6 +101,22 @@ def test_what_does_not_fit_is_a_report():
     assert report.timeline().ranks == [0]
 
 
+def fragmented() -> None:
+    """10 MiB keep a segment of 100 MiB; then 110 are asked for."""
+    mib = 2**20
+    torch.empty(100 * mib, dtype=torch.uint8, device="cuda")
+    kept = torch.empty(10 * mib, dtype=torch.uint8, device="cuda")
+    torch.empty(110 * mib, dtype=torch.uint8, device="cuda")
+    del kept
+
+
+def test_segments_grow_where_the_environment_says_so(monkeypatch):
+    assert not simgpu.dry_run(fragmented, world=2, memory="200MB").fits
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    report = simgpu.dry_run(fragmented, world=2, memory="200MB")
+    assert report.fits and report.reserved_bytes == 120 * 2**20
+
+
 def test_other_simulated_gpus_go_on_beside_it():
     alone = simgpu.dry_run(train, world=8)
     simgpu.start(2)

@@ -378,11 +378,6 @@ def test_settings_that_pytorch_does_not_take(settings):
         take(settings)
 
 
-def test_expandable_segments_are_not_simulated_and_the_program_goes_on():
-    with pytest.warns(UserWarning, match="expandable_segments is not simulated"):
-        take("expandable_segments:True")
-
-
 def test_the_environment_sets_the_allocator(monkeypatch):
     simgpu.stop()
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "per_process_memory_fraction:0.5")

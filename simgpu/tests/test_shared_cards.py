@@ -186,14 +186,14 @@ def take(mib: int, device: int = 1) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("settings", ["", "expandable_segments:True"])
-@pytest.mark.filterwarnings("ignore:simgpu. expandable_segments")
-def test_the_cache_is_emptied_where_others_have_the_rest(beside, settings):
+def test_the_cache_makes_room_where_others_have_the_rest(beside, settings):
     torch._C._accelerator_setAllocatorSettings(settings)
     take(300)
     assert beside.grow(700 * MIB) and torch.cuda.memory_reserved(1) == 300 * MIB
     assert not beside.grow(725 * MIB)
     x = take(320)
-    assert torch.cuda.memory_stats(1)["num_alloc_retries"] == 1
+    # a segment that can grow does so by 20 MiB, and no other is given back
+    assert torch.cuda.memory_stats(1)["num_alloc_retries"] == (not settings)
     assert torch.cuda.mem_get_info(1) == (4 * MIB, GIB) and x.is_cuda
     with pytest.raises(torch.OutOfMemoryError) as raised:
         take(6)  # which needs a segment of 20 MiB

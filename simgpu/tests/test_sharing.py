@@ -98,8 +98,11 @@ def run(tmp_path, text: str, head: str = HEAD) -> programs.Done:
     return programs.simulated(tmp_path, "--gpus", 2, script)
 
 
-def test_tensors_travel_with_all_that_they_are_and_their_memory_is_one(tmp_path):
-    done = run(tmp_path, TRAVELS)
+@pytest.mark.parametrize("settings", ["", "expandable_segments:True"])
+def test_tensors_travel_with_all_that_they_are_and_their_memory_is_one(
+    tmp_path, settings
+):
+    done = run(tmp_path, TRAVELS, PYTORCH_ALLOC_CONF=settings)
     assert (done.status, done.stdout) == (0, "ended with 0\n"), done.stderr
     assert "Producer process" not in done.stderr
 

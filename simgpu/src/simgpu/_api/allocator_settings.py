@@ -1,14 +1,12 @@
 """Settings of PyTorch's allocator: `PYTORCH_ALLOC_CONF`, `_set_allocator_settings`.
 
 Those that change how it finds room are in `_device/settings.py`. Others that change
-nothing in the model are accepted. `expandable_segments:True` is accepted with a
-warning: memory is counted as without it. Refused by name: another backend, and freeing
-blocks by their age, which takes effect where the program has set a fraction, too.
+nothing in the model are accepted. Refused by name: another backend, and freeing blocks
+by their age, which takes effect where the program has set a fraction, too.
 """
 
 import os
 import re
-import warnings
 
 from simgpu import _runtime as state
 from simgpu._device.cards import MIB
@@ -61,12 +59,8 @@ def _unknown(settings: Settings, key: str, value: str) -> None:
 
 def _switch(settings: Settings, key: str, value: str) -> None:
     _check(value in ("True", "False"), f"Expected 'True' or 'False' for {key}")
-    if key == "expandable_segments" and value == "True":
-        warnings.warn(
-            "simgpu: expandable_segments is not simulated; memory is counted as "
-            "without it",
-            stacklevel=3,
-        )
+    if key == "expandable_segments":
+        settings.expandable = value == "True"
 
 
 def _threads(settings: Settings, key: str, value: str) -> None:

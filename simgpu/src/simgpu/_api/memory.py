@@ -119,7 +119,10 @@ def _set_metadata(text: str) -> None:
 
 
 def _attach_observer(observer) -> None:
-    """Call `observer(GPU, bytes, bytes of the card, bytes free)` before an error."""
+    """Call `observer(GPU, bytes, bytes allowed, bytes free)` before an error.
+
+    The bytes are those of the segment that CUDA was asked for.
+    """
     for gpu in state.current().gpus:
         gpu.memory.observers.append(observer)
 

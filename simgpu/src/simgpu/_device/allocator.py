@@ -3,10 +3,10 @@
 Models: sizes rounded to 512 bytes, a small and a large pool for each stream, segments
 of 2 MiB, 20 MiB or more, best fit, splitting and merging, blocks that wait for
 another stream (`record_stream`), the retry after freeing the cache, fractions, and
-PyTorch's statistics and out-of-memory message. Leaves out: expandable segments, the
-private pools of CUDA graphs, and freeing by age (`garbage_collection_threshold`). What
-libraries take is asked for elsewhere: `workspaces.py`, `overhead.py`,
-`_dispatch/working_memory.py`.
+PyTorch's statistics and out-of-memory message; segments that grow are in
+`expandable.py`. Leaves out: the private pools of CUDA graphs, and freeing by age
+(`garbage_collection_threshold`). What libraries take is asked for elsewhere:
+`workspaces.py`, `overhead.py`, `_dispatch/working_memory.py`.
 
 Source of the rules and names: c10/cuda/CUDACachingAllocator.cpp of PyTorch.
 """
@@ -26,9 +26,10 @@ from simgpu._device.blocks import (
     segment_size,
 )
 from simgpu._device.card_share import CardShare
+from simgpu._device.expandable import ExpandableSegments
 from simgpu._device.history import History
 from simgpu._device.no_time import NoTime
-from simgpu._device.out_of_memory import words
+from simgpu._device.out_of_memory import refusal
 from simgpu._device.settings import Settings, oversize_to_release
 from simgpu._device.statistics import NAMES, Stat, Stats
 
@@ -65,7 +66,8 @@ class CachingAllocator:
         self.oversize_allocations, self.oversize_segments = Stat(), Stat()
         self.both = Stats()
         self.segments: dict[int, Block] = {}  # address -> first block
-        self.segment_sizes: dict[int, int] = {}  # address -> bytes
+        self.segment_sizes: dict[int, int] = {}  # address -> bytes; none that can grow
+        self.expandable = ExpandableSegments(self)
         self.counts = dict.fromkeys(_COUNTS, 0)
         self.history = History(self)
         self.before_new_segment = None  # called where no free block is large enough
@@ -128,10 +130,9 @@ class CachingAllocator:
             return
         self.share.open_context()
         if size > cached + self.limit - self.reserved:
-            with self.clock.lock:
-                self._release_cached_blocks()
-                self.counts["num_alloc_retries"] += 1
-                raise self._out_of_memory(size, segment_size(size), stream)
+            pool = self.small if size <= SMALL_SIZE else self.large
+            with self.clock.lock:  # others may have made room meanwhile
+                pool.insert(self._new_block(size, stream, pool))
 
     def free(self, block: Block) -> None:
         """Give a block back; it may be used again at once on its own stream.
@@ -199,11 +200,8 @@ class CachingAllocator:
             self.counts.update(dict.fromkeys(_COUNTS, 0))
 
     def _stats_by_pool(self) -> dict[str, Stats]:
-        return {
-            "all": self.both,
-            "small_pool": self.small.stats,
-            "large_pool": self.large.stats,
-        }
+        small, large = self.small.stats, self.large.stats
+        return {"all": self.both, "small_pool": small, "large_pool": large}
 
     # -- how it finds room -------------------------------------------------------------
 
@@ -219,13 +217,14 @@ class CachingAllocator:
             self._take_back_freed()
             block = pool.best_fit(size, stream)
         if block is None:
-            block = self._alloc_segment(size, stream, pool)
+            block = self._new_block(size, stream, pool)
         was_split = block.prev is not None or block.next is not None
         rest = block.size - size
-        max_split = self.settings.max_split
-        if rest >= ROUND if pool.small else rest > SMALL_SIZE and size < max_split:
+        settings = self.settings
+        max_split, cut_small = settings.max_split, pool.small or settings.expandable
+        if rest >= ROUND if cut_small else rest > SMALL_SIZE and size < max_split:
             block = self._split(block, size, was_split)
-        elif was_split:
+        elif was_split and block.segment is None:
             self._count_inactive(pool, -1, -block.size)
         block.allocated = True
         block.requested = nbytes
@@ -242,7 +241,7 @@ class CachingAllocator:
     def _split(self, rest: Block, size: int, was_split: bool) -> Block:
         """Cut a block of `size` off the front of `rest`, which stays free."""
         block = Block(rest.address, size, rest.stream, rest.pool)
-        block.segment_frames = rest.segment_frames
+        block.segment, block.segment_frames = rest.segment, rest.segment_frames
         block.prev, block.next = rest.prev, rest
         if block.prev is None:
             self.segments[block.address] = block
@@ -252,6 +251,8 @@ class CachingAllocator:
         rest.address += size
         rest.size -= size
         rest.pool.insert(rest)
+        if rest.segment is not None:
+            return block
         if was_split:
             self._count_inactive(rest.pool, 0, -size)
         else:
@@ -262,22 +263,33 @@ class CachingAllocator:
         for stats in (self.both, pool.stats):
             stats.inactive_changed(count, nbytes)
 
-    def _alloc_segment(self, size: int, stream: int, pool: Pool) -> Block:
-        """Ask CUDA for a segment; if there is no room, free the cache and ask again."""
+    def _new_block(self, size: int, stream: int, pool: Pool) -> Block:
+        """Ask CUDA for memory; if there is no room, free the cache and ask again."""
         __tracebackhide__ = True
         nbytes = segment_size(size)
         self.share.open_context()
-        taken = self._take(nbytes)
-        if not taken and self.settings.max_split < math.inf:
-            for block in oversize_to_release(self.settings, pool, size, stream):
-                pool.remove(block)
-                self._release_segment(block)
-            taken = self._take(nbytes)
-        if not taken:
+        block = self._ask_for(size, nbytes, stream, pool)
+        if block is None and self.settings.max_split < math.inf:
+            for free in oversize_to_release(self.settings, pool, size, stream):
+                pool.remove(free)
+                self._release_segment(free)
+            block = self._ask_for(size, nbytes, stream, pool)
+        if block is None:
             self._release_cached_blocks()
             self.counts["num_alloc_retries"] += 1
-            if not self._take(nbytes):
-                raise self._out_of_memory(size, nbytes, stream)
+            block = self._ask_for(size, nbytes, stream, pool)
+        if block is None:
+            raise refusal(self, size, nbytes, stream)
+        return block
+
+    def _ask_for(self, size: int, nbytes: int, stream: int, pool: Pool) -> Block | None:
+        """A block in new memory, if there is room and the program allows it."""
+        if self.share.reserved + nbytes > self.allowed:
+            return None
+        if self.settings.expandable:
+            return self.expandable.allocate(size, stream, pool)
+        if not self.share.take(nbytes):
+            return None
         address = self._room_for(nbytes)
         block = Block(address, nbytes, stream, pool)
         self.segments[address] = block
@@ -288,13 +300,9 @@ class CachingAllocator:
         if nbytes >= self.settings.max_split:
             self.oversize_segments.add(1)
         if self.history.is_recording:
-            block.segment_frames = frames = self.history.frames()
+            frames = block.segment_frames = self.history.frames()
             self.history.note("segment_alloc", address, nbytes, stream, frames)
         return block
-
-    def _take(self, nbytes: int) -> bool:
-        """Take a segment of the card, if there is room and the program allows it."""
-        return self.share.reserved + nbytes <= self.allowed and self.share.take(nbytes)
 
     def _room_for(self, nbytes: int) -> int:
         """The lowest address with room for a segment."""
@@ -354,11 +362,15 @@ class CachingAllocator:
         block.frames = NO_FRAMES
         count, nbytes = 0, 0
         for other in (block.prev, block.next):
-            if other is not None and not (other.allocated or other.waiting):
+            if other is None or other.allocated or other.waiting:
+                continue
+            if other.mapped:
                 pool.remove(other)
                 count, nbytes = count - 1, nbytes - other.size
                 self._merge(block, other)
-        if block.prev is not None or block.next is not None:
+        if block.segment is not None:
+            count = nbytes = 0  # its pages can be given back: no inactive split
+        elif block.prev is not None or block.next is not None:
             count, nbytes = count + 1, nbytes + block.size
         pool.insert(block)
         for stats in (self.both, pool.stats):
@@ -369,7 +381,7 @@ class CachingAllocator:
     def _merge(self, block: Block, other: Block) -> None:
         """`block` takes in its free neighbour `other`."""
         if other is block.prev:
-            block.address = other.address
+            block.address, block.segment_frames = other.address, other.segment_frames
             block.prev = other.prev
             if block.prev is None:
                 self.segments[block.address] = block
@@ -382,7 +394,7 @@ class CachingAllocator:
         block.size += other.size
 
     def _release_cached_blocks(self) -> None:
-        """Give every segment without a living block back to CUDA."""
+        """Give every segment, or page, without a living block back to CUDA."""
         self.counts["num_sync_all_streams"] += 1
         if self._waiting:
             self.clock.wait_for_device(self.index)
@@ -392,6 +404,7 @@ class CachingAllocator:
         for pool in (self.large, self.small):
             for block in pool.take_whole_segments():
                 self._release_segment(block)
+            self.expandable.unmap_free(pool)
 
     def _release_segment(self, block: Block) -> None:
         self.clock.wait_for_device(self.index)
@@ -403,15 +416,5 @@ class CachingAllocator:
         if block.size >= self.settings.max_split:
             self.oversize_segments.current -= 1
         if self.history.is_recording:
-            self.history.note_segment_free(block)
-
-    def _out_of_memory(self, size: int, nbytes: int, stream: int) -> Exception:
-        """The error, after `size` bytes in a segment of `nbytes` found no room."""
-        self.counts["num_ooms"] += 1
-        processes = self.share.processes()
-        free = self.total - sum(processes.values())
-        if self.history.is_recording:
-            self.history.note("oom", free, size, stream, self.history.frames())
-        for observer in self.observers:
-            observer(self.index, size, self.total, free)
-        return torch.OutOfMemoryError(words(self, nbytes, processes))
+            where = block.address, block.size
+            self.history.note_given_back("segment_free", block, *where)

@@ -42,7 +42,7 @@ class Block:
     __slots__ = (
         "address", "size", "requested", "stream", "pool", "allocated", "prev", "next",
         "waiting", "stream_uses", "frames", "segment_frames", "writer", "before",
-        "written_since",
+        "written_since", "segment", "mapped",
     )  # fmt: skip
 
     def __init__(self, address: int, size: int, stream: int, pool: "Pool"):
@@ -52,6 +52,8 @@ class Block:
         self.waiting = False  # for other streams, before it is free
         self.prev: Block | None = None
         self.next: Block | None = None
+        self.segment = None  # that can grow, if it is of one (`expandable.py`), ...
+        self.mapped = True  # ... where it may be addresses without memory
         # (GPU, stream) of other streams that use it, by `record_stream`
         self.stream_uses: set[tuple[int, int]] | None = None
         self.frames = self.segment_frames = NO_FRAMES
@@ -65,6 +67,13 @@ class Block:
         """Whether it is only a part of its segment."""
         return self.prev is not None or self.next is not None
 
+    @property
+    def can_be(self) -> int:
+        """Bytes that it would have with memory for the addresses behind it."""
+        if self.next is None or self.next.mapped:
+            return self.size
+        return self.size + self.next.size
+
 
 class Pool:
     """The small or the large blocks that are free, by stream."""
@@ -75,6 +84,8 @@ class Pool:
         self.stats = Stats()
         # stream -> [(size, address, block)], sorted: the first that fits is the best
         self.free: dict[int, list[tuple[int, int, Block]]] = {}
+        # the same of those without memory: stream -> [(address, block)], sorted
+        self.unmapped: dict[int, list[tuple[int, Block]]] = {}
 
     def insert(self, block: Block) -> None:
         blocks = self.free.setdefault(block.stream, [])
@@ -84,6 +95,14 @@ class Pool:
         blocks = self.free[block.stream]
         del blocks[bisect_left(blocks, (block.size, block.address))]
 
+    def insert_unmapped(self, block: Block) -> None:
+        blocks = self.unmapped.setdefault(block.stream, [])
+        insort(blocks, (block.address, block))
+
+    def remove_unmapped(self, block: Block) -> None:
+        blocks = self.unmapped[block.stream]
+        del blocks[bisect_left(blocks, (block.address,))]
+
     def best_fit(self, size: int, stream: int) -> Block | None:
         """Take out the smallest free block of `stream` that holds `size` bytes."""
         blocks = self.free.get(stream)
@@ -92,10 +111,31 @@ class Pool:
         position = bisect_left(blocks, (size,))
         if position == len(blocks):
             return None
+        if blocks[position][2].segment is not None:
+            position = self._beside_expandable(blocks, position)
+            if position == len(blocks):
+                return None
         found = blocks[position][0]
         if found >= self.settings.max_split and not self.settings.may_use(size, found):
             return None
         return blocks.pop(position)[2]
+
+    def _beside_expandable(self, blocks: list, position: int) -> int:
+        """Which block to take where the best fit is in a segment that can grow.
+
+        There, a block is as large as it can become; and where the program has turned
+        such segments off, it may not be taken.
+        """
+        if not self.settings.expandable:
+            while position < len(blocks) and blocks[position][2].segment is not None:
+                position += 1
+            return position
+        best = blocks[position][2]
+        for _, _, block in blocks[position + 1 :]:
+            if best.segment is None or block.can_be >= best.can_be:
+                break
+            best, position = block, position + 1
+        return position
 
     def take_whole_segments(self) -> list[Block]:
         """Take out the free blocks that are a segment each."""

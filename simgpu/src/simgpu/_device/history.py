@@ -71,9 +71,9 @@ class History:
         frames = self.frames() if self.context == "all" else block.frames
         self.note(action, block.address, block.requested, block.stream, frames)
 
-    def note_segment_free(self, block: Block) -> None:
+    def note_given_back(self, action: str, block: Block, start: int, size: int) -> None:
         frames = self.frames() if self.context == "all" else block.segment_frames
-        self.note("segment_free", block.address, block.size, block.stream, frames)
+        self.note(action, start, size, block.stream, frames)
 
     def frames(self) -> list[dict]:
         """The Python stack, innermost first, without the simulator's own lines."""
@@ -89,19 +89,27 @@ class History:
         return frames
 
     def snapshot(self) -> list[dict]:
-        """The segments and their blocks."""
+        """The segments and their blocks; one that can grow is a segment for each piece.
+
+        A piece is what has memory without a gap.
+        """
         allocator = self.allocator
         with allocator.clock.lock:
             allocator._take_back_freed()
-            firsts = [allocator.segments[a] for a in sorted(allocator.segments)]
-            found = [self._segment(first) for first in firsts]
+            found = []
+            for address in sorted(allocator.segments):
+                block = allocator.segments[address]
+                while block is not None:
+                    if block.mapped and (block.prev is None or not block.prev.mapped):
+                        found.append(self._segment(block))
+                    block = block.next
             if self.is_recording:
                 self.note("snapshot", 0, allocator.both.active_bytes.current, 0, [])
             return found
 
     def _segment(self, first: Block) -> dict:
         blocks, block = [], first
-        while block is not None:
+        while block is not None and block.mapped:
             blocks.append(_as_dict(block))
             block = block.next
         allocated = [b for b in blocks if b["state"] == "active_allocated"]
@@ -110,14 +118,14 @@ class History:
         return {
             "device": index,
             "address": first.address,
-            "total_size": self.allocator.segment_sizes[first.address],
+            "total_size": sum(b["size"] for b in blocks),
             "allocated_size": sum(b["size"] for b in allocated),
             "active_size": sum(b["size"] for b in used),
             "requested_size": sum(b["requested_size"] for b in used),
             "stream": stream_handle(index, first.stream),
             "segment_type": "small" if first.pool.small else "large",
             "segment_pool_id": (0, 0),
-            "is_expandable": False,
+            "is_expandable": first.segment is not None,
             "frames": first.segment_frames,
             "blocks": blocks,
         }

@@ -23,3 +23,6 @@ class NoTime:
 
     def wait_for_device(self, index: int) -> None:
         """A segment is given back to CUDA, which waits for the GPU."""
+
+    def wait_for_stream(self, index: int, stream: int) -> None:
+        """Memory of a stream is given back, for which PyTorch waits for the stream."""

@@ -4,12 +4,23 @@ import os
 
 import torch
 
+from simgpu._compat import is_torch
 from simgpu._device.cards import show_bytes
 
 FULL = "_simgpu_full"  # marks other errors that say so
-_DOCS = (
-    "https://docs.pytorch.org/docs/stable/notes/cuda.html"
-    "#optimizing-memory-usage-with-pytorch-cuda-alloc-conf"
+_FRAGMENTED = (
+    " If reserved but unallocated memory is large try setting "
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See "
+    "documentation for Memory Management  "
+    "(https://docs.pytorch.org/docs/stable/notes/cuda.html"
+    "#optimizing-memory-usage-with-pytorch-cuda-alloc-conf)"
+)
+_EXPANDABLE = (
+    " expandable_segments is enabled. If instead the process is running out of virtual "
+    "address space (VSZ), expandable segments may be over-reserving VA (each segment "
+    "reserves ~9/8 of device memory, times the number of streams); reduce it via "
+    "PYTORCH_CUDA_ALLOC_CONF expandable_segments_reserve / "
+    "expandable_segments_reserve_by_class."
 )
 
 
@@ -26,6 +37,25 @@ def out_of_memory_of(error: BaseException | None) -> BaseException | None:
         seen.add(id(error))
         error = error.__cause__ or error.__context__
     return None
+
+
+def refusal(memory, size: int, nbytes: int, stream: int) -> Exception:
+    """The error, counted and recorded.
+
+    Args:
+        memory: the allocator.
+        size: of the block that found no room.
+        nbytes: that the allocator asked CUDA for.
+        stream: that was to use it.
+    """
+    memory.counts["num_ooms"] += 1
+    processes = memory.share.processes()
+    free = memory.total - sum(processes.values())
+    if memory.history.is_recording:
+        memory.history.note("oom", free, size, stream, memory.history.frames())
+    for observer in memory.observers:
+        observer(memory.index, nbytes, memory.allowed, free)
+    return torch.OutOfMemoryError(words(memory, nbytes, processes))
 
 
 def words(memory, nbytes: int, processes: dict[int, int]) -> str:
@@ -52,11 +82,16 @@ def words(memory, nbytes: int, processes: dict[int, int]) -> str:
         f"{memory.index} has a total capacity of {show_bytes(memory.total)} of which "
         f"{show_bytes(free)} is free. {users}{allowed}Of the allocated "
         f"memory {show_bytes(allocated)} is allocated by PyTorch, and "
-        f"{show_bytes(reserved - allocated)} is reserved by PyTorch but unallocated. "
-        "If reserved but unallocated memory is large try setting "
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  "
-        f"See documentation for Memory Management  ({_DOCS})"
+        f"{show_bytes(reserved - allocated)} is reserved by PyTorch but unallocated."
+        f"{_advice(memory.settings.expandable)}"
     )
+
+
+def _advice(expandable: bool) -> str:
+    """What to set, in the words of this PyTorch's version."""
+    if not expandable or not is_torch((2, 14)):
+        return _FRAGMENTED
+    return _EXPANDABLE if is_torch((2, 15)) else ""
 
 
 def _name(pid: int) -> str:

@@ -1,11 +1,14 @@
 """Settings that change how an allocator finds room: `PYTORCH_ALLOC_CONF`.
 
-Models `max_split_size_mb`, `max_non_split_rounding_mb` and `roundup_power2_divisions`.
+Models `max_split_size_mb`, `max_non_split_rounding_mb`, `roundup_power2_divisions` and
+whether new segments can grow (`expandable_segments`, in `expandable.py`).
 
 Source of the rules: c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.cpp.
 """
 
 import math
+from bisect import bisect_left
+from operator import itemgetter
 
 from simgpu._device.blocks import ROUND, Block, Pool, round_up
 from simgpu._device.cards import MIB
@@ -18,10 +21,11 @@ class Settings:
     """Those of all GPUs of a process."""
 
     def __init__(self):
+        self.expandable = False  # whether segments can grow
         self.reset()
 
     def reset(self) -> None:
-        """As they are where the program says nothing."""
+        """As they are where new settings do not name them; others stay as they are."""
         self.max_split = math.inf  # bytes; blocks as large as this are not split
         self.most_waste = _ROUNDING  # bytes by which such a block may be too large
         self.divisions = [0] * INTERVALS  # between two powers of two, by interval
@@ -35,7 +39,7 @@ class Settings:
             "PYTORCH_CUDA_ALLOC_CONF": self.text,
             "max_split_size": -1 if self.max_split == math.inf else self.max_split,
             "garbage_collection_threshold": self.collect_from,
-            "expandable_segments": False,
+            "expandable_segments": self.expandable,
             "pinned_num_register_threads": 1,
             "release_lock_on_cudamalloc": False,
             "pinned_use_cuda_host_register": False,
@@ -76,14 +80,19 @@ def oversize_to_release(
     """
     wanted = max(size, settings.max_split)
     # those that are cut in pieces cannot be given back
-    free = [entry for entry in pool.free.get(stream, ()) if not entry[2].is_split]
-    for nbytes, _, block in free:
-        if nbytes >= wanted:
-            return [block]
+    free = [
+        (nbytes, block)
+        for nbytes, _, block in pool.free.get(stream, ())
+        if block.segment is not None or not block.is_split
+    ]
+    place = bisect_left(free, wanted, key=itemgetter(0))
+    if place < len(free) and free[place][1].segment is None:
+        return [free[place][1]]
     found, total = [], 0
-    for nbytes, _, block in reversed(free):
+    for nbytes, block in reversed(free[:place]):
         if total >= wanted or nbytes < settings.max_split:
             break
-        found.append(block)
-        total += nbytes
+        if block.segment is None:
+            found.append(block)
+            total += nbytes
     return found if total >= wanted else []
