@@ -6,8 +6,8 @@ _TOP, _ROW = 44, 94  # pixels above the first run, and of each run
 _WAITS = "#E5E5E5"
 
 
-def steps(runs: dict[str, tuple], title: str = "One step") -> Picture:
-    """What the host and a GPU do in one step of each run, on one axis.
+def steps(runs: dict[str, tuple], title: str = "One step") -> Picture | str:
+    """What the host and a GPU do in one step of each run; a line of text for no run.
 
     The host's lane is dark where Python launches, and light where it waits for a copy.
     On the GPU, copies are grey and numbered in their order, kernels have the colour of
@@ -21,6 +21,8 @@ def steps(runs: dict[str, tuple], title: str = "One step") -> Picture:
 
     Taught in 02-create-tensors-where-you-need-them.
     """
+    if not runs:  # real GPUs, which note no events
+        return "Simulated GPUs are drawn; lesson 07 shows how to record real ones."
     spent = {name: _spent(*run) for name, run in runs.items()}
     spoken = "; ".join(f"{name}: {words}" for name, (_, words) in spent.items())
     height = _TOP + _ROW * len(runs) + 46

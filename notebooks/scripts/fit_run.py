@@ -20,7 +20,7 @@ import sys
 from dataclasses import dataclass, replace
 
 GIB = 2**30
-USABLE = 0.75  # of a card, by formulas: 0.9 for a dry run, divided by their error, 1.2
+USABLE = 0.75  # of a card, by formulas: 0.9 for a dry run, divided by 1.22 for gaps
 
 
 @dataclass(frozen=True)
