@@ -284,8 +284,8 @@ class CachingAllocator:
 
     def _ask_for(self, size: int, nbytes: int, stream: int, pool: Pool) -> Block | None:
         """A block in new memory, if there is room and the program allows it."""
-        if self.share.reserved + nbytes > self.allowed:
-            return None
+        if self.fraction is not None and self.share.reserved + nbytes > self.allowed:
+            return None  # though a segment that grows might need less
         if self.settings.expandable:
             return self.expandable.allocate(size, stream, pool)
         if not self.share.take(nbytes):
