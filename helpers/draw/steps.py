@@ -14,14 +14,13 @@ def steps(runs: dict[str, tuple], title: str = "One step") -> Picture | str:
     cuda:0, and white is no work. Arrows: from a launch after a copy to its kernel.
 
     Args:
-        runs: name -> (the second at which the step begins, its events of
-            `simgpu.timeline()` on one stream, the host's waits). A step ends with its
-            last event.
+        runs: name -> (second at which the step begins, its events of `timeline()` on
+            one stream, the host's waits). A step ends with its last event.
         title: above the picture.
 
     Taught in 02-create-tensors-where-you-need-them.
     """
-    if not runs:  # real GPUs, which note no events
+    if not runs:
         return "Simulated GPUs are drawn; lesson 07 shows how to record real ones."
     spent = {name: _spent(*run) for name, run in runs.items()}
     spoken = "; ".join(f"{name}: {words}" for name, (_, words) in spent.items())
@@ -44,8 +43,7 @@ def steps(runs: dict[str, tuple], title: str = "One step") -> Picture | str:
             launched, start = event.launched - begin, event.start - begin
             if launched >= 0:
                 axis.bar(y + 20, 18, launched, launched + 1e-6, INK)
-            is_copy = event.kind == "copy"
-            copies += is_copy
+            copies += (is_copy := event.kind == "copy")
             fill, number = (HOST, copies) if is_copy else (COLOURS[0], "")
             axis.bar(y + 49, 24, start, event.end - begin, fill, number)
             if after_copy and not is_copy:

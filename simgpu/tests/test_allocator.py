@@ -96,9 +96,9 @@ def check(memory: CachingAllocator, live: list) -> None:
     pooled = []
     for pool in (memory.small, memory.large):
         for stream, entries in pool.free.items():
-            assert entries == sorted(entries, key=lambda entry: entry[:2])
-            for size, address, block in entries:
-                assert (size, address) == (block.size, block.address)
+            assert entries == sorted(entries, key=lambda entry: entry[:3])
+            for *key, block in entries:
+                assert key == [block.size, block.counter, block.address]
                 assert (block.stream, block.pool) == (stream, pool)
                 pooled.append(block)
     assert {id(b) for b in pooled} == {id(b) for b in free} and len(pooled) == len(free)
@@ -173,7 +173,7 @@ class Run:
         """Allocate, and compare with the best fit that a walk finds."""
         memory, size = self.memory, round_up(nbytes)
         fits = [
-            (block.size, block.address)
+            (block.size, block.counter, block.address)
             for block in free_blocks(memory)
             if block.stream == stream
             and block.pool.small == (size <= MIB)
@@ -187,7 +187,7 @@ class Run:
             self.log.append("out of memory")
             return
         if nobody_waits and fits:
-            assert block.address == min(fits)[1] and memory.reserved == reserved
+            assert block.address == min(fits)[2] and memory.reserved == reserved
         elif nobody_waits:
             assert memory.segment_sizes[block.address] == segment_size(size)
         self.live.append(block)

@@ -49,6 +49,7 @@ def record(seed: int, before: int, events: int) -> dict:
     for _ in range(before):
         step()
     segments = memory.history.snapshot()
+    segments.sort(key=lambda segment: memory.segments[segment["address"]].counter)
     memory.history.record(10**6, None)
     for _ in range(events):
         step()

@@ -92,10 +92,10 @@ print("ended with", process.exitcode)
 """
 
 
-def run(tmp_path, text: str, head: str = HEAD) -> programs.Done:
+def run(tmp_path, text: str, head: str = HEAD, **environment: str) -> programs.Done:
     script = tmp_path / "shares.py"
     script.write_text((head + text).replace("SHORT", str(SHORT)), encoding="utf-8")
-    return programs.simulated(tmp_path, "--gpus", 2, script)
+    return programs.simulated(tmp_path, "--gpus", 2, script, **environment)
 
 
 @pytest.mark.parametrize("settings", ["", "expandable_segments:True"])

@@ -3,11 +3,12 @@
 A recording holds the segments and the blocks in use before its first event, and what
 came then: `alloc_inference.json` and `alloc_training.json` in `recordings/` say how in
 "what". Places and sizes are in units of 512 bytes, on one stream, with the allocator's
-default settings. The model is told where CUDA put a segment, never that it needs one.
+default settings; segments of before are listed from the oldest on. The model is told
+where CUDA put a segment, never that it needs one.
 """
 
 from simgpu._device.allocator import CachingAllocator
-from simgpu._device.blocks import Block
+from simgpu._device.blocks import NUMBERED, Block
 
 UNIT = 512  # bytes
 FREE, SEGMENT, SEGMENT_FREE = -1, -2, -3  # what a row is; from 1 on an allocation
@@ -77,20 +78,23 @@ class Recorded(CachingAllocator):
         self.given.clear()
         return agrees
 
-    def hold(self, address: int, nbytes: int, small: bool, used: list) -> dict:
+    def hold(
+        self, address: int, nbytes: int, small: bool, age: int, used: list
+    ) -> dict:
         """Have a segment in which some blocks are in use.
 
         Args:
             address: of the segment.
             nbytes: that it has.
             small: whether it is of the pool of small blocks.
+            age: less than of younger ones; below 1, as it is older than the recording.
             used: (address, bytes, bytes requested) of its blocks in use, in order.
 
         Returns:
             The blocks in use, by address.
         """
         pool = self.small if small else self.large
-        rest = Block(address, nbytes, 0, pool)
+        rest = Block(address, nbytes, 0, pool, age if NUMBERED else 0)
         self.segments[address], self.segment_sizes[address] = rest, nbytes
         for stats in (self.both, pool.stats):
             stats.segment_allocated(nbytes)
@@ -135,6 +139,7 @@ def _state_before(recording: dict) -> tuple[Recorded, dict[int, Block]]:
         (place * UNIT, size * UNIT, requested)
         for place, size, requested in recording["blocks"]
     )
+    ages = {row[0]: -i for i, row in enumerate(reversed(recording["segments"]))}
     position = end = 0
     for place, size, small in sorted(recording["segments"]):
         if place * UNIT < end:
@@ -147,7 +152,7 @@ def _state_before(recording: dict) -> tuple[Recorded, dict[int, Block]]:
                 raise ValueError(f"a block at {address // UNIT} is not in its segment")
             inside.append(used[position])
             position, last = position + 1, address + nbytes
-        live |= memory.hold(start, end - start, bool(small), inside)
+        live |= memory.hold(start, end - start, bool(small), ages[place], inside)
     if position < len(used):
         raise ValueError(f"no segment holds the block at {used[position][0] // UNIT}")
     return memory, live

@@ -240,7 +240,7 @@ class CachingAllocator:
 
     def _split(self, rest: Block, size: int, was_split: bool) -> Block:
         """Cut a block of `size` off the front of `rest`, which stays free."""
-        block = Block(rest.address, size, rest.stream, rest.pool)
+        block = Block(rest.address, size, rest.stream, rest.pool, rest.counter)
         block.segment, block.segment_frames = rest.segment, rest.segment_frames
         block.prev, block.next = rest.prev, rest
         if block.prev is None:
@@ -291,7 +291,7 @@ class CachingAllocator:
         if not self.share.take(nbytes):
             return None
         address = self._room_for(nbytes)
-        block = Block(address, nbytes, stream, pool)
+        block = pool.first_block(address, nbytes, stream)
         self.segments[address] = block
         self.segment_sizes[address] = nbytes
         self.counts["num_device_alloc"] += 1

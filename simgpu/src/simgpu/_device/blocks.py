@@ -3,8 +3,10 @@
 Sizes and names are those of c10/cuda/CUDACachingAllocator.cpp.
 """
 
+import itertools
 from bisect import bisect_left, insort
 
+from simgpu._compat import is_torch
 from simgpu._device.statistics import Stats
 
 ROUND = 512  # kMinBlockSize: blocks are multiples of this many bytes
@@ -15,6 +17,8 @@ LARGE_REQUEST = 10 * 2**20  # kMinLargeAlloc; larger ones get a segment of their
 ROUND_SEGMENT = 2 * 2**20  # kRoundLarge: ... rounded to this
 FIRST_HANDLE = 0x5000_0000_0000  # of streams
 NO_FRAMES: list[dict] = []
+NUMBERED = is_torch((2, 12))  # newer ones prefer the older segment, not the address
+_numbers = itertools.count(1)  # of segments, in this process
 
 
 def round_up(nbytes: int) -> int:
@@ -42,10 +46,12 @@ class Block:
     __slots__ = (
         "address", "size", "requested", "stream", "pool", "allocated", "prev", "next",
         "waiting", "stream_uses", "frames", "segment_frames", "writer", "before",
-        "written_since", "segment", "mapped",
+        "written_since", "segment", "mapped", "counter",
     )  # fmt: skip
 
-    def __init__(self, address: int, size: int, stream: int, pool: "Pool"):
+    def __init__(
+        self, address: int, size: int, stream: int, pool: "Pool", counter: int = 0
+    ):
         self.address, self.size, self.stream, self.pool = address, size, stream, pool
         self.requested = 0
         self.allocated = False
@@ -56,6 +62,7 @@ class Block:
         self.mapped = True  # ... where it may be addresses without memory
         # (GPU, stream) of other streams that use it, by `record_stream`
         self.stream_uses: set[tuple[int, int]] | None = None
+        self.counter = counter  # which segment of this process it belongs to
         self.frames = self.segment_frames = NO_FRAMES
         # What the stream sanitizer keeps: the kernel that wrote the block last, ...
         self.writer = None
@@ -82,18 +89,24 @@ class Pool:
         self.small = small
         self.settings = settings  # of the allocator, `settings.py`
         self.stats = Stats()
-        # stream -> [(size, address, block)], sorted: the first that fits is the best
-        self.free: dict[int, list[tuple[int, int, Block]]] = {}
+        # stream -> [(size, counter, address, block)], sorted: the first that fits is
+        # the best; of two that are as large, the one in the older segment
+        self.free: dict[int, list[tuple[int, int, int, Block]]] = {}
         # the same of those without memory: stream -> [(address, block)], sorted
         self.unmapped: dict[int, list[tuple[int, Block]]] = {}
 
+    def first_block(self, address: int, nbytes: int, stream: int) -> Block:
+        """The one block of a new segment."""
+        return Block(address, nbytes, stream, self, next(_numbers) if NUMBERED else 0)
+
     def insert(self, block: Block) -> None:
         blocks = self.free.setdefault(block.stream, [])
-        insort(blocks, (block.size, block.address, block))
+        insort(blocks, (block.size, block.counter, block.address, block))
 
     def remove(self, block: Block) -> None:
         blocks = self.free[block.stream]
-        del blocks[bisect_left(blocks, (block.size, block.address))]
+        key = block.size, block.counter, block.address
+        del blocks[bisect_left(blocks, key)]
 
     def insert_unmapped(self, block: Block) -> None:
         blocks = self.unmapped.setdefault(block.stream, [])
@@ -111,14 +124,14 @@ class Pool:
         position = bisect_left(blocks, (size,))
         if position == len(blocks):
             return None
-        if blocks[position][2].segment is not None:
+        if blocks[position][3].segment is not None:
             position = self._beside_expandable(blocks, position)
             if position == len(blocks):
                 return None
         found = blocks[position][0]
         if found >= self.settings.max_split and not self.settings.may_use(size, found):
             return None
-        return blocks.pop(position)[2]
+        return blocks.pop(position)[3]
 
     def _beside_expandable(self, blocks: list, position: int) -> int:
         """Which block to take where the best fit is in a segment that can grow.
@@ -127,11 +140,11 @@ class Pool:
         such segments off, it may not be taken.
         """
         if not self.settings.expandable:
-            while position < len(blocks) and blocks[position][2].segment is not None:
+            while position < len(blocks) and blocks[position][3].segment is not None:
                 position += 1
             return position
-        best = blocks[position][2]
-        for _, _, block in blocks[position + 1 :]:
+        best = blocks[position][3]
+        for _, _, _, block in blocks[position + 1 :]:
             if best.segment is None or block.can_be >= best.can_be:
                 break
             best, position = block, position + 1
@@ -141,6 +154,6 @@ class Pool:
         """Take out the free blocks that are a segment each."""
         whole = []
         for stream, blocks in self.free.items():
-            whole += [entry[2] for entry in blocks if not entry[2].is_split]
-            self.free[stream] = [entry for entry in blocks if entry[2].is_split]
+            whole += [entry[3] for entry in blocks if not entry[3].is_split]
+            self.free[stream] = [entry for entry in blocks if entry[3].is_split]
         return whole

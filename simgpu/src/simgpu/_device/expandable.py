@@ -72,7 +72,7 @@ class ExpandableSegments:
         """Give back every page of a pool on which nothing lives."""
         if not self.segments:
             return
-        free = [entry[2] for blocks in pool.free.values() for entry in blocks]
+        free = [entry[3] for blocks in pool.free.values() for entry in blocks]
         for block in free:
             if block.segment is not None:
                 self._unmap(block)
@@ -98,7 +98,7 @@ class ExpandableSegments:
             return None
         place, segment.address = self._room_for(segment.size)
         self.segments.insert(place, segment)
-        block = Block(segment.address, segment.size, stream, pool)
+        block = pool.first_block(segment.address, segment.size, stream)
         block.segment, block.mapped = segment, False
         memory.segments[segment.address] = block
         pool.insert_unmapped(block)
@@ -181,7 +181,8 @@ def _is_free(block: Block | None) -> bool:
 
 def _cut_behind(block: Block, size: int) -> Block:
     """Cut off what follows the first `size` bytes, as a block of the same kind."""
-    rest = Block(block.address + size, block.size - size, block.stream, block.pool)
+    place = block.address + size, block.size - size
+    rest = Block(*place, block.stream, block.pool, block.counter)
     rest.segment, rest.mapped = block.segment, block.mapped
     rest.prev, rest.next = block, block.next
     if rest.next is not None:

@@ -82,7 +82,7 @@ def oversize_to_release(
     # those that are cut in pieces cannot be given back
     free = [
         (nbytes, block)
-        for nbytes, _, block in pool.free.get(stream, ())
+        for nbytes, _, _, block in pool.free.get(stream, ())
         if block.segment is not None or not block.is_split
     ]
     place = bisect_left(free, wanted, key=itemgetter(0))
