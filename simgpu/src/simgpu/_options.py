@@ -20,11 +20,13 @@ SUBCOMMANDS = {
     "prove": "simgpu._prove.command",
     "dry-run": "simgpu._dry.command",
     "sweep": "simgpu._dry.sweep_command",
+    "plan": "simgpu._plan.command",
     "measure": "simgpu._measure.command",
 }
 _OTHERS = """other commands, each with a --help of its own:
   simgpu dry-run        one rank of a job of any size: will it fit, how fast is it
   simgpu sweep          the same for many layouts, as a table
+  simgpu plan           all layouts of a model, and which are the fastest
   simgpu prove          does a script train the same on any number of ranks
   simgpu measure        figures of a real machine, for --card and --network"""
 _WITH_VALUE = (

@@ -19,6 +19,7 @@ class Cost(NamedTuple):
 
     Attributes:
         seconds: of the card.
+        messages: of these, in which collectives ran, behind which everything waits.
         launches: of kernels and copies by the host in forward.
         back_launches: in backward.
         calls: of collectives.
@@ -28,6 +29,7 @@ class Cost(NamedTuple):
     """
 
     seconds: float = 0.0
+    messages: float = 0.0
     launches: int = 0
     back_launches: int = 0
     calls: int = 0
@@ -36,14 +38,14 @@ class Cost(NamedTuple):
     most: int = 0
 
     def __add__(self, other: "Cost") -> "Cost":
-        figures = [a + b for a, b in zip(self[:6], other[:6], strict=True)]
+        figures = [a + b for a, b in zip(self[:7], other[:7], strict=True)]
         return Cost(*figures, max(self.most, self.kept + other.most))
 
     def times(self, count: int) -> "Cost":
         if not count:
             return Cost()
         most = max(self.most, (count - 1) * self.kept + self.most)
-        return Cost(*(count * its for its in self[:6]), most)
+        return Cost(*(count * its for its in self[:7]), most)
 
 
 class Piece(NamedTuple):
@@ -71,11 +73,12 @@ def measured(run: Callable[[], object], backward: bool = False) -> tuple[Cost, o
         end = max(seconds for where, seconds in clock.done.items()
                   if where[0] == gpu.index)  # fmt: skip
     events = runtime.dry.events[first:]
-    calls = sum(event.kind == "collective" for event in events)
-    launches = len(events) - calls
+    sent = [event for event in events if event.kind == "collective"]
+    messages = sum(event.end - event.start for event in sent)
+    calls, launches = len(sent), len(events) - len(sent)
     kept = torch.cuda.memory_allocated() - before
     most = torch.cuda.max_memory_allocated() - before
-    cost = Cost(end - start, launches * (not backward), launches * backward, calls,
+    cost = Cost(end - start, messages, launches * (not backward), launches * backward, calls,
                 functions[0], kept, most)  # fmt: skip
     return cost, made
 

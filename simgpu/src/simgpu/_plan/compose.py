@@ -1,0 +1,308 @@
+"""A step of a layout, put together from its parts.
+
+Models: FSDP2 in bfloat16 with gradients reduced in float32, AdamW in float32; blocks by
+themselves, embedding and head together. A block's all-gather runs beside the block
+before it, its reduce-scatter beside the block behind it in backward, and the two beside
+each other. With a pipeline, whole parameters stay, gradients are added up whole in
+float32, and both messages are sent once a step. Leaves out: what a card loses to a
+message that runs beside it, and the fragments of a caching allocator (`RESERVE`).
+"""
+
+import functools
+from typing import NamedTuple
+
+from simgpu._device import overhead
+from simgpu._plan import schedule
+from simgpu._plan.parts import Key, Machine, Parts, Rates
+from simgpu._plan.pieces import Cost, Piece
+from simgpu._plan.schedule import Pass, Stage
+from simgpu._plan.shapes import Shape
+from simgpu._timing.collective_cost import Group, collective_seconds
+from simgpu._timing.cost import CHANNELS, Launches
+from simgpu._timing.topology import Topology
+
+WORKSPACES = 2 * 32 * 2**20  # bytes of cuBLAS, for forward and backward
+RESERVE = 0.03  # of the card, for fragments
+
+
+class Layout(NamedTuple):
+    """How a model is spread, and what a rank computes at a time."""
+
+    replicas: int  # of the shards' group
+    shards: int  # ranks that share parameters, gradients and states (FSDP2)
+    slices: int  # tensor parallelism, with sequence parallelism
+    stages: int  # ranks of a pipeline
+    chunks: int  # stages of each of them
+    micro: int  # sequences of a micro-batch
+    accumulate: int  # micro-batches of a step
+    zero: int  # 3: whole parameters are freed between forward and backward; 2: kept
+    recompute: str  # "none", "selective", "full"
+
+    @property
+    def gpus(self) -> int:
+        return self.replicas * self.shards * self.slices * self.stages
+
+    def key(self, tokens: int) -> Key:
+        return Key(self.micro, tokens, self.slices, self.recompute)
+
+
+class Seconds(NamedTuple):
+    """Of a step, what it is made of. A rank computes all of `computing`.
+
+    Attributes:
+        computing: of the rank that computes longest, without what it does again.
+        again: what it recomputes.
+        slices: messages of tensor parallelism.
+        shards: messages of FSDP beside which nothing is computed.
+        bubble: in which the rank waits for another stage.
+        optimizer: of the step, with clipping.
+        host: in which the card waits for the host.
+    """
+
+    computing: float
+    again: float
+    slices: float
+    shards: float
+    bubble: float
+    optimizer: float
+    host: float
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+class Composed:
+    """A step of a layout; figures are computed when they are first asked for."""
+
+    def __init__(self, shape: Shape, of: Layout, tokens: int, machine: Machine,
+                 parts: Parts, plain: Parts, rates: Rates, host: Launches):  # fmt: skip
+        self.shape, self.of, self.tokens, self.machine = shape, of, tokens, machine
+        self.parts, self.plain, self.rates, self.host = parts, plain, rates, host
+        nodes = max(1, of.gpus // machine.node)
+        self.place = Topology(machine.card, machine.node, nodes, machine.network)
+        self.blocks = blocks_of(shape.layers, of.stages * of.chunks)
+
+    # memory
+
+    @functools.cached_property
+    def peak(self) -> int:
+        """Bytes of tensors on the fullest rank."""
+        return max(self._peak(rank) for rank in range(self.of.stages))
+
+    @functools.cached_property
+    def used(self) -> int:
+        """Bytes of the card: tensors, and what is there beside them."""
+        groups = sum(n > 1 for n in self.of[:4])
+        return self.peak + overhead.CONTEXT + groups * overhead.NCCL_BUFFERS
+
+    @property
+    def fits(self) -> bool:
+        return self.used <= (1 - RESERVE) * self.machine.card.total_memory
+
+    def _held(self, rank: int) -> tuple[int, int]:
+        """Numbers of blocks and of both ends that a rank has whole."""
+        of, count = self.of, self._blocks(rank)
+        ends = sum(self.parts.first.weights) * (rank == 0)
+        ends += sum(self.parts.last.weights) * (rank == of.stages - 1)
+        if self.shape.tied and of.stages == 1:
+            ends -= sum(self.parts.first.weights)
+        return count * sum(self.parts.block.weights), ends
+
+    def _blocks(self, rank: int) -> int:
+        return sum(self.blocks[rank :: self.of.stages])
+
+    def _peak(self, rank: int) -> int:
+        of, parts = self.of, self.parts
+        one = sum(parts.block.weights)
+        blocks, ends = self._held(rank)
+        shared = (blocks + ends) // of.shards
+        static = 12 * shared + WORKSPACES
+        kept, back = parts.block.forward.kept, parts.block.backward.most
+        count, is_last = self._blocks(rank), rank == of.stages - 1
+        last = parts.last if is_last else Piece(Cost(), Cost())
+        loss = max(last.forward.most, last.forward.kept + last.backward.most)
+        head = 2 * sum(last.weights)  # whole gradients, until all of both ends are
+        if of.stages > 1:
+            whole = 2 * (blocks + ends) + 4 * (blocks + ends)
+            waiting = self._waiting(rank) * kept
+            end = 4 * shared + 4 * one
+            return static + whole + waiting + max(loss, back, end)
+        gathered = 2 * ends
+        pair = 2 * one
+        if of.zero == 2:
+            gathered += 2 * blocks
+            fetched = 0
+        else:
+            fetched = pair  # the next one's, in the message's buffer
+        if of.accumulate > 1:
+            static += 4 * shared
+        made = 0 if of.accumulate > 1 else 4 * shared
+        own = pair if of.zero == 3 else 0
+        reduced = 4 * one + 4 * one // of.shards
+        return static + gathered + max(
+            count * kept + loss + fetched,
+            count * kept + head + own + fetched + back,
+            (count - 1) * kept + head + own + fetched + back + reduced,
+            made + 2 * ends + 4 * ends + 4 * ends // of.shards,
+        )
+
+    def _waiting(self, rank: int) -> float:
+        """Blocks whose activations are held at most, of a pipeline."""
+        of = self.of
+        if of.chunks == 1:
+            return min(of.stages - rank, of.accumulate) * self.blocks[rank]
+        ahead = 2 * (of.stages - rank - 1) + (of.chunks - 1) * of.stages + 1
+        passes = min(ahead, of.accumulate * of.chunks)
+        return passes * self._blocks(rank) / of.chunks
+
+    # time
+
+    @functools.cached_property
+    def seconds(self) -> Seconds:
+        of = self.of
+        slowest = max(range(of.stages), key=lambda r: self._own(r, self.parts).seconds)
+        own = self._own(slowest, self.parts)
+        plain = self._own(slowest, self.plain)
+        optimizer = max(self._optimizer(rank) for rank in range(of.stages))
+        computing = (plain.seconds - plain.messages) * of.accumulate
+        again = (own.seconds - own.messages) * of.accumulate - computing
+        slices = own.messages * of.accumulate
+        busy = own.seconds * of.accumulate
+        if of.stages == 1:
+            forward, backward = self._with_shards(0)
+            once = (forward + backward - own.seconds) * of.accumulate
+            launched = self._host(own) * of.accumulate
+            host = max(0.0, launched - busy - once)
+            return Seconds(computing, again, slices, once, 0.0, optimizer, host)
+        stages = [self._stage(i) for i in range(of.stages * of.chunks)]
+        message = self._message()
+        passes = schedule.seconds(tuple(stages), of.accumulate, message, of.chunks)
+        idle = [Stage(*(Pass(its.card, 0.0) for its in stage)) for stage in stages]
+        alone = schedule.seconds(tuple(idle), of.accumulate, message, of.chunks)
+        adding = sum(self._held(slowest)) * self.rates.add * of.accumulate
+        forward, backward = self._with_shards(0)
+        first = self._own(0, self.parts)
+        shards = forward + backward - first.seconds
+        return Seconds(computing + adding, again, slices, shards,
+                       alone - busy - adding, optimizer, passes - alone)  # fmt: skip
+
+    def _own(self, rank: int, parts: Parts) -> Cost:
+        """Both passes of a micro-batch through all that a rank has."""
+        made = Cost()
+        for part, count in self._pieces(rank, parts):
+            made += (part.forward + part.backward).times(count)
+        return made
+
+    def _pieces(self, rank: int, parts: Parts) -> list[tuple[Piece, int]]:
+        made = [(parts.first, 1)] if rank == 0 else []
+        made.append((parts.block, self._blocks(rank)))
+        return made + ([(parts.last, 1)] if rank == self.of.stages - 1 else [])
+
+    def _stage(self, number: int) -> Stage:
+        """One of all stages, `chunks` of which lie on a rank."""
+        parts, count = self.parts, self.blocks[number]
+        forward, backward = (its.times(count) for its in parts.block[:2])
+        numbers = count * sum(parts.block.weights)
+        for part, at in ((parts.first, 0), (parts.last, len(self.blocks) - 1)):
+            if number == at:
+                forward, backward = forward + part.forward, backward + part.backward
+                numbers += sum(part.weights)
+        adding = numbers * self.rates.add
+        return Stage(Pass(forward.seconds, self._host(forward)),
+                     Pass(backward.seconds + adding, self._host(backward)))  # fmt: skip
+
+    def _message(self) -> float:
+        """Seconds from one stage to the next."""
+        of = self.of
+        nbytes = 2 * of.micro * self.tokens * self.shape.hidden // of.slices
+        far = of.replicas * of.shards * of.slices >= self.machine.node
+        ends = Group(2, 1 + far, 2 - far, 1 if far else 2)
+        return collective_seconds("send", nbytes, ends, self.place)
+
+    def _with_shards(self, rank: int) -> tuple[float, float]:
+        """Both passes of a micro-batch with FSDP's messages, where they are sent."""
+        of, parts, rates = self.of, self.parts, self.rates
+        one, (_, ends) = sum(parts.block.weights), self._held(rank)
+        gather, reduce = self._gather(one), self._reduce(one)
+        out, cast = one * rates.copy, one * rates.cast  # from and to messages' buffers
+        taken = CHANNELS / self.machine.card.multi_processors
+        now = fetched = reduced = 0.0
+        sent: list[tuple[float, float]] = []  # messages, from when to when
+
+        def compute(its: Cost) -> float:
+            end = now + its.seconds
+            slower = taken / (1 - taken) * (1 - its.messages / (its.seconds or 1.0))
+            for first, last in sent[-2:]:
+                end += max(0.0, min(last, end) - max(first, now)) * slower
+            return end
+
+        def send(seconds: float) -> float:
+            sent.append((now, now + seconds))
+            return now + seconds
+
+        count = self._blocks(rank)
+        now = self._gather(ends) + ends * rates.copy
+        fetched = send(gather)
+        if rank == 0:
+            now = compute(parts.first.forward)
+        for i in range(count):
+            now = max(now, fetched) + out
+            if i < count - 1:
+                fetched = send(gather)
+            now = compute(parts.block.forward)
+        if rank == of.stages - 1:
+            now = compute(parts.last.forward)
+        middle, again = now, of.zero == 3
+        fetched = send(gather) if again else now
+        if rank == of.stages - 1:
+            now = compute(parts.last.backward)
+        for i in range(count):
+            if again:
+                now = max(now, fetched) + out
+                if i < count - 1:
+                    fetched = send(gather)
+            now = compute(parts.block.backward)
+            now = max(now, reduced) + cast
+            reduced = send(reduce)
+        if rank == 0:
+            now = compute(parts.first.backward)
+        now = max(now, reduced) + ends * rates.cast + self._reduce(ends)
+        return middle, now - middle
+
+    def _gather(self, numbers: int) -> float:
+        of = self.of
+        group = self._group(of.shards, of.slices)
+        return collective_seconds("all_gather", 2 * numbers, group, self.place)
+
+    def _reduce(self, numbers: int) -> float:
+        of, nbytes = self.of, 4 * numbers
+        group = self._group(of.shards, of.slices)
+        made = collective_seconds("reduce_scatter", nbytes, group, self.place)
+        others = self._group(of.replicas, of.slices * of.shards)
+        nbytes //= of.shards
+        return made + collective_seconds("all_reduce", nbytes, others, self.place)
+
+    def _group(self, size: int, apart: int) -> Group:
+        """Ranks that lie `apart` from each other."""
+        near = max(1, min(size, self.machine.node // apart))
+        return Group(size, size // near, near, near)
+
+    def _optimizer(self, rank: int) -> float:
+        numbers = sum(self._held(rank)) / self.of.shards
+        return numbers * (self.rates.adam + self.rates.clip)
+
+    def _host(self, cost: Cost) -> float:
+        launches = cost.launches + cost.back_launches
+        return launches * self.host.launch + cost.calls * self.host.call
+
+
+def blocks_of(layers: int, stages: int) -> list[int]:
+    """Blocks of each stage; the embedding counts as one, and so does the head."""
+    if stages == 1:
+        return [layers]
+    each, more = divmod(layers + 2, stages)
+    made = [each + (i < more) for i in range(stages)]
+    made[0] -= 1
+    made[-1] -= 1
+    return made

@@ -1,0 +1,55 @@
+"""What a trainer is told for a layout: torchtitan's words, and Megatron-LM's."""
+
+from simgpu._plan.compose import Layout
+
+
+def torchtitan(of: Layout, tokens: int, sequence: int) -> list[str]:
+    """Options of torchtitan's command line.
+
+    Args:
+        of: the layout.
+        tokens: of a step of the whole job.
+        sequence: tokens of a sequence.
+    """
+    made = [
+        f"--parallelism.data_parallel_replicate_degree={of.replicas}",
+        f"--parallelism.data_parallel_shard_degree={of.shards}",
+        f"--parallelism.tensor_parallel_degree={of.slices}",
+        f"--parallelism.pipeline_parallel_degree={of.stages}",
+        f"--training.seq_len={sequence}",
+        f"--training.global_batch_size={tokens // sequence}",
+        f"--activation_checkpoint.mode={of.recompute}",
+        f"--parallelism.fsdp_reshard_after_forward="
+        f"{'always' if of.zero == 3 else 'never'}",
+    ]
+    if of.stages == 1:
+        return [*made, f"--training.local_batch_size={of.micro}"]
+    schedule = "1F1B" if of.chunks == 1 else "Interleaved1F1B"
+    return [
+        *made, f"--training.local_batch_size={of.micro * of.accumulate}",
+        f"--parallelism.pipeline_parallel_schedule={schedule}",
+        f"--parallelism.pipeline_parallel_microbatch_size={of.micro}",
+    ]  # fmt: skip
+
+
+def megatron(of: Layout, tokens: int, sequence: int) -> list[str]:
+    """Options of Megatron-LM's command line, whose FSDP and recomputing are its own."""
+    made = [
+        f"--tensor-model-parallel-size {of.slices}",
+        f"--pipeline-model-parallel-size {of.stages}",
+        f"--micro-batch-size {of.micro}",
+        f"--global-batch-size {tokens // sequence}",
+        f"--seq-length {sequence}",
+        "--bf16",
+    ]
+    if of.slices > 1:
+        made.append("--sequence-parallel")
+    if of.chunks > 1:
+        made.append(f"--num-virtual-stages-per-pipeline-rank {of.chunks}")
+    if of.recompute == "full":
+        made.append("--recompute-granularity full --recompute-method uniform "
+                    "--recompute-num-layers 1")  # fmt: skip
+    elif of.recompute == "selective":
+        made.append("--recompute-granularity selective")
+    made.append("--use-torch-fsdp2" if of.zero == 3 else "--use-distributed-optimizer")
+    return made

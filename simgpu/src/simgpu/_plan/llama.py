@@ -1,0 +1,199 @@
+"""The program that is planned: a decoder in bfloat16, in slices and shards.
+
+Between the sliced layers, each rank of a group has some of the tokens (sequence
+parallelism): they are gathered before a layer's first products and summed and scattered
+behind its last. Shapes: (tokens, sequences, width), so that what is gathered lies in
+one piece. `group` is None where nothing is sliced.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd import Function
+from torch.utils import checkpoint as recomputing
+
+from simgpu._plan.shapes import Shape
+
+RECOMPUTE = ("none", "selective", "full")
+_SAVED = (  # by selective recomputing, beside every second product
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_efficient_attention", "reduce_scatter_tensor",
+)  # fmt: skip
+
+
+def _gathered(x: torch.Tensor, group) -> torch.Tensor:
+    whole = x.new_empty((len(x) * group.size(), *x.shape[1:]))
+    dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
+    return whole
+
+
+def _scattered(x: torch.Tensor, group) -> torch.Tensor:
+    part = x.new_empty((len(x) // group.size(), *x.shape[1:]))
+    dist.reduce_scatter_tensor(part, x.contiguous(), group=group)
+    return part
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return _gathered(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _scattered(grad, ctx.group), None
+
+
+class _Scatter(Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return _scattered(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _gathered(grad, ctx.group), None
+
+
+def gather(x: torch.Tensor, group) -> torch.Tensor:
+    return x if group is None else _Gather.apply(x, group)
+
+
+def scatter(x: torch.Tensor, group) -> torch.Tensor:
+    return x if group is None else _Scatter.apply(x, group)
+
+
+def _linear(rows: int, columns: int) -> nn.Linear:
+    return nn.Linear(rows, columns, bias=False)
+
+
+def _turned(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """Rotary positions, in float32."""
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * angles).flatten(-2).to(x.dtype)
+
+
+class Block(nn.Module):
+    """A layer of the decoder: attention, and a gated MLP."""
+
+    def __init__(self, of: Shape, group, recompute: str = "none"):
+        super().__init__()
+        self.group, self.recompute, self.size = group, recompute, of.head_size
+        n = group.size() if group else 1
+        width, inner = of.hidden, of.intermediate // n
+        queries, keys = of.heads * of.head_size // n, of.kv_heads * of.head_size // n
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.query, self.key = _linear(width, queries), _linear(width, keys)
+        self.value, self.out = _linear(width, keys), _linear(queries, width)
+        self.gate, self.up = _linear(width, inner), _linear(width, inner)
+        self.down = _linear(inner, width)
+        norms = nn.RMSNorm if of.head_norms else nn.Identity
+        self.norm_q, self.norm_k = norms(of.head_size), norms(of.head_size)
+
+    def forward(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+        if self.recompute == "none":
+            return self._compute(x, angles)
+        more: dict[str, Any] = {}
+        if self.recompute == "selective":
+            more["context_fn"] = _saving
+        return recomputing.checkpoint(self._compute, x, angles, use_reentrant=False,
+                                      preserve_rng_state=False, **more)  # fmt: skip
+
+    def _compute(self, x, angles):
+        x = x + self._attend(gather(self.norm1(x), self.group), angles)
+        y = gather(self.norm2(x), self.group)
+        return x + scatter(self.down(F.silu(self.gate(y)) * self.up(y)), self.group)
+
+    def _attend(self, y, angles):
+        q, k, v = (layer(y).unflatten(-1, (-1, self.size))
+                   for layer in (self.query, self.key, self.value))  # fmt: skip
+        q, k = _turned(self.norm_q(q), angles), _turned(self.norm_k(k), angles)
+        q, k, v = (its.permute(1, 2, 0, 3) for its in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True,
+                                           enable_gqa=q.shape[1] != k.shape[1])  # fmt: skip
+        return scatter(self.out(y.permute(2, 0, 1, 3).flatten(2)), self.group)
+
+
+def _saving():
+    """Keep attention, its sums and every second product; the rest is done again."""
+    products = 0
+
+    def policy(ctx, operation, *args, **kwargs):
+        nonlocal products
+        kept = recomputing.CheckpointPolicy.MUST_SAVE
+        again = recomputing.CheckpointPolicy.PREFER_RECOMPUTE
+        name = operation.__name__.partition(".")[0]
+        if name == "mm":
+            products += 1
+            return again if products % 2 == 0 else kept
+        return kept if name.strip("_") in [its.strip("_") for its in _SAVED] else again
+
+    return recomputing.create_selective_checkpoint_contexts(policy)
+
+
+class First(nn.Module):
+    """The embedding: words are spread over the ranks of a group."""
+
+    def __init__(self, of: Shape, group):
+        super().__init__()
+        self.group, self.words = group, of.vocab // (group.size() if group else 1)
+        self.weight = nn.Parameter(torch.empty(self.words, of.hidden))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.group is None:
+            return F.embedding(ids, self.weight)
+        others = (ids < 0) | (ids >= self.words)
+        y = F.embedding(ids.masked_fill(others, 0), self.weight)
+        return scatter(y.masked_fill(others[..., None], 0.0), self.group)
+
+
+class _CrossEntropy(Function):
+    """Of scores (rows, words) in float32 whose words are spread over a group."""
+
+    @staticmethod
+    def forward(ctx, scores, labels, group):
+        most = scores.amax(-1, keepdim=True)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+        shifted = scores - most
+        weights = shifted.exp()
+        sums = weights.sum(-1)
+        dist.all_reduce(sums, group=group)
+        others = (labels < 0) | (labels >= scores.shape[-1])
+        mine = labels.masked_fill(others, 0)[:, None]
+        chosen = shifted.gather(-1, mine)[:, 0].masked_fill(others, 0.0)
+        dist.all_reduce(chosen, group=group)
+        weights.div_(sums[:, None])
+        ctx.save_for_backward(weights, mine, others)
+        return (sums.log() - chosen).mean()
+
+    @staticmethod
+    def backward(ctx, grad):
+        weights, mine, others = ctx.saved_tensors
+        grads = weights.mul(grad / len(weights))
+        return grads.scatter_add_(-1, mine, (~others)[:, None] * (-grad)), None, None
+
+
+class Last(nn.Module):
+    """Norm, head and loss; the head's words are spread over the ranks of a group."""
+
+    def __init__(self, of: Shape, group):
+        super().__init__()
+        self.group = group
+        self.norm = nn.RMSNorm(of.hidden)
+        self.head = _linear(of.hidden, of.vocab // (group.size() if group else 1))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        scores = self.head(gather(self.norm(x), self.group)).flatten(0, 1).float()
+        if self.group is None:
+            return F.cross_entropy(scores, labels.flatten())
+        return _CrossEntropy.apply(scores, labels.flatten(), self.group)
+
+
+def angles_of(of: Shape, tokens: int) -> torch.Tensor:
+    """Of rotary positions: (tokens, 1, 1, half the size of a head), complex."""
+    speeds = 1e4 ** -(torch.arange(0, of.head_size, 2).float() / of.head_size)
+    turns = torch.arange(tokens).float()[:, None] * speeds
+    return torch.polar(torch.ones_like(turns), turns)[:, None, None]

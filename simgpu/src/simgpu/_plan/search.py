@@ -1,0 +1,268 @@
+"""All layouts of a model on so many cards, the fastest that fit first."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from simgpu._device.cards import Card, find_card
+from simgpu._plan import parts
+from simgpu._plan.compose import Composed, Layout, Seconds
+from simgpu._plan.llama import RECOMPUTE
+from simgpu._plan.parts import Machine
+from simgpu._plan.shapes import Shape, shape_of
+from simgpu._timing.cost import Launches, launch_times
+from simgpu._timing.topology import Network, Topology
+
+_MICRO = (1, 2, 4, 8, 16)
+_CHUNKS = (1, 2, 4)
+AXES = ("tp", "pp", "shards", "micro", "chunks", "zero", "recompute")
+LOST = {
+    "again": "recomputing", "slices": "messages of tp", "shards": "messages of FSDP",
+    "bubble": "the bubble", "optimizer": "the optimizer", "host": "the host",
+}  # fmt: skip
+_DAY = 24 * 60 * 60
+
+
+@dataclass(frozen=True)
+class PlannedLayout:
+    """A layout, its memory and its step. All times are simulated.
+
+    Attributes:
+        layout: how the model is spread.
+        peak_bytes: of tensors on the fullest rank.
+        used_bytes: of that card: with CUDA's context and NCCL's buffers.
+        fits: whether the card has that, and room for fragments.
+        step_seconds: of a step of the whole job.
+        seconds: what it is made of.
+        tokens_per_second: of the whole job.
+        mfu: floating-point operations of the model (6 for a parameter and token, and
+            attention in full) over what the cards could do in the time.
+    """
+
+    layout: Layout
+    peak_bytes: int
+    used_bytes: int
+    fits: bool
+    step_seconds: float
+    seconds: Seconds
+    tokens_per_second: float
+    mfu: float
+
+    @property
+    def lost(self) -> tuple[str, float]:
+        """To what most of the time goes that is not computing, and its share."""
+        name = max(LOST, key=lambda its: getattr(self.seconds, its))
+        return LOST[name], getattr(self.seconds, name) / self.step_seconds
+
+    def days(self, tokens: float) -> float:
+        """Days in which the job sees so many tokens."""
+        return tokens / self.tokens_per_second / _DAY
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `simgpu.plan` returns.
+
+    Attributes:
+        shape: sizes of the model.
+        machine: the cards and what connects them.
+        gpus: of the job.
+        tokens: of a step of the whole job.
+        sequence: tokens of a sequence.
+        layouts: all of them: those that fit first, the fastest of them first.
+        took: seconds that it took here.
+    """
+
+    shape: Shape
+    machine: Machine
+    gpus: int
+    tokens: int
+    sequence: int
+    layouts: list[PlannedLayout] = field(repr=False)
+    took: float
+
+    @property
+    def fitting(self) -> list[PlannedLayout]:
+        return [its for its in self.layouts if its.fits]
+
+    def why(self, a: int, b: int) -> list[str]:
+        """Why the layout of one place (1 is the best) is faster than another's.
+
+        Raises:
+            ValueError: for a place that there is not.
+        """
+        for place in (a, b):
+            if not 1 <= place <= len(self.layouts):
+                raise ValueError(f"there is no layout {place} of {len(self.layouts)}")
+        one, two = self.layouts[a - 1], self.layouts[b - 1]
+        lines = [_faster(a, b, one, two)]
+        names = {"computing": "computing"} | LOST
+        more = {
+            its: getattr(two.seconds, its) - getattr(one.seconds, its) for its in names
+        }
+        for its in sorted(more, key=lambda its: -abs(more[its])):
+            if abs(more[its]) > 0.002 * one.step_seconds:
+                lines.append(
+                    f"  {names[its]}: {1e3 * getattr(one.seconds, its):,.1f} ms against "
+                    f"{1e3 * getattr(two.seconds, its):,.1f}"
+                )
+        for place, row in ((a, one), (b, two)):
+            lines.append(
+                f"  {place} needs {row.used_bytes / 2**30:.1f} GiB of a card"
+                f"{'' if row.fits else ', and does not fit'}"
+            )
+        return lines
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as JSON has it."""
+        return {
+            "model": self.shape._asdict() | {"parameters": self.shape.parameters},
+            "card": self.machine.card.name, "node": self.machine.node,
+            "gpus": self.gpus, "tokens": self.tokens, "sequence": self.sequence,
+            "layouts": [
+                {**vars(its), "layout": its.layout._asdict(),
+                 "seconds": its.seconds._asdict()} for its in self.layouts
+            ],
+        }  # fmt: skip
+
+
+def _faster(a: int, b: int, one: PlannedLayout, two: PlannedLayout) -> str:
+    share = two.step_seconds / one.step_seconds - 1
+    words = "faster" if share >= 0 else "slower"
+    return (
+        f"{a} is {abs(share):.1%} {words} than {b}: a step takes "
+        f"{1e3 * one.step_seconds:,.1f} ms against {1e3 * two.step_seconds:,.1f}"
+    )
+
+
+def plan(
+    model: str | Mapping[str, Any] | Shape, gpus: int, *, tokens: int,
+    sequence: int = 4096, card: str | Card = "H100", node: int = 8,
+    network: Network | float | str | None = None, compile: bool = False,
+    host: str = "bare", only: Mapping[str, Sequence[Any]] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Plan:  # fmt: skip
+    """The layouts of a decoder on so many cards, and which of them are the fastest.
+
+        found = simgpu.plan("llama3-8b", 64, tokens=2**22, sequence=8192)
+        best = found.layouts[0]
+
+    Layouts are FSDP2 (over all ranks, or in groups with replicas; whole parameters
+    freed behind forward or kept), slices of layers with sequence parallelism, stages
+    of a pipeline (1F1B, interleaved), micro-batches, and recomputing. What the parts of
+    the model do is dry-run, once for each micro-batch and number of slices.
+
+    Args:
+        model: "llama3-8b" or another of `simgpu plan --help`, a Hugging Face
+            config.json (its path or what it holds), or sizes as text.
+        gpus: of the job.
+        tokens: of a step of the whole job.
+        sequence: tokens of a sequence.
+        card: a key of `simgpu.CARDS`, a file of `simgpu measure`, or a `Card`.
+        node: cards that NVLink connects.
+        network: of a node, such as "400 GB/s"; None is 200 Gbit/s for each card.
+        compile: whether blocks are compiled.
+        host: what launches cost, as in `simgpu.dry_run`.
+        only: values of "tp", "pp", "shards", "micro", "chunks", "zero" and "recompute"
+            to which the search is held.
+        progress: is told how many of all parts are measured.
+
+    Raises:
+        ValueError: for a model, a card or a job that cannot be, and where no layout
+            divides it.
+    """
+    began = time.perf_counter()
+    shape = shape_of(model)
+    machine = Machine(find_card(card), min(node, gpus) if gpus > 0 else node,
+                      network, compile)  # fmt: skip
+    found = list(_checked(shape, gpus, machine, tokens, sequence, dict(only or {})))
+    keys = [its.key(sequence) for its in found]
+    keys += [key._replace(recompute="none") for key in keys]
+    known = parts.parts_of(shape, keys, machine, progress)
+    rates = parts.rates_of(machine)
+    call, collective, _ = launch_times(host, machine.card)
+    rows = [
+        _row(Composed(shape, of, sequence, machine, known[of.key(sequence)],
+                      known[of.key(sequence)._replace(recompute="none")], rates,
+                      Launches(call, collective)), tokens, gpus)
+        for of in found
+    ]  # fmt: skip
+    rows.sort(key=lambda its: (not its.fits, its.step_seconds, its.used_bytes))
+    took = time.perf_counter() - began
+    return Plan(shape, machine, gpus, tokens, sequence, rows, took)
+
+
+def _row(its: Composed, tokens: int, gpus: int) -> PlannedLayout:
+    seconds = its.seconds.total
+    flops = its.shape.flops(its.tokens) * tokens
+    peak = gpus * its.machine.card.flops["bfloat16"]
+    return PlannedLayout(its.of, its.peak, its.used, its.fits, seconds, its.seconds,
+                         tokens / seconds, flops / seconds / peak)  # fmt: skip
+
+
+def _checked(shape: Shape, gpus: int, machine: Machine, tokens: int, sequence: int,
+             only: dict[str, Sequence[Any]]) -> list[Layout]:  # fmt: skip
+    """All layouts, or why there is none."""
+    for name, its in (("gpus", gpus), ("tokens", tokens), ("sequence", sequence)):
+        if isinstance(its, bool) or not isinstance(its, int) or its < 1:
+            raise ValueError(f"{name} is {its!r}; it must be a whole number above 0")
+    if gpus % machine.node:
+        raise ValueError(
+            f"{gpus} GPUs are no whole number of nodes of {machine.node}"
+        )
+    Topology(machine.card, machine.node, gpus // machine.node, machine.network)
+    if unknown := set(only) - set(AXES):
+        raise ValueError(f"no axis is called {min(unknown)}; there are {', '.join(AXES)}")
+    if wrong := set(only.get("recompute", ())) - set(RECOMPUTE):
+        raise ValueError(f"recompute={min(wrong)!r}; use {', '.join(RECOMPUTE)}")
+    if tokens % sequence:
+        raise ValueError(
+            f"a step of {tokens:,} tokens is no whole number of sequences of "
+            f"{sequence:,}"
+        )
+    found = list(_layouts(shape, gpus, machine.node, tokens // sequence, sequence, only))
+    if not found:
+        held = ", ".join(f"{axis} {tuple(its)}" for axis, its in only.items())
+        raise ValueError(
+            f"nothing divides {tokens // sequence} sequences, {shape.heads} heads "
+            f"({shape.kv_heads} of keys) and {shape.layers} blocks among {gpus} GPUs"
+            + (f" with {held}" if held else "")
+        )
+    return found
+
+
+def _layouts(shape: Shape, gpus: int, node: int, batch: int, sequence: int,
+             only: Mapping[str, Sequence[Any]]) -> Iterator[Layout]:  # fmt: skip
+    def axis(name: str, values) -> list:
+        held = only.get(name)
+        return [its for its in values if held is None or its in held]
+
+    sizes = (shape.kv_heads, shape.heads, shape.intermediate, shape.vocab, sequence)
+    for tp in axis("tp", _divisors(node)):
+        if any(size % tp for size in sizes):
+            continue
+        for pp in axis("pp", _divisors(gpus // tp)):
+            dp = gpus // tp // pp
+            if batch % dp or pp > shape.layers:
+                continue
+            near = max(1, node // tp)
+            groups = {dp} | {n for n in (near, 8 * near) if dp % n == 0}
+            for shards in axis("shards", sorted(groups, reverse=True)):
+                for micro in axis("micro", _MICRO):
+                    if batch // dp % micro:
+                        continue
+                    count = batch // dp // micro
+                    for chunks in axis("chunks", _CHUNKS):
+                        if chunks > 1 and (pp == 1 or count % pp):
+                            continue
+                        if pp > 1 and (count < pp or pp * chunks > shape.layers):
+                            continue
+                        for zero in axis("zero", (3, 2) if pp == 1 else (2,)):
+                            for again in axis("recompute", RECOMPUTE):
+                                yield Layout(dp // shards, shards, tp, pp, chunks,
+                                             micro, count, zero, again)  # fmt: skip
+
+
+def _divisors(number: int) -> list[int]:
+    return [its for its in range(1, number + 1) if number % its == 0]

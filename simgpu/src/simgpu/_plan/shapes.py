@@ -1,0 +1,168 @@
+"""The model that is planned: sizes of a decoder like Llama's, and their numbers."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Shape(NamedTuple):
+    """Sizes are numbers of elements; a block has a gated MLP and no biases."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    intermediate: int
+    vocab: int
+    tied: bool = False  # the head has the embedding's weights
+    head_norms: bool = False  # queries and keys are normalized, head by head
+    name: str = ""
+
+    @property
+    def block(self) -> int:
+        """Parameters of a block."""
+        attention = 2 * self.heads + 2 * self.kv_heads
+        norms = 2 * self.hidden + 2 * self.head_size * self.head_norms
+        inner = attention * self.head_size + 3 * self.intermediate
+        return inner * self.hidden + norms
+
+    @property
+    def embedding(self) -> int:
+        return self.vocab * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        ends = (1 if self.tied else 2) * self.embedding + self.hidden
+        return self.layers * self.block + ends
+
+    def flops(self, tokens: int) -> float:
+        """Floating-point operations that a token costs, forward and backward.
+
+        Attention counts in full, though a causal mask leaves half of it out, as in
+        `simgpu dry-run` and in what trainers print.
+
+        Args:
+            tokens: of a sequence.
+        """
+        products = self.layers * self.block + self.embedding
+        scores = 2 * self.layers * self.heads * self.head_size * tokens
+        return 6.0 * (products + scores)
+
+
+def _llama(name: str, *sizes: int, tied: bool = False, norms: bool = False) -> Shape:
+    return Shape(*sizes, tied, norms, name)
+
+
+# layers, width, heads, heads of keys and values, size of a head, width of the MLP,
+# vocabulary: as in each model's own config.json
+MODELS = {its.name: its for its in (
+    _llama("llama2-7b", 32, 4096, 32, 32, 128, 11_008, 32_000),
+    _llama("llama2-70b", 80, 8192, 64, 8, 128, 28_672, 32_000),
+    _llama("llama3-1b", 16, 2048, 32, 8, 64, 8192, 128_256, tied=True),
+    _llama("llama3-3b", 28, 3072, 24, 8, 128, 8192, 128_256, tied=True),
+    _llama("llama3-8b", 32, 4096, 32, 8, 128, 14_336, 128_256),
+    _llama("llama3-70b", 80, 8192, 64, 8, 128, 28_672, 128_256),
+    _llama("llama3-405b", 126, 16_384, 128, 8, 128, 53_248, 128_256),
+    _llama("mistral-7b", 32, 4096, 32, 8, 128, 14_336, 32_768),
+    _llama("qwen3-8b", 36, 4096, 32, 8, 128, 12_288, 151_936, norms=True),
+    _llama("qwen3-14b", 40, 5120, 40, 8, 128, 17_408, 151_936, norms=True),
+    _llama("qwen3-32b", 64, 5120, 64, 8, 128, 25_600, 151_936, norms=True),
+)}  # fmt: skip
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # model_type of a config.json
+_SIZES = {
+    "layers": "num_hidden_layers", "hidden": "hidden_size",
+    "heads": "num_attention_heads", "kv_heads": "num_key_value_heads",
+    "head_size": "head_dim", "intermediate": "intermediate_size",
+    "vocab": "vocab_size",
+}  # fmt: skip
+_NEEDED = ("layers", "hidden", "heads", "intermediate", "vocab")
+
+
+def shape_of(model: str | Mapping[str, Any] | Shape) -> Shape:
+    """The sizes of a model.
+
+    Args:
+        model: a key of `MODELS`; the path of a Hugging Face config.json, or of the
+            folder that it lies in; what such a file holds; or sizes as text:
+            "layers=32,hidden=4096,heads=32,kv_heads=8,intermediate=14336,vocab=128256",
+            with `head_size` and `tied=1` where they are needed.
+
+    Raises:
+        ValueError: for a model that is not known, a family that is not planned, and
+            sizes that are missing or cannot be.
+    """
+    if isinstance(model, Shape):
+        return _checked(model)
+    if isinstance(model, Mapping):
+        return _of_config(model, "the config")
+    if model.lower() in MODELS:
+        return MODELS[model.lower()]
+    if "=" in model and not Path(model).exists():
+        return _of_text(model)
+    path = Path(model)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(
+            f"no model is called {model!r}, and no file; there are "
+            f"{', '.join(MODELS)}, or give a config.json, or sizes: "
+            "layers=32,hidden=4096,heads=32,intermediate=14336,vocab=128256"
+        )
+    try:
+        return _of_config(json.loads(path.read_text(encoding="utf-8")), str(path))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is no JSON: {error}") from None
+
+
+def _of_config(config: Any, where: str) -> Shape:
+    if not isinstance(config, Mapping):
+        raise ValueError(f"{where} is no config of a model: it holds no names")
+    family = config.get("model_type")
+    if family not in _FAMILIES:
+        raise ValueError(
+            f"{where} is of model_type {family!r}; what is planned is "
+            f"{', '.join(_FAMILIES)}"
+        )
+    sizes = {name: config.get(theirs) for name, theirs in _SIZES.items()}
+    return _of_sizes(sizes, bool(config.get("tie_word_embeddings")),
+                     family == "qwen3", Path(where).parent.name)  # fmt: skip
+
+
+def _of_text(text: str) -> Shape:
+    sizes: dict[str, Any] = {}
+    for pair in text.split(","):
+        name, _, value = (its.strip() for its in pair.partition("="))
+        if name not in (*_SIZES, "tied"):
+            raise ValueError(
+                f"a model has no size {name!r}; there are {', '.join(_SIZES)}, tied"
+            )
+        try:
+            sizes[name] = int(value)
+        except ValueError:
+            raise ValueError(f"{name}={value!r} is no whole number") from None
+    return _of_sizes(sizes, bool(sizes.pop("tied", 0)), False, "")
+
+
+def _of_sizes(sizes: Mapping[str, Any], tied: bool, norms: bool, name: str) -> Shape:
+    missing = [size for size in _NEEDED if sizes.get(size) is None]
+    if missing:
+        names = ", ".join(f"{size} ({_SIZES[size]})" for size in missing)
+        raise ValueError(f"the model lacks {names}")
+    its = dict(sizes)
+    its["kv_heads"] = its.get("kv_heads") or its["heads"]
+    if not its.get("head_size") and isinstance(its["heads"], int) and its["heads"] > 0:
+        its["head_size"] = its["hidden"] // its["heads"]
+    return _checked(Shape(**its, tied=tied, head_norms=norms, name=name))
+
+
+def _checked(shape: Shape) -> Shape:
+    for name in _SIZES:
+        size = getattr(shape, name)
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name} is {size!r}; it must be a whole number above 0")
+    if shape.heads % shape.kv_heads:
+        raise ValueError(
+            f"{shape.heads} heads cannot share {shape.kv_heads} of keys and values"
+        )
+    return shape
