@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
         prog="simgpu plan", allow_abbrev=False,
         usage="%(prog)s --model MODEL --gpus N --tokens N [--sequence N] [--card CARD] "
         "[--node N] [--network BANDWIDTH] [--compile] [--host KIND] [--AXIS N ...] "
-        "[--top N] [--why A B] [--check] [--total-tokens N] [--price DOLLARS] "
+        "[--top N] [--why A B] [--check [A]] [--total-tokens N] [--price DOLLARS] "
         "[--json FILE]",
         description="All layouts of a decoder on so many cards: which fit, how fast "
         "they are, and what a run costs. All times are simulated.",
@@ -81,8 +81,14 @@ def parser() -> argparse.ArgumentParser:
     add("--top", type=int, default=10, metavar="N", help="rows (default 10)")
     add("--why", type=int, nargs=2, metavar=("A", "B"),
         help="why one row is faster than another")  # fmt: skip
-    add("--check", action="store_true",
-        help="dry-run the whole program of the best layout without a pipeline")
+    add(
+        "--check",
+        type=int,
+        nargs="?",
+        const=1,
+        metavar="A",
+        help="dry-run the whole program of a row (default: the first) beside its plan",
+    )
     add("--total-tokens", type=count, metavar="N", help="of the whole run: 15T")
     add("--price", type=float, metavar="DOLLARS", help="of a card for an hour")
     add("--json", type=Path, metavar="FILE", help="all for programs; - is stdout")
@@ -122,11 +128,11 @@ def main(words: Sequence[str]) -> int:
         lines = show.lines(found, options.top, options.total_tokens, options.price)
         if options.why:
             lines += ["", *found.why(*options.why)]
+        if options.check is not None:
+            lines += ["", *show.check(found, options.check)]
     except ValueError as error:
         print(f"simgpu plan: {error}", file=sys.stderr)
         return WRONG
-    if options.check:
-        lines += ["", *show.check(found)]
     if options.json and str(options.json) == "-":
         print(json.dumps(found.as_dict(), indent=1))
     else:

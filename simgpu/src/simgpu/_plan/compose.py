@@ -22,7 +22,7 @@ from simgpu._timing.cost import CHANNELS, Launches
 from simgpu._timing.topology import Topology
 
 WORKSPACES = 2 * 32 * 2**20  # bytes of cuBLAS, for forward and backward
-RESERVE = 0.03  # of the card, for fragments
+RESERVE = 0.05  # of the card, for fragments
 
 
 class Layout(NamedTuple):
@@ -125,9 +125,10 @@ class Composed:
         head = 2 * sum(last.weights)  # whole gradients, until all of both ends are
         if of.stages > 1:
             whole = 2 * (blocks + ends) + 4 * (blocks + ends)
-            waiting = self._waiting(rank) * kept
-            end = 4 * shared + 4 * one
-            return static + whole + waiting + max(loss, back, end)
+            if is_last:  # scores stay as long as the stage's pass
+                loss += 2 * of.micro * self.tokens * self.shape.vocab // of.slices
+            waiting = int(self._waiting(rank) * kept)
+            return static + whole + waiting + max(loss, back)
         gathered = 2 * ends
         pair = 2 * one
         if of.zero == 2:
@@ -140,11 +141,15 @@ class Composed:
         made = 0 if of.accumulate > 1 else 4 * shared
         own = pair if of.zero == 3 else 0
         reduced = 4 * one + 4 * one // of.shards
-        return static + gathered + max(
-            count * kept + loss + fetched,
-            count * kept + head + own + fetched + back,
-            (count - 1) * kept + head + own + fetched + back + reduced,
-            made + 2 * ends + 4 * ends + 4 * ends // of.shards,
+        return (
+            static
+            + gathered
+            + max(
+                count * kept + loss + fetched,
+                count * kept + head + own + fetched + back,
+                (count - 1) * kept + head + own + fetched + back + reduced,
+                made + 2 * ends + 4 * ends + 4 * ends // of.shards,
+            )
         )
 
     def _waiting(self, rank: int) -> float:
@@ -181,9 +186,9 @@ class Composed:
         idle = [Stage(*(Pass(its.card, 0.0) for its in stage)) for stage in stages]
         alone = schedule.seconds(tuple(idle), of.accumulate, message, of.chunks)
         adding = sum(self._held(slowest)) * self.rates.add * of.accumulate
-        forward, backward = self._with_shards(0)
-        first = self._own(0, self.parts)
-        shards = forward + backward - first.seconds
+        # the first pass through all stages, and the last one back
+        shards = sum(sum(self._with_shards(rank)) - self._own(rank, self.parts).seconds
+                     for rank in range(of.stages))  # fmt: skip
         return Seconds(computing + adding, again, slices, shards,
                        alone - busy - adding, optimizer, passes - alone)  # fmt: skip
 
@@ -227,7 +232,8 @@ class Composed:
         gather, reduce = self._gather(one), self._reduce(one)
         out, cast = one * rates.copy, one * rates.cast  # from and to messages' buffers
         taken = CHANNELS / self.machine.card.multi_processors
-        now = fetched = reduced = 0.0
+        add_up = self._sum(one)
+        now = fetched = reduced = summed = 0.0
         sent: list[tuple[float, float]] = []  # messages, from when to when
 
         def compute(its: Cost) -> float:
@@ -265,10 +271,11 @@ class Composed:
             now = compute(parts.block.backward)
             now = max(now, reduced) + cast
             reduced = send(reduce)
+            summed = max(summed, reduced) + add_up  # in a stream of its own
         if rank == 0:
             now = compute(parts.first.backward)
         now = max(now, reduced) + ends * rates.cast + self._reduce(ends)
-        return middle, now - middle
+        return middle, max(now, summed) + self._sum(ends) - middle
 
     def _gather(self, numbers: int) -> float:
         of = self.of
@@ -276,12 +283,15 @@ class Composed:
         return collective_seconds("all_gather", 2 * numbers, group, self.place)
 
     def _reduce(self, numbers: int) -> float:
-        of, nbytes = self.of, 4 * numbers
-        group = self._group(of.shards, of.slices)
-        made = collective_seconds("reduce_scatter", nbytes, group, self.place)
-        others = self._group(of.replicas, of.slices * of.shards)
-        nbytes //= of.shards
-        return made + collective_seconds("all_reduce", nbytes, others, self.place)
+        group = self._group(self.of.shards, self.of.slices)
+        return collective_seconds("reduce_scatter", 4 * numbers, group, self.place)
+
+    def _sum(self, numbers: int) -> float:
+        """Of what ranks have reduced, over the replicas."""
+        of = self.of
+        group = self._group(of.replicas, of.slices * of.shards)
+        nbytes = 4 * numbers // of.shards
+        return collective_seconds("all_reduce", nbytes, group, self.place)
 
     def _group(self, size: int, apart: int) -> Group:
         """Ranks that lie `apart` from each other."""

@@ -112,8 +112,8 @@ class Block(nn.Module):
                    for layer in (self.query, self.key, self.value))  # fmt: skip
         q, k = _turned(self.norm_q(q), angles), _turned(self.norm_k(k), angles)
         q, k, v = (its.permute(1, 2, 0, 3) for its in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True,
-                                           enable_gqa=q.shape[1] != k.shape[1])  # fmt: skip
+        shared = q.shape[1] != k.shape[1]
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
         return scatter(self.out(y.permute(2, 0, 1, 3).flatten(2)), self.group)
 
 
@@ -186,10 +186,16 @@ class Last(nn.Module):
         self.head = _linear(of.hidden, of.vocab // (group.size() if group else 1))
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        scores = self.head(gather(self.norm(x), self.group)).flatten(0, 1).float()
+        return self.loss(self.scores(x), labels)
+
+    def scores(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(gather(self.norm(x), self.group))
+
+    def loss(self, scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        scores, labels = scores.flatten(0, 1).float(), labels.flatten()
         if self.group is None:
-            return F.cross_entropy(scores, labels.flatten())
-        return _CrossEntropy.apply(scores, labels.flatten(), self.group)
+            return F.cross_entropy(scores, labels)
+        return _CrossEntropy.apply(scores, labels, self.group)
 
 
 def angles_of(of: Shape, tokens: int) -> torch.Tensor:

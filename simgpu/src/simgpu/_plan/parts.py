@@ -110,7 +110,9 @@ def _measured(shape: Shape, key: Key, group, machine: Machine) -> Parts:
     for name in ("block", *parts):  # the first of all has what libraries take
         part, inputs = parts[name]
         forward, backward = passes(part, *inputs)
-        made[name] = Piece(forward, backward, tuple(p.numel() for p in part.parameters()))
+        made[name] = Piece(
+            forward, backward, tuple(p.numel() for p in part.parameters())
+        )
         for its in (x, *part.parameters()):
             its.grad = None
     return Parts(**made)

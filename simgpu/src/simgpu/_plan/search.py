@@ -70,6 +70,7 @@ class Plan:
         gpus: of the job.
         tokens: of a step of the whole job.
         sequence: tokens of a sequence.
+        host: what launches cost it.
         layouts: all of them: those that fit first, the fastest of them first.
         took: seconds that it took here.
     """
@@ -79,6 +80,7 @@ class Plan:
     gpus: int
     tokens: int
     sequence: int
+    host: str
     layouts: list[PlannedLayout] = field(repr=False)
     took: float
 
@@ -86,16 +88,25 @@ class Plan:
     def fitting(self) -> list[PlannedLayout]:
         return [its for its in self.layouts if its.fits]
 
+    def at(self, place: int) -> PlannedLayout:
+        """The layout of a place; 1 is the best.
+
+        Raises:
+            ValueError: for a place that there is not.
+        """
+        if not 1 <= place <= len(self.layouts):
+            raise ValueError(
+                f"there is no layout {place}; they are 1 to {len(self.layouts)}"
+            )
+        return self.layouts[place - 1]
+
     def why(self, a: int, b: int) -> list[str]:
         """Why the layout of one place (1 is the best) is faster than another's.
 
         Raises:
             ValueError: for a place that there is not.
         """
-        for place in (a, b):
-            if not 1 <= place <= len(self.layouts):
-                raise ValueError(f"there is no layout {place} of {len(self.layouts)}")
-        one, two = self.layouts[a - 1], self.layouts[b - 1]
+        one, two = self.at(a), self.at(b)
         lines = [_faster(a, b, one, two)]
         names = {"computing": "computing"} | LOST
         more = {
@@ -190,7 +201,7 @@ def plan(
     ]  # fmt: skip
     rows.sort(key=lambda its: (not its.fits, its.step_seconds, its.used_bytes))
     took = time.perf_counter() - began
-    return Plan(shape, machine, gpus, tokens, sequence, rows, took)
+    return Plan(shape, machine, gpus, tokens, sequence, host, rows, took)
 
 
 def _row(its: Composed, tokens: int, gpus: int) -> PlannedLayout:
@@ -208,12 +219,12 @@ def _checked(shape: Shape, gpus: int, machine: Machine, tokens: int, sequence: i
         if isinstance(its, bool) or not isinstance(its, int) or its < 1:
             raise ValueError(f"{name} is {its!r}; it must be a whole number above 0")
     if gpus % machine.node:
-        raise ValueError(
-            f"{gpus} GPUs are no whole number of nodes of {machine.node}"
-        )
+        raise ValueError(f"{gpus} GPUs are no whole number of nodes of {machine.node}")
     Topology(machine.card, machine.node, gpus // machine.node, machine.network)
     if unknown := set(only) - set(AXES):
-        raise ValueError(f"no axis is called {min(unknown)}; there are {', '.join(AXES)}")
+        raise ValueError(
+            f"no axis is called {min(unknown)}; there are {', '.join(AXES)}"
+        )
     if wrong := set(only.get("recompute", ())) - set(RECOMPUTE):
         raise ValueError(f"recompute={min(wrong)!r}; use {', '.join(RECOMPUTE)}")
     if tokens % sequence:
@@ -221,7 +232,9 @@ def _checked(shape: Shape, gpus: int, machine: Machine, tokens: int, sequence: i
             f"a step of {tokens:,} tokens is no whole number of sequences of "
             f"{sequence:,}"
         )
-    found = list(_layouts(shape, gpus, machine.node, tokens // sequence, sequence, only))
+    found = list(
+        _layouts(shape, gpus, machine.node, tokens // sequence, sequence, only)
+    )
     if not found:
         held = ", ".join(f"{axis} {tuple(its)}" for axis, its in only.items())
         raise ValueError(

@@ -10,6 +10,7 @@ from simgpu._plan.search import Plan, PlannedLayout
 from simgpu._plan.whole import train
 
 _GIB = 2**30
+_ROOM = 2**50  # bytes of a card: what a layout needs, whether or not it fits
 _HOURS = 24
 Column = tuple[str, Callable[[PlannedLayout], object]]
 # those that have one value in all rows are said once, above them
@@ -99,30 +100,38 @@ def _table(columns: list[Column], rows: list[PlannedLayout]) -> list[str]:
 
 def _told(found: Plan, best) -> list[str]:
     made = []
-    for name, words in (("torchtitan", flags.torchtitan), ("Megatron-LM", flags.megatron)):
+    for name, words in (
+        ("torchtitan", flags.torchtitan),
+        ("Megatron-LM", flags.megatron),
+    ):
         made.append(f"1 for {name}:")
         made += [f"  {word}" for word in words(best, found.tokens, found.sequence)]
     return made
 
 
-def check(found: Plan) -> list[str]:
-    """The whole program of the best layout without a pipeline, as a dry run."""
-    for place, row in enumerate(found.layouts, 1):
-        if row.layout.stages == 1:
-            break
-    else:
-        return ["check: all layouts have a pipeline, of which there is no program here"]
-    machine = found.machine
+def check(found: Plan, place: int = 1) -> list[str]:
+    """The whole program of a layout as a dry run, beside the plan.
+
+    Args:
+        found: the plan.
+        place: of the layout; 1 is the best.
+
+    Raises:
+        ValueError: for a place that there is not.
+    """
+    row, machine = found.at(place), found.machine
     report = dry_run(
         train, found.shape, row.layout, found.sequence, machine.compiled,
-        world=found.gpus, node=machine.node,
-        card=replace(machine.card, total_memory=2**50), network=machine.network,
+        world=found.gpus, node=machine.node, host=found.host,
+        card=replace(machine.card, total_memory=_ROOM), network=machine.network,
         compile="fuse" if machine.compiled else "refuse",
+        kinds=f"pp={row.layout.stages}" if row.layout.stages > 1 else None,
     )  # fmt: skip
     seconds = report.step_seconds or float("nan")
     return [
         f"check: the whole program of {place}, as simgpu dry-run has it",
-        f"  a step {1e3 * seconds:,.1f} ms, planned {row.step_seconds / seconds:.3f} of it",
-        f"  tensors {report.peak_bytes / _GIB:.2f} GiB, planned "
-        f"{row.peak_bytes / report.peak_bytes:.3f} of it",
+        f"  a step takes {1e3 * seconds:,.1f} ms; "
+        f"the plan's is {row.step_seconds / seconds:.3f} of that",
+        f"  tensors take {report.peak_bytes / _GIB:.2f} GiB; "
+        f"the plan's are {row.peak_bytes / report.peak_bytes:.3f} of that",
     ]

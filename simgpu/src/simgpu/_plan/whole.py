@@ -5,68 +5,129 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+)
 
-from simgpu._plan.compose import Layout
+from simgpu._plan.compose import Layout, blocks_of
 from simgpu._plan.llama import Block, First, Last, angles_of
 from simgpu._plan.shapes import Shape
 
 
-class Decoder(nn.Module):
-    """Token numbers and labels (tokens, sequences) to a loss."""
+class Stage(nn.Module):
+    """Some of the blocks, in the first stage with the embedding, in the last the head.
 
-    def __init__(self, of: Shape, group, recompute: str):
+    The first one takes token numbers (sequences, tokens). Whole, it makes a loss, if it
+    has labels, too; a stage makes scores, or what the next one is given (tokens /
+    slices, sequences, width).
+    """
+
+    def __init__(self, of: Shape, tokens: int, group, recompute: str, count: int,
+                 is_first: bool, is_last: bool):  # fmt: skip
         super().__init__()
-        self.first = First(of, group)
-        self.blocks = nn.ModuleList(
-            Block(of, group, recompute) for _ in range(of.layers)
-        )
-        self.last = Last(of, group)
-        if of.tied:
+        self.first = First(of, group) if is_first else None
+        self.blocks = nn.ModuleList(Block(of, group, recompute) for _ in range(count))
+        self.last = Last(of, group) if is_last else None
+        if of.tied and is_first and is_last:
             self.last.head.weight = self.first.weight
+        self.register_buffer("angles", torch.empty(0), persistent=False)
+        self.of, self.tokens = of, tokens
 
-    def forward(self, ids, labels, angles):
-        x = self.first(ids)
+    def to_card(self) -> None:
+        self.to_empty(device="cuda")
+        self.angles = angles_of(self.of, self.tokens).cuda()
+
+    def forward(self, x, labels=None):
+        if self.first is not None:
+            x = self.first(x.t())
         for block in self.blocks:
-            x = block(x, angles)
-        return self.last(x, labels)
+            x = block(x, self.angles)
+        if self.last is None:
+            return x
+        if labels is not None:
+            return self.last(x, labels.t())
+        return self.last.scores(x)
 
 
 def train(shape: Shape, of: Layout, tokens: int, compiled: bool = False) -> None:
-    """The program of a layout without a pipeline, as each of its ranks runs it.
-
-    Raises:
-        ValueError: for a pipeline.
-    """
-    if of.stages > 1:
-        raise ValueError("the whole program has no pipeline")
+    """The program of a layout, as each of its ranks runs it, until it is stopped."""
     dist.init_process_group("nccl")
     torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
-    sizes = {"replicas": of.replicas, "shards": of.shards, "tp": of.slices}
-    if of.replicas == 1:
-        del sizes["replicas"]
-    mesh = init_device_mesh("cuda", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = init_device_mesh(
+        "cuda", (of.stages, of.replicas, of.shards, of.slices),
+        mesh_dim_names=("pp", "replicas", "shards", "tp"),
+    )  # fmt: skip
     group = mesh["tp"].get_group() if of.slices > 1 else None
-    with torch.device("meta"):
-        model = Decoder(shape, group, of.recompute)
-    names = ("replicas", "shards") if of.replicas > 1 else ("shards",)
+    counts = blocks_of(shape.layers, of.stages * of.chunks)
+    rank = mesh.get_local_rank("pp")
+    mine = range(rank, len(counts), of.stages)
     options = {
-        "mesh": mesh[names] if len(names) > 1 else mesh["shards"],
+        "mesh": mesh["replicas", "shards"] if of.replicas > 1 else mesh["shards"],
         "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32,
                                           cast_forward_inputs=False),
         "reshard_after_forward": of.zero == 3,
     }  # fmt: skip
-    for block in model.blocks:
-        if compiled:
-            block.compile()
-        fully_shard(block, **options)
-    fully_shard(model, **options)
-    model.to_empty(device="cuda")
-    angles = angles_of(shape, tokens).cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    stages = []
+    for number in mine:
+        with torch.device("meta"):
+            stage = Stage(shape, tokens, group, of.recompute, counts[number],
+                          number == 0, number == len(counts) - 1)  # fmt: skip
+        for block in stage.blocks:
+            if compiled:
+                block.compile()
+            fully_shard(block, **options)
+        fully_shard(stage, **options)
+        stage.to_card()
+        stages.append(stage)
+    weights = [weight for stage in stages for weight in stage.parameters()]
+    optimizer = torch.optim.AdamW(weights, fused=True)
+    passes = _one(stages[0], of) if of.stages == 1 else _pipeline(
+        shape, of, tokens, dict(zip(mine, stages, strict=True)), mesh)  # fmt: skip
     while True:
-        for _ in range(of.accumulate):
-            ids = torch.zeros(tokens, of.micro, dtype=torch.int64, device="cuda")
-            (model(ids, ids, angles) / of.accumulate).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        ids = torch.zeros(of.micro * of.accumulate, tokens, dtype=torch.int64,
+                          device="cuda")  # fmt: skip
+        passes(ids)
+        nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
         optimizer.zero_grad()
+
+
+def _one(model: Stage, of: Layout):
+    def passes(ids):
+        for part in ids.split(of.micro):
+            (model(part, part) / of.accumulate).backward()
+
+    return passes
+
+
+def _pipeline(shape: Shape, of: Layout, tokens: int, stages: dict, mesh):
+    """The schedule of this rank's stages, which PyTorch runs."""
+    count = of.stages * of.chunks
+    made = []
+    for number, stage in stages.items():
+        size = tokens // of.slices, of.micro, shape.hidden
+        half = {"device": "meta", "dtype": torch.bfloat16, "requires_grad": True}
+        given = out = torch.empty(size, **half)
+        if number == 0:
+            given = torch.empty(of.micro, tokens, device="meta", dtype=torch.int64)
+        if number == count - 1:
+            size = tokens, of.micro, shape.vocab // of.slices
+            out = torch.empty(size, **half)
+        device = torch.device("cuda", torch.cuda.current_device())
+        made.append(PipelineStage(stage, number, count, device, (given,), (out,),
+                                  group=mesh["pp"].get_group()))  # fmt: skip
+    last = stages.get(count - 1)
+    kind, its = Schedule1F1B, made[0]
+    if of.chunks > 1:
+        kind, its = ScheduleInterleaved1F1B, made
+    schedule = kind(its, of.accumulate, scale_grads=False,
+                    loss_fn=lambda scores, ids: last.last.loss(scores, ids.t()))  # fmt: skip
+
+    def passes(ids):
+        given = (ids,) if 0 in stages else ()
+        more = {"target": ids} if last is not None else {}
+        schedule.step(*given, **more, return_outputs=False)
+
+    return passes
