@@ -78,8 +78,8 @@ def measured(run: Callable[[], object], backward: bool = False) -> tuple[Cost, o
     calls, launches = len(sent), len(events) - len(sent)
     kept = torch.cuda.memory_allocated() - before
     most = torch.cuda.max_memory_allocated() - before
-    cost = Cost(end - start, messages, launches * (not backward), launches * backward, calls,
-                functions[0], kept, most)  # fmt: skip
+    cost = Cost(end - start, messages, launches * (not backward), launches * backward,
+                calls, functions[0], kept, most)  # fmt: skip
     return cost, made
 
 

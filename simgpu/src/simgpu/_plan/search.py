@@ -22,6 +22,7 @@ LOST = {
     "bubble": "the bubble", "optimizer": "the optimizer", "host": "the host",
 }  # fmt: skip
 _DAY = 24 * 60 * 60
+_WORTH = 0.002  # of a step: what is said of a difference
 
 
 @dataclass(frozen=True)
@@ -109,15 +110,11 @@ class Plan:
         one, two = self.at(a), self.at(b)
         lines = [_faster(a, b, one, two)]
         names = {"computing": "computing"} | LOST
-        more = {
-            its: getattr(two.seconds, its) - getattr(one.seconds, its) for its in names
-        }
-        for its in sorted(more, key=lambda its: -abs(more[its])):
-            if abs(more[its]) > 0.002 * one.step_seconds:
-                lines.append(
-                    f"  {names[its]}: {1e3 * getattr(one.seconds, its):,.1f} ms against "
-                    f"{1e3 * getattr(two.seconds, its):,.1f}"
-                )
+        ours, theirs = one.seconds._asdict(), two.seconds._asdict()
+        for its in sorted(names, key=lambda its: -abs(ours[its] - theirs[its])):
+            if abs(ours[its] - theirs[its]) > _WORTH * one.step_seconds:
+                lines.append(f"  {names[its]}: {1e3 * ours[its]:,.1f} ms against "
+                             f"{1e3 * theirs[its]:,.1f}")  # fmt: skip
         for place, row in ((a, one), (b, two)):
             lines.append(
                 f"  {place} needs {row.used_bytes / 2**30:.1f} GiB of a card"

@@ -68,8 +68,8 @@ def lines(found: Plan, top: int, total: int | None, price: float | None) -> list
         card = found.machine.card.total_memory / _GIB
         row = min(found.layouts, key=lambda its: its.used_bytes)
         made += [
-            f"none fits: the smallest needs {row.used_bytes / _GIB:.1f} GiB, a card has "
-            f"{card:.1f}; more GPUs, a shorter sequence or fewer tokens need less", "",
+            f"none fits: the smallest needs {row.used_bytes / _GIB:.1f} GiB of a card, "
+            f"which has {card:.1f}; more GPUs, a shorter sequence or fewer tokens need less", "",
         ]  # fmt: skip
         rows = sorted(found.layouts, key=lambda its: its.used_bytes)[:top]
     if same:

@@ -122,8 +122,11 @@ def _pipeline(shape: Shape, of: Layout, tokens: int, stages: dict, mesh):
     kind, its = Schedule1F1B, made[0]
     if of.chunks > 1:
         kind, its = ScheduleInterleaved1F1B, made
-    schedule = kind(its, of.accumulate, scale_grads=False,
-                    loss_fn=lambda scores, ids: last.last.loss(scores, ids.t()))  # fmt: skip
+
+    def loss(scores, ids):
+        return last.last.loss(scores, ids.t())
+
+    schedule = kind(its, of.accumulate, scale_grads=False, loss_fn=loss)
 
     def passes(ids):
         given = (ids,) if 0 in stages else ()
