@@ -15,7 +15,7 @@ WAYS = {  # trainer -> its options on any number of ranks
     "fsdp": "--size=tiny-tied --recompute",
     "slices": "--size=tiny",
     "long": "--size=tiny --cp={ranks}",
-    "ring": "--size=tiny --cp={ranks} --context=128",
+    "ring": "--size=tiny --cp={ranks} --context=128 --batch=8",
     "experts": "--size=tiny-experts --ep={ranks}",
     "meshes": "--size=tiny --tp={ranks}",
 }

@@ -4,6 +4,7 @@ import gc
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
 
 import pytest
 import torch
@@ -60,6 +61,20 @@ def test_stop_restores_every_attribute(owners):
     after = everything(owners)
     assert after.keys() == before.keys() != during.keys()
     assert [key for key in before if before[key] is not after[key]] == []
+
+
+def test_what_stands_for_a_function_is_called_as_it_is():
+    simgpu.start(1)
+    pairs = [
+        (vars(owner)[name], old)
+        for owner, name, old in runtime.running.patches._undo
+        if isinstance(owner, ModuleType) and callable(old)
+    ]
+    pairs = [(new, old) for new, old in pairs if not isinstance(new, type)]
+    assert len(pairs) > 100
+    for new, old in pairs:
+        for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+            assert getattr(new, name, None) == getattr(old, name, None), (new, old)
 
 
 def test_a_start_that_fails_leaves_nothing_replaced(monkeypatch, owners):

@@ -20,7 +20,7 @@ from simgpu._prove.inputs import difference, part_of, tensors_in
 from simgpu._prove.names import Names, Ties
 from simgpu._prove.noise import Rounding
 from simgpu._prove.record import Mask, Moments, RankRecord, Step
-from simgpu._prove.recorder import _host, _local
+from simgpu._prove.recorder import Recorder, _host, _local
 from simgpu._prove.rounding import Allowed
 from simgpu._prove.within import look
 
@@ -548,3 +548,19 @@ def test_noise_reaches_gradients():
     with Rounding(seed=1):
         (x @ weight).sum().backward()
     assert 0 < (weight.grad - exact).norm() < 1e-4 * exact.norm()
+
+
+def test_what_the_recorder_replaces_is_called_as_it_was():
+    class Noting(Recorder):
+        pairs = []
+
+        def _replace(self, where, name, ours):
+            old = getattr(where, name)
+            super()._replace(where, name, ours)
+            self.pairs.append((getattr(where, name), old))
+
+    with Noting(1):
+        assert nn.functional.scaled_dot_product_attention in dict(Noting.pairs)
+    for new, old in Noting.pairs:
+        for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+            assert getattr(new, name) == getattr(old, name), (new, old)

@@ -1,5 +1,7 @@
 """The time of threads: each has a clock of its own, and waits as the program does."""
 
+import functools
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -8,6 +10,8 @@ import pytest
 import torch
 
 import simgpu
+from simgpu import _runtime as runtime
+from simgpu._dispatch.mode import settle_streams
 from support.limits import SHORT
 
 pytestmark = pytest.mark.simulated_gpus(1)
@@ -93,3 +97,66 @@ def test_what_ended_before_clear_does_not_bring_its_time_back(log):
     log.clear()
     thread.join(SHORT)
     assert log.host == 0
+
+
+@pytest.fixture
+def often():
+    """Threads take turns as often as Python lets them."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_collectives_come_and_go_beside_threads_that_ask_for_them(often):
+    now = runtime.running
+    clock, gpu, done = now.clock, now.gpus[0], threading.Event()
+
+    def launch():
+        for number in range(4000):
+            stream = number % 8
+            with clock.lock:  # as `collectives.launch` does it
+                meeting = clock.meet(gpu, stream, stream, "", 4, 1e-6)
+                meeting.settle = functools.partial(settle, meeting)
+
+    def settle(meeting):
+        with clock.lock:
+            if meeting.end is None:
+                clock.settled(meeting, meeting.ready, meeting.ready)
+
+    def ask():
+        while not done.is_set():
+            settle_streams(now)
+            clock.settle()
+            clock.total()
+            clock.keys()
+
+    with ThreadPoolExecutor(3) as pool:
+        asking = [pool.submit(ask) for _ in range(2)]
+        try:
+            pool.submit(launch).result(SHORT)
+        finally:
+            done.set()
+        assert [future.result(SHORT) for future in asking] == [None, None]
+    clock.settle()
+    assert not clock.pending
+
+
+class _Growing(dict):
+    """One to which another thread adds a key wherever a key is looked up."""
+
+    def get(self, key, default=None):
+        self.others[len(self.others), 0] = []
+        return default
+
+
+def test_collectives_that_come_while_one_looks_do_no_harm(monkeypatch):
+    now = runtime.running
+    pending = {(0, 1): [], (0, 2): []}
+    streams = _Growing()
+    streams.others = pending
+    monkeypatch.setattr(now.clock, "pending", pending)
+    monkeypatch.setattr(now.clock, "settle", lambda keys: None)
+    monkeypatch.setattr(now.thread, "streams", streams)
+    settle_streams(now)
+    assert len(pending) > 2

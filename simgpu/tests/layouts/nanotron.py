@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from layouts.shapes import Layout
 from layouts.tensor_parallel import (
@@ -104,8 +105,9 @@ class Block(nn.Module):
         q, k, v = (its.view(batch, tokens, -1, self.size).transpose(1, 2)
                    for its in (q, k, v))  # fmt: skip
         shared = self.keys != self.heads
-        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True,
-                                                    enable_gqa=shared)  # fmt: skip
+        attend = functional.scaled_dot_product_attention
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # as the trainer calls it
+            y = attend(q, k, v, is_causal=True, enable_gqa=shared)
         y = y.transpose(1, 2).contiguous()
         y = y.view(batch, tokens, self.heads * self.size).transpose(0, 1)
         return RowLinear.apply(y, self.out, self.group, OVERLAPS)

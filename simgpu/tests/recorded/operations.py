@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import simgpu
 from recorded.cards import card_named
@@ -104,13 +105,14 @@ def product_of(dtype: torch.dtype, precision: str = "highest") -> Callable:
 
 
 def attention(b: int, tokens: int, heads: int, kv_heads: int, width: int) -> Program:
-    """PyTorch's own causal attention, in bfloat16."""
+    """PyTorch's own causal flash attention, in bfloat16."""
     sides = ((b, its, tokens, width) for its in (heads, kv_heads, kv_heads))
     tensors = tuple(meta(*side, dtype=torch.bfloat16) for side in sides)
     attend = F.scaled_dot_product_attention
 
     def run(q, k, v):
-        return attend(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return attend(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
 
     return Program(f"{b} x {tokens} tokens, {heads} heads of {width}", run, tensors)
 

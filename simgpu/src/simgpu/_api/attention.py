@@ -128,9 +128,6 @@ def in_functional(query, key, value, *args, **kwargs):
     return scaled_dot_product_attention(query, key, value, *args, **kwargs)
 
 
-in_functional.__name__ = _raw_attention.__name__  # context parallelism looks it up
-
-
 def _is_subclass(mask) -> bool:
     """Whether a mask is a tensor whose class answers functions."""
     kind = type(mask)

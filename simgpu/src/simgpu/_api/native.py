@@ -61,7 +61,7 @@ def _has_primary_context(index: int) -> bool:
     runtime = state.current()
     if not devices.is_initialized():
         return False
-    worked = any(gpu == index for gpu, _ in runtime.clock.done)
+    worked = any(gpu == index for gpu, _ in list(runtime.clock.done))
     return worked or runtime.gpus[index].memory.share.has_context
 
 

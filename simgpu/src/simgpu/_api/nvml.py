@@ -124,7 +124,7 @@ class Nvml:
         clock = state.current().clock
         first = max(clock.host - _PERIOD, 0.0)
         ran, used = [], []
-        for event in clock.events:
+        for event in list(clock.events):
             if event.device == gpu.name and event.end > first:
                 if event.kind != "copy":
                     ran.append((event.start, event.end))

@@ -2,12 +2,14 @@
 
 import functools
 from dataclasses import dataclass
-from types import FunctionType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 
 from simgpu import _runtime as state
 from simgpu._compat import builtin_table, is_absent
 
 _ABSENT = object()
+_FUNCTIONS = (FunctionType, MethodType)
+_NAMES = ("__module__", "__name__", "__qualname__", "__doc__")  # of functions
 # id of a function -> the operation that TorchScript has for it
 _torchscript_names = builtin_table()
 
@@ -60,7 +62,7 @@ class Patches:
 
     def _replace(self, patch: Patch, old) -> None:
         new = patch.new
-        if isinstance(patch.owner, ModuleType) and isinstance(new, FunctionType):
+        if isinstance(patch.owner, ModuleType) and isinstance(new, _FUNCTIONS):
             new = _while_running(new, old)
         setattr(patch.owner, patch.name, new)
         # TorchScript, which has code of its own for `old`, has the same for `new`
@@ -95,4 +97,6 @@ def _while_running(new, old):
         __tracebackhide__ = True
         return (old if state.running is None else new)(*args, **kwargs)
 
+    functools.update_wrapper(either, old, _NAMES, ())  # PyTorch finds some by these
+    either.__wrapped__ = new
     return either

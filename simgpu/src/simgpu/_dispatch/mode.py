@@ -130,7 +130,7 @@ def settle_streams(runtime: state.Runtime, namespace: str = "aten") -> None:
     __tracebackhide__ = True
     if namespace not in ("c10d", "_c10d_functional"):
         clock, streams = runtime.clock, runtime.thread.streams
-        clock.settle([k for k in clock.pending if k[1] == streams.get(k[0], 0)])
+        clock.settle([k for k in list(clock.pending) if k[1] == streams.get(k[0], 0)])
 
 
 @contextlib.contextmanager

@@ -293,7 +293,7 @@ def is_pinned(tensor: torch.Tensor) -> bool:
     if not registered:
         return False
     address = _Base.data_ptr(tensor)
-    return any(0 <= address - a < size for a, size in registered.items())
+    return any(0 <= address - a < size for a, size in registered.copy().items())
 
 
 def pin(tensor: torch.Tensor) -> None:

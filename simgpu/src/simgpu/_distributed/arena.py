@@ -8,8 +8,11 @@ Elsewhere values travel in the messages themselves.
 import contextlib
 import mmap
 import os
+import threading
 
 import torch
+
+from simgpu._locking import one_at_a_time
 
 _STEP = 1 << 26  # bytes: memory is mapped in multiples of it, as far as it is used
 _ALIGNED = 64
@@ -48,8 +51,10 @@ class Memory:
 
     def __init__(self, file: int):
         self.file = file
+        self.lock = threading.RLock()
         self._mapped: torch.Tensor | None = None
 
+    @one_at_a_time
     def upto(self, end: int) -> torch.Tensor:
         """At least its first `end` bytes, which the file has."""
         if self._mapped is None or len(self._mapped) < end:
@@ -74,6 +79,7 @@ class Arena:
 
     def __init__(self):
         self.pid = os.getpid()
+        self.lock = threading.RLock()  # one thread puts, another one frees
         self.mine: Memory | None = None
         self._filled = 0  # bytes of it that have been used so far
         self._opened: dict[tuple[int, int], Memory] = {}
@@ -102,6 +108,7 @@ class Arena:
             return Parcel(nbytes=nbytes, data=room.numpy().tobytes())
         return Parcel(self.pid, self.mine.file, offset, nbytes)
 
+    @one_at_a_time
     def _find_room(self, nbytes: int) -> int:
         """The lowest place that is large enough."""
         first = 0
@@ -118,6 +125,7 @@ class Arena:
         self._taken.insert(place, (first, end))
         return first
 
+    @one_at_a_time
     def free(self, parcel: Parcel) -> None:
         """Nobody will read a parcel of this process again."""
         if not parcel.data and parcel.nbytes:
@@ -157,6 +165,7 @@ class Arena:
         """Where others find it: the process, and its file or -1."""
         return self.pid, self.mine.file if self.mine is not None else -1
 
+    @one_at_a_time
     def look_at(self, pid: int, file: int) -> Memory:
         """The memory of another process; once seen, it stays when that one ends.
 

@@ -232,7 +232,7 @@ class Board:
 
     def waits(self) -> bool:
         """Whether a thread of this rank has been waiting for others for a while."""
-        return any(list(self._threads.values()))
+        return any(self._threads.copy().values())
 
     def _wait(self, doing: str, missing: dict[str, int]) -> None:
         """A wait goes on: say so, and raise if it cannot end."""
@@ -240,7 +240,7 @@ class Board:
         self.check_verdict()
         self._check_ended(doing, missing)
         self._threads[threading.current_thread()] = True
-        threads = list(self._threads.items())
+        threads = self._threads.copy().items()
         if all(waits for thread, waits in threads if thread.is_alive()):
             self._say(("waits", doing, missing))
             self._check_circle(doing, missing)

@@ -8,7 +8,8 @@ one; who needs its values, or the time of its end, reads what the members have p
 import atexit
 import contextlib
 import os
-from collections import Counter
+import threading
+from collections import Counter, OrderedDict
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -61,10 +62,11 @@ class Cluster:
         self.pid = os.getpid()
         self.arena = Arena()
         self.board = Board(store, rank, size, self.arena.place)
-        self._sought: set[Name] = set()  # collectives whose end is being found
+        # (thread, collective whose end it is about to find)
+        self._sought: set[tuple[int, Name]] = set()
         self._readable: set[int] = {rank}  # whose arenas this process has opened
         self.under_way: list = []  # collectives that are not settled, as launched
-        self.ends: dict[Name, float] = {}  # of settled ones
+        self.ends: OrderedDict[Name, float] = OrderedDict()  # of settled ones
         self.streams = 0  # of NCCL, so far
         self._titles: Counter[str] = Counter()
         self.how = ""  # this process ends: " with an error"
@@ -125,7 +127,8 @@ class Cluster:
         if self.connecting:
             raise dist.DistBackendError(f"not connected: {min(self.connecting)}")
         while self.under_way:
-            self.under_way[0].settle()
+            for collective in list(self.under_way):
+                collective.settle()
 
     def settle_what_is_there(self) -> None:
         """Settle the collectives that all members have launched: nobody is late."""
@@ -159,7 +162,7 @@ class Cluster:
     def note_end(self, name: Name, end: float) -> None:
         self.ends[name] = end
         if len(self.ends) > _ENDS_KEPT:
-            del self.ends[next(iter(self.ends))]
+            self.ends.popitem(last=False)
 
     def start_of(self, name: Name, headers: list[Header], doing,
                  limit) -> tuple[float, int]:  # fmt: skip
@@ -169,13 +172,13 @@ class Cluster:
             torch.distributed.DistBackendError: if it waits for its own end.
         """
         times = []
-        self._sought.add(name)
+        self._sought.add((threading.get_ident(), name))
         try:
             for header, rank in zip(headers, name[2], strict=True):
                 ends = [self._end_of(one, rank, doing, limit) for one in header.after]
                 times.append(max([header.ready, *ends]))
         finally:
-            self._sought.discard(name)
+            self._sought.discard((threading.get_ident(), name))
         return max(times), times.index(max(times))
 
     def _end_of(self, name: Name, rank: int, doing, limit: float) -> float:
@@ -189,7 +192,7 @@ class Cluster:
                 words = doing if isinstance(doing, str) else doing()
                 return f"{words}, behind {its.name} of rank {rank} ({its.where})"
 
-            if name in self._sought:
+            if (threading.get_ident(), name) in self._sought:
                 raise dist.DistBackendError(_CIRCLE.format(behind()))
             headers = self.headers(name, list(ranks), behind, limit)
             start, _ = self.start_of(name, headers, behind, limit)

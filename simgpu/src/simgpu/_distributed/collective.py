@@ -48,6 +48,7 @@ class Channel:
         self.cluster, self.name, self.ranks, self.member = cluster, name, ranks, member
         self.everyone, self.place = ranks, member  # also those that do not run
         self.title, self.limit = title, limit
+        self._lock = threading.RLock()  # one thread launches, another one settles
         self.launched = 0  # collectives so far
         self.settled = 0  # all before this number are settled
         self._settled_later: set[int] = set()  # numbers of others that are settled
@@ -61,19 +62,21 @@ class Channel:
 
     def note_settled(self, number: int, headers: list[Header]) -> None:
         """One of them is settled; what all members have read is thrown away."""
-        self._settled_later.add(number)
-        while self.settled in self._settled_later:
-            self._settled_later.remove(self.settled)
-            self.settled += 1
-        for member in self._readers:
-            seen = max(self._readers[member], headers[member].settled)
-            self._readers[member] = seen
-        read_by_all = min(self._readers.values(), default=self.settled)
-        for old in [n for n in self._left if n < read_by_all]:
-            self.cluster.arena.free(self._left.pop(old))
+        with self._lock:
+            self._settled_later.add(number)
+            while self.settled in self._settled_later:
+                self._settled_later.remove(self.settled)
+                self.settled += 1
+            for member in self._readers:
+                seen = max(self._readers[member], headers[member].settled)
+                self._readers[member] = seen
+            read_by_all = min(self._readers.values(), default=self.settled)
+            for old in [n for n in self._left if n < read_by_all]:
+                self.cluster.arena.free(self._left.pop(old))
 
     def leave(self, number: int, parcel) -> None:
-        self._left[number] = parcel
+        with self._lock:
+            self._left[number] = parcel
 
 
 class Collective:

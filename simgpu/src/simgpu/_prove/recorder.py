@@ -13,6 +13,7 @@ modules), copies of the weights (EMA), validation, and the masks of dropout othe
 """
 
 import contextlib
+import functools
 import hashlib
 import os
 from collections.abc import Iterator
@@ -90,6 +91,7 @@ class Recorder:
         """Put a method of ours, which is given the original, in a function's place."""
         original = getattr(where, name)
 
+        @functools.wraps(original)  # PyTorch finds some by their names
         def replacement(*args, **kwargs):
             return ours(original, *args, **kwargs)
 

@@ -228,8 +228,7 @@ class Clock:
             seconds: that it takes once all are there.
             beside: one that has been launched with it and starts at the same time.
         """
-        index = gpu.index
-        key = (index, stream)
+        key = (index := gpu.index, stream)
         if beside is not None:
             meeting = Meeting(name, key, beside.ready, beside.after, seconds, nbytes,
                               beside.launched)  # fmt: skip
@@ -284,11 +283,12 @@ class Clock:
     def settle(self, keys: Iterable[Key] | None = None) -> None:
         """Find out when the collectives end that streams wait for (None: all)."""
         while self.pending:
-            waiting = self.pending if keys is None else keys
-            key = next((key for key in waiting if key in self.pending), None)
-            if key is None:
+            with self.lock:  # other threads launch some, and settle these
+                waiting = list(self.pending) if keys is None else keys
+                found = [self.pending[key][0] for key in waiting if key in self.pending]
+            if not found:
                 return
-            self.pending[key][0].settle()
+            found[0].settle()
 
     def settle_position(self, position: StreamPosition) -> None:
         for meeting in position.after:
