@@ -19,6 +19,7 @@ FIRST, API = "simgpu", "simgpu-api"  # pages
 # A heading of the README -> the page that begins there. Other headings stay on `FIRST`.
 CUTS = {
     "One rank of a thousand: will it fit?": "simgpu-dry-run",
+    "Which layout, of a thousand?": "simgpu-plan",
     "In tests": "simgpu-in-tests",
     "The same on any number of ranks?": "simgpu-prove",
     "Measure your own machine": "simgpu-measure",
@@ -49,7 +50,8 @@ GROUPS = {
     ],
     "Before you run it": [
         "dry_run", "DryReport", "estimate", "Estimate", "Kernels",
-        "estimate_collective", "prove", "Report", "Finding", "assert_same_on_worlds",
+        "estimate_collective", "plan", "Plan", "PlannedLayout", "prove", "Report",
+        "Finding", "assert_same_on_worlds",
     ],
     "Cards and networks": [
         "CARDS", "Card", "find_card", "Network", "CachingAllocator", "parse_memory",

@@ -38,6 +38,7 @@ LAYERS = [
         "__main__", "_spawn_main", "_ranks", "_prove", "_dry", "_measure",
         "pytest_plugin",
     },
+    {"_plan"},
     {"__init__"},  # its imports are for type checkers; what it loads comes later
 ]  # fmt: skip
 HEIGHTS = {name: height for height, names in enumerate(LAYERS) for name in names}

@@ -4,12 +4,13 @@ import pytest
 import torch
 
 import simgpu
-from layouts import nanotron, replay, rows, schedule, sweep
-from layouts.schedule import Pass, Stage
+from layouts import nanotron, replay, rows, sweep
 from layouts.shapes import Layout
 from layouts.tensor_parallel import BUFFERS
 from layouts.trace import Event, Trace
 from recorded.files import Recording
+from simgpu._plan import schedule
+from simgpu._plan.schedule import Pass, Stage
 from simgpu._timing.cost import HOSTS
 
 SMALL = Layout(6, 512, 8, 2048, 8192, 1024, 4, 3, 1, 1, 1)
@@ -63,7 +64,8 @@ def test_a_pipeline_has_its_bubble():
     slower = Stage(Pass(1.0, 4.0), Pass(2.0, 4.0))
     assert schedule.seconds((slower,), 4, 0.0) == 32
     assert schedule.order(0, 2, 3) == [
-        (True, 0), (True, 1), (False, 0), (True, 2), (False, 1), (False, 2)
+        (True, 0, 0), (True, 0, 1), (False, 0, 0), (True, 0, 2), (False, 0, 1),
+        (False, 0, 2),
     ]  # fmt: skip
 
 

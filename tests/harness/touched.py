@@ -269,6 +269,10 @@ TABLE = [  # the first row that fits is a file's
         "simgpu/src/simgpu/_prove/*",
         (saying('simgpu[ .]prove|_prove|"prove"|assert_same_on'),),
     ),
+    Row(
+        "simgpu/src/simgpu/_plan/*",
+        (saying('simgpu[ .]plan|_plan|"plan"|layouts'),),
+    ),
     Row("simgpu/src/simgpu/_measure/*", (saying('simgpu measure|_measure|"measure"'),)),
     Row("simgpu/src/*", (everything,)),
     Row("simgpu/pyproject.toml", (everything,)),

@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # what type checkers and editors read; at run time see `_HOME
     from simgpu._frames import add_foreign as hide_frames
     from simgpu._frames import is_program_code
     from simgpu._messages import Messages
+    from simgpu._plan.search import Plan, PlannedLayout, plan
     from simgpu._prove import Finding, Report, assert_same_on_worlds, prove
     from simgpu._ranks.notebook import Ranks
     from simgpu._ranks.notebook import close as close_ranks
@@ -68,13 +69,13 @@ __version__ = "0.3.0"  # the only place: pyproject.toml reads it from here
 __all__ = [
     "CARDS", "CachingAllocator", "Card", "DryReport", "DryRunFailed", "Estimate",
     "Event", "Finding", "JobTimeline", "Kernels", "Lane", "Message", "Messages",
-    "Network", "NotSimulated", "RaceError", "RankError", "RankLog", "Ranks",
-    "RanksFailed", "Report", "Request", "Timeline", "Totals", "Wait", "__version__",
-    "assert_same_on_worlds", "cap_memory", "check_request", "close_ranks", "count",
-    "current_ranks", "dry_run", "estimate", "estimate_collective", "find_card",
-    "hide_frames", "host_busy", "installed", "is_program_code", "is_running",
-    "parse_memory", "prove", "real_gpus", "request", "run_ranks", "show_bytes", "start",
-    "stop", "timeline",
+    "Network", "NotSimulated", "Plan", "PlannedLayout", "RaceError", "RankError",
+    "RankLog", "Ranks", "RanksFailed", "Report", "Request", "Timeline", "Totals",
+    "Wait", "__version__", "assert_same_on_worlds", "cap_memory", "check_request",
+    "close_ranks", "count", "current_ranks", "dry_run", "estimate",
+    "estimate_collective", "find_card", "hide_frames", "host_busy", "installed",
+    "is_program_code", "is_running", "parse_memory", "plan", "prove", "real_gpus",
+    "request", "run_ranks", "show_bytes", "start", "stop", "timeline",
 ]  # fmt: skip
 
 # public name -> the module that defines it, and there its name, if it has another
@@ -94,6 +95,8 @@ _HOMES = {
     "Messages": "_messages",
     "Network": "_timing.topology",
     "NotSimulated": "_errors",
+    "Plan": "_plan.search",
+    "PlannedLayout": "_plan.search",
     "RaceError": "_sanitizer.race_report",
     "RankError": "_ranks.rank_error",
     "RankLog": "_timing.job",
@@ -120,6 +123,7 @@ _HOMES = {
     "is_program_code": "_frames",
     "is_running": "_startup",
     "parse_memory": "_device.cards",
+    "plan": "_plan.search",
     "prove": "_prove",
     "real_gpus": "_startup",
     "request": "_startup",
@@ -139,7 +143,7 @@ def __getattr__(name: str) -> Any:
         if "simgpu._child_commands" in sys.modules:  # the GPUs may be about to come
             sys.modules["simgpu._child_commands"].come()
         home, _, there = _HOMES[name].partition(":")
-        if home in ("_startup", "_estimates", "_dry.api"):
+        if home in ("_startup", "_estimates", "_dry.api", "_plan.search"):
             importlib.import_module("simgpu._compat").check_packages()
         return getattr(importlib.import_module(f"simgpu.{home}"), there or name)
     raise AttributeError(f"module 'simgpu' has no attribute {name!r}")

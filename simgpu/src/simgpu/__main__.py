@@ -8,6 +8,7 @@
     python -m simgpu prove script.py --worlds 1,2,4
     python -m simgpu dry-run --world 1024 --card H100 script.py [args]
     python -m simgpu sweep --world 64 'script.py --tp {1,2,4} --batch {1,2}'
+    python -m simgpu plan --model llama3-8b --gpus 64 --tokens 4M
     python -m simgpu measure my.json
     torchrun --nproc-per-node=8 -m simgpu --nodes 2 --network "100 Gbit/s" script.py
 

@@ -10,9 +10,9 @@ optim/gradient_accumulator.py and distributed.py at the time of the sweep.
 from collections import deque
 from typing import NamedTuple
 
-from layouts.schedule import Pass, order
 from layouts.trace import Trace
 from simgpu._device.allocator import CachingAllocator
+from simgpu._plan.schedule import Pass, order
 
 QUEUE = 1024  # launches by which a host may be ahead of its card: CUDA's queue
 BUCKET = 25 * 2**20  # bytes of gradients, after which a bucket of DDP is closed
@@ -239,4 +239,4 @@ def steps(
 def passes(stage: int, stages: int, count: int) -> list[bool]:
     """Those of a step, of no more micro-batches than change anything."""
     most = stages - stage + 1
-    return [forward for forward, _ in order(stage, stages, min(count, most))]
+    return [forward for forward, *_ in order(stage, stages, min(count, most))]

@@ -3,19 +3,20 @@
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 
 import simgpu
-from layouts import megatron, nanotron, replay, schedule, trace
+from layouts import megatron, nanotron, replay, trace
 from layouts.machines import card_of
-from layouts.pieces import Cost, Piece, measured, passes
-from layouts.schedule import Pass, Stage
 from layouts.shapes import Layout
 from layouts.tensor_parallel import BUFFERS
 from simgpu._device import overhead
+from simgpu._plan import schedule
+from simgpu._plan.parts import on_card
+from simgpu._plan.pieces import Cost, Piece, measured, passes
+from simgpu._plan.schedule import Pass, Stage
 from simgpu._timing.collective_cost import Group, collective_seconds
 from simgpu._timing.topology import Topology
 
@@ -34,19 +35,6 @@ LOAD = 1.25
 WORLD = 512
 BUCKET = 25 * 2**20  # bytes of gradients in half precision, of DDP
 BLOCK = 2**26  # numbers by which the optimizer is measured
-
-
-@contextlib.contextmanager
-def on_card(numbers: torch.dtype = torch.bfloat16) -> Iterator[None]:
-    """What a part makes is on the card, in half precision."""
-    dtype = torch.get_default_dtype()
-    torch.set_default_dtype(numbers)
-    torch.set_default_device("cuda")
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
-        torch.set_default_dtype(dtype)
 
 
 def shape_of(of: Layout) -> Layout:

@@ -230,7 +230,9 @@ class Composed:
         of, parts, rates = self.of, self.parts, self.rates
         one, (_, ends) = sum(parts.block.weights), self._held(rank)
         gather, reduce = self._gather(one), self._reduce(one)
-        out, cast = one * rates.copy, one * rates.cast  # from and to messages' buffers
+        # from and to messages' buffers; a shard is rounded before it is sent
+        copied = rates.copy + rates.cast / of.shards
+        out, cast = one * copied, one * rates.cast
         taken = CHANNELS / self.machine.card.multi_processors
         add_up = self._sum(one)
         now = fetched = reduced = summed = 0.0
@@ -248,7 +250,7 @@ class Composed:
             return now + seconds
 
         count = self._blocks(rank)
-        now = self._gather(ends) + ends * rates.copy
+        now = self._gather(ends) + ends * copied
         fetched = send(gather)
         if rank == 0:
             now = compute(parts.first.forward)

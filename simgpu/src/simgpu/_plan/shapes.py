@@ -151,9 +151,11 @@ def _of_sizes(sizes: Mapping[str, Any], tied: bool, norms: bool, name: str) -> S
         raise ValueError(f"the model lacks {names}")
     its = dict(sizes)
     its["kv_heads"] = its.get("kv_heads") or its["heads"]
-    if not its.get("head_size") and isinstance(its["heads"], int) and its["heads"] > 0:
-        its["head_size"] = its["hidden"] // its["heads"]
-    return _checked(Shape(**its, tied=tied, head_norms=norms, name=name))
+    its["head_size"] = its.get("head_size") or 1
+    shape = _checked(Shape(**its, tied=tied, head_norms=norms, name=name))
+    if sizes.get("head_size"):
+        return shape
+    return shape._replace(head_size=shape.hidden // shape.heads)
 
 
 def _checked(shape: Shape) -> Shape:

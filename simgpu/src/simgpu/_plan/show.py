@@ -57,7 +57,7 @@ def lines(found: Plan, top: int, total: int | None, price: float | None) -> list
         f"{found.machine.card.name}, simulated",
         f"{found.tokens:,} tokens a step: {found.tokens // found.sequence:,} sequences "
         f"of {found.sequence:,}",
-        f"{count:,} of {len(found.layouts):,} layouts fit ({found.took:.0f} s)",
+        f"{count:,} of {len(found.layouts):,} layouts fit",
         "",
     ]
     rows = (found.fitting or found.layouts)[:top]
@@ -69,8 +69,9 @@ def lines(found: Plan, top: int, total: int | None, price: float | None) -> list
         row = min(found.layouts, key=lambda its: its.used_bytes)
         made += [
             f"none fits: the smallest needs {row.used_bytes / _GIB:.1f} GiB of a card, "
-            f"which has {card:.1f}; more GPUs, a shorter sequence or fewer tokens need less", "",
-        ]  # fmt: skip
+            f"which has {card:.1f}; more GPUs or a shorter sequence need less",
+            "",
+        ]
         rows = sorted(found.layouts, key=lambda its: its.used_bytes)[:top]
     if same:
         made += [f"all: {', '.join(same)}"]

@@ -1,0 +1,285 @@
+"""Planned layouts beside dry runs of their whole programs, and what a plan says."""
+
+import json
+
+import pytest
+
+import simgpu
+from simgpu._device.cards import find_card
+from simgpu._plan import command, flags, parts, schedule, show
+from simgpu._plan.compose import Layout, blocks_of
+from simgpu._plan.schedule import Pass, Stage
+from simgpu._plan.search import AXES, plan
+from simgpu._plan.shapes import MODELS, Shape, shape_of
+
+SMALL = Shape(6, 1024, 16, 8, 64, 4096, 16_384)
+TEXT = "layers=6,hidden=1024,heads=16,kv_heads=8,intermediate=4096,vocab=16384"
+TOKENS = 2048
+CONFIG = {
+    "model_type": "llama", "num_hidden_layers": 6, "hidden_size": 1024,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 4096,
+    "vocab_size": 16_384,
+}  # fmt: skip
+
+
+def planned(of: Layout, shape: Shape = SMALL, **options) -> simgpu.Plan:
+    """A plan of one layout."""
+    only = dict(zip(AXES, (of.slices, of.stages, of.shards, of.micro, of.chunks,
+                           of.zero, of.recompute), strict=True))  # fmt: skip
+    only = {axis: [its] for axis, its in only.items()}
+    tokens = TOKENS * of.micro * of.accumulate * of.replicas * of.shards
+    found = plan(shape, of.gpus, tokens=tokens, sequence=TOKENS, only=only, **options)
+    assert [its.layout for its in found.layouts] == [of]
+    return found
+
+
+def whole_over_plan(found: simgpu.Plan) -> tuple[float, float]:
+    """Step and tensors of the plan, of what the whole program takes."""
+    said = " ".join(show.check(found))
+    time, memory = (float(word) for word in said.split() if word[1:2] == "." and
+                    len(word) == 5)  # fmt: skip
+    return time, memory
+
+
+# replicas, shards, slices, stages, chunks, micro, accumulate, zero, recompute
+ALONE = [
+    Layout(1, 8, 1, 1, 1, 2, 1, 3, "none"),
+    Layout(1, 4, 2, 1, 1, 2, 2, 2, "full"),
+    Layout(2, 8, 1, 1, 1, 2, 1, 3, "selective"),
+    Layout(1, 1, 1, 1, 1, 4, 1, 3, "none"),
+]
+PIPELINES = [
+    Layout(1, 4, 1, 2, 1, 1, 4, 2, "none"),
+    Layout(1, 2, 2, 2, 2, 2, 4, 2, "full"),
+    Layout(2, 2, 1, 4, 1, 1, 8, 2, "selective"),
+]
+
+
+@pytest.mark.parametrize(
+    "of",
+    [*ALONE, *(pytest.param(its, marks=pytest.mark.slow) for its in PIPELINES)],
+    ids=lambda of: "-".join(map(str, of)),
+)
+def test_the_whole_program_takes_what_is_planned(of):
+    time, memory = whole_over_plan(planned(of))
+    assert time == pytest.approx(1.0, abs=0.05)
+    assert memory == pytest.approx(1.0, abs=0.03)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [
+    {"compile": True}, {"card": "A100"}, {"host": "slow"}, {"network": "100 Gbit/s"},
+], ids=str)  # fmt: skip
+def test_other_machines_are_planned_as_well(options):
+    shape = SMALL._replace(head_norms=True, tied=True)
+    of = Layout(2, 8, 1, 1, 1, 2, 1, 3, "none")
+    time, memory = whole_over_plan(planned(of, shape, **options))
+    assert time == pytest.approx(1.0, abs=0.1)
+    assert memory == pytest.approx(1.0, abs=0.03)
+
+
+@pytest.mark.parametrize(("name", "billions"), [
+    ("llama2-7b", 6.738), ("llama2-70b", 68.977), ("llama3-1b", 1.236),
+    ("llama3-3b", 3.213), ("llama3-8b", 8.030), ("llama3-70b", 70.554),
+    ("llama3-405b", 405.85), ("mistral-7b", 7.248), ("qwen3-8b", 8.191),
+    ("qwen3-14b", 14.768), ("qwen3-32b", 32.762),
+])  # fmt: skip
+def test_models_have_the_parameters_that_they_are_published_with(name, billions):
+    assert MODELS[name].parameters / 1e9 == pytest.approx(billions, rel=1e-3)
+
+
+def test_parts_have_the_parameters_of_the_model():
+    machine = parts.Machine(find_card("H100"), 8, None)
+    key = parts.Key(1, TOKENS, 1, "none")
+    for shape in (SMALL, SMALL._replace(head_norms=True)):
+        first, block, last = parts.parts_of(shape, [key], machine)[key]
+        made = sum(first.weights) + shape.layers * sum(block.weights)
+        assert made + sum(last.weights) == shape.parameters
+
+
+def test_a_config_says_what_the_sizes_say(tmp_path):
+    path = tmp_path / "small" / "config.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(CONFIG), encoding="utf-8")
+    for model in (str(path), str(path.parent), CONFIG, TEXT, SMALL):
+        assert shape_of(model)._replace(name="") == SMALL
+    qwen = CONFIG | {"model_type": "qwen3", "head_dim": 128,
+                     "tie_word_embeddings": True}  # fmt: skip
+    its = shape_of(qwen)
+    assert (its.head_size, its.tied, its.head_norms) == (128, True, True)
+
+
+@pytest.mark.parametrize(("model", "words"), [
+    ("llama9", "no model is called 'llama9'"),
+    (CONFIG | {"model_type": "mamba"}, "of model_type 'mamba'; what is planned is"),
+    ([1], "holds no names"),
+    ({"model_type": "llama"}, r"lacks layers \(num_hidden_layers\)"),
+    (CONFIG | {"hidden_size": -1}, "hidden is -1; it must be"),
+    (CONFIG | {"hidden_size": "a"}, "hidden is 'a'; it must be"),
+    (CONFIG | {"num_key_value_heads": 3}, "16 heads cannot share 3"),
+    ("layers=6", "lacks hidden"), ("layers=x", "layers='x' is no whole number"),
+    ("width=3", "no size 'width'"),
+], ids=str)  # fmt: skip
+def test_a_model_that_cannot_be_is_refused(model, words, tmp_path):
+    if isinstance(model, list):
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(model), encoding="utf-8")
+        model = str(path)
+    with pytest.raises(ValueError, match=words):
+        plan(model, 8, tokens=8 * 4096)
+
+
+@pytest.mark.parametrize(("more", "words"), [
+    ({"gpus": 0}, "gpus is 0"), ({"gpus": 12}, "no whole number of nodes of 8"),
+    ({"tokens": 1000}, "no whole number of sequences of 2,048"),
+    ({"gpus": 16, "tokens": 3 * TOKENS, "only": {"pp": [1]}},
+     r"nothing divides 3 sequences, 16 heads .* with pp \(1,\)"),
+    ({"card": "H1000"}, "H1000"), ({"network": "fast"}, "'fast' as a bandwidth"),
+    ({"only": {"tp": [3]}}, r"among 8 GPUs with tp \(3,\)"),
+    ({"only": {"ep": [3]}}, "no axis is called ep"),
+    ({"only": {"recompute": ["all"]}}, "recompute='all'"), ({"host": "x"}, "host='x'"),
+], ids=str)  # fmt: skip
+def test_a_job_that_cannot_be_is_refused(more, words):
+    asked = {"gpus": 8, "tokens": 16 * TOKENS, "sequence": TOKENS} | more
+    with pytest.raises(ValueError, match=words):
+        plan(SMALL, **asked)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return plan(SMALL, 16, tokens=64 * TOKENS, sequence=TOKENS,
+                only={"micro": [1, 2], "tp": [1, 2]})  # fmt: skip
+
+
+def test_each_layout_is_the_whole_job_and_stands_once(found):
+    layouts = [its.layout for its in found.layouts]
+    assert len(set(layouts)) == len(layouts) > 50
+    for of in layouts:
+        assert of.gpus == 16
+        assert of.replicas * of.shards * of.micro * of.accumulate == 64
+    assert {of.stages for of in layouts} == {1, 2, 4}  # 6 blocks make no 8 stages
+    assert {of.chunks for of in layouts if of.stages == 1} == {1}
+
+
+def test_the_fastest_that_fits_comes_first(found):
+    times = [its.step_seconds for its in found.fitting]
+    assert times == sorted(times)
+    for its in found.layouts:
+        assert its.step_seconds == pytest.approx(sum(its.seconds))
+        assert min(its.seconds) >= -1e-9
+        assert its.tokens_per_second * its.step_seconds == pytest.approx(found.tokens)
+        assert 0 < its.mfu < 1
+
+
+def test_recomputing_takes_time_and_less_memory(found):
+    by = {its.layout: its for its in found.layouts}
+    for of, its in by.items():
+        if of.recompute == "none":
+            some, full = (by[of._replace(recompute=how)]
+                          for how in ("selective", "full"))  # fmt: skip
+            assert its.seconds.again == 0 < some.seconds.again < full.seconds.again
+            assert its.peak_bytes > some.peak_bytes > full.peak_bytes
+
+
+def test_why_names_what_the_time_goes_to(found):
+    worst = len(found.layouts)
+    first, *lines = found.why(1, worst)
+    one, two = found.layouts[0], found.layouts[-1]
+    share = two.step_seconds / one.step_seconds - 1
+    assert first.startswith(f"1 is {share:.1%} faster than {worst}")
+    assert any("the bubble" in line or "messages" in line for line in lines)
+    assert found.why(worst, 1)[0].startswith(f"{worst} is ")
+    assert "slower than 1" in found.why(worst, 1)[0]
+    with pytest.raises(ValueError, match=f"they are 1 to {worst}"):
+        found.why(1, worst + 1)
+
+
+@pytest.mark.parametrize(("ranks", "count", "chunks"), [
+    (2, 4, 1), (4, 8, 1), (4, 2, 1), (2, 4, 2), (4, 8, 2), (4, 4, 4),
+])  # fmt: skip
+def test_a_schedule_runs_each_pass_once_and_has_its_bubble(ranks, count, chunks):
+    for rank in range(ranks):
+        passes = schedule.order(rank, ranks, count, chunks)
+        assert len(set(passes)) == len(passes) == 2 * count * chunks
+        done = set()
+        for forward, chunk, micro in passes:
+            assert forward or (chunk, micro) in done
+            done.add((chunk, micro))
+    stages = (Stage(Pass(1 / chunks, 0.0), Pass(2 / chunks, 0.0)),) * (ranks * chunks)
+    bubble = (ranks - 1) / chunks  # Megatron-LM's formula, in micro-batches
+    took = schedule.seconds(stages, count, 0.0, chunks)
+    assert took == pytest.approx(3 * (count + bubble))
+
+
+def test_stages_share_the_blocks_and_the_ends():
+    assert blocks_of(6, 1) == [6]
+    assert blocks_of(6, 2) == [3, 3]
+    assert blocks_of(32, 4) == [8, 9, 8, 7]
+    for layers, stages in ((80, 16), (126, 8), (32, 12)):
+        assert sum(blocks_of(layers, stages)) == layers
+        assert min(blocks_of(layers, stages)) > 0
+
+
+def test_trainers_are_told_the_layout():
+    of = Layout(2, 8, 2, 4, 2, 1, 8, 2, "full")
+    words = flags.torchtitan(of, 128 * 4096, 4096)
+    assert "--parallelism.pipeline_parallel_schedule=Interleaved1F1B" in words
+    assert "--training.local_batch_size=8" in words
+    assert "--training.global_batch_size=128" in words
+    words = flags.megatron(of, 128 * 4096, 4096)
+    assert {"--tensor-model-parallel-size 2", "--sequence-parallel",
+            "--pipeline-model-parallel-size 4",
+            "--num-virtual-stages-per-pipeline-rank 2"} <= set(words)  # fmt: skip
+    plain = Layout(1, 8, 1, 1, 1, 2, 1, 3, "none")
+    assert "--use-torch-fsdp2" in flags.megatron(plain, 16 * 4096, 4096)
+    assert "--training.local_batch_size=2" in flags.torchtitan(plain, 16 * 4096, 4096)
+
+
+ASKED = ["--model", TEXT, "--gpus", "8", "--tokens", "64k", "--sequence", "2000",
+         "--micro", "1", "--tp", "1", "--pp", "1"]  # fmt: skip
+
+
+def test_the_command_prints_a_table_and_json(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    more = ["--total-tokens", "1B", "--price", "2", "--why", "1", "2", "--top", "3"]
+    assert command.main([*ASKED, *more, "--json", str(path)]) == command.FITS
+    said = capsys.readouterr().out
+    rows = [line for line in said.splitlines() if line[:1] in "123" and "%" in line]
+    its = json.loads(path.read_text(encoding="utf-8"))
+    assert len(rows) == 4  # and one of --why
+    assert (
+        "6 of 6 layouts fit" in said and its["model"]["parameters"] == SMALL.parameters
+    )
+    assert f"{its['layouts'][0]['tokens_per_second']:,.0f}" in rows[0]
+    days = 1e9 / its["layouts"][0]["tokens_per_second"] / 86_400
+    assert rows[0].split()[-1] == f"{days * 24 * 8 * 2:,.0f}"
+    assert command.main([*ASKED, "--json", "-"]) == command.FITS
+    assert json.loads(capsys.readouterr().out)["gpus"] == 8
+
+
+def test_a_model_that_no_card_holds_is_said(capsys):
+    asked = ["--model", "llama3-405b", "--gpus", "8", "--tokens", "32k",
+             "--sequence", "4000", "--tp", "1", "--pp", "1"]  # fmt: skip
+    assert command.main(asked) == command.FULL
+    said = capsys.readouterr().out
+    assert "0 of 6 layouts fit" in said and "none fits: the smallest needs" in said
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--tokens", "4X"], "is no number of tokens"),
+    (["--top", "0"], "--top is at least"), (["--price", "-1"], "--price is above 0"),
+    (["--json", "no/a"], "there is no folder"), (["--tp", "x"], "invalid int value"),
+], ids=str)  # fmt: skip
+def test_a_command_line_that_cannot_be(words, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command.main([*ASKED, *words])
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--model", "llama9"], "no model is called"),
+    (["--why", "1", "99"], "no layout 99"), (["--check", "99"], "no layout 99"),
+], ids=str)  # fmt: skip
+def test_what_cannot_be_planned_is_said(words, said, capsys):
+    assert command.main([*ASKED, *words]) == command.WRONG
+    assert said in capsys.readouterr().err
