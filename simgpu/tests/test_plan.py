@@ -231,7 +231,7 @@ def test_trainers_are_told_the_layout():
             "--pipeline-model-parallel-size 4",
             "--num-virtual-stages-per-pipeline-rank 2"} <= set(words)  # fmt: skip
     plain = Layout(1, 8, 1, 1, 1, 2, 1, 3, "none")
-    assert "--use-torch-fsdp2" in flags.megatron(plain, 16 * 4096, 4096)
+    assert "--use-torch-fsdp2 " in flags.megatron(plain, 16 * 4096, 4096)[-1]
     assert "--training.local_batch_size=2" in flags.torchtitan(plain, 16 * 4096, 4096)
 
 

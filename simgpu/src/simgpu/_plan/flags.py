@@ -22,6 +22,8 @@ def torchtitan(of: Layout, tokens: int, sequence: int) -> list[str]:
         f"--parallelism.fsdp_reshard_after_forward="
         f"{'always' if of.zero == 3 else 'never'}",
     ]
+    if of.recompute == "selective":
+        made.append("--activation_checkpoint.selective_ac_option=op")
     if of.stages == 1:
         return [*made, f"--training.local_batch_size={of.micro}"]
     schedule = "1F1B" if of.chunks == 1 else "Interleaved1F1B"
@@ -44,6 +46,9 @@ def megatron(of: Layout, tokens: int, sequence: int) -> list[str]:
     ]
     if of.slices > 1:
         made.append("--sequence-parallel")
+    if of.stages > 1:
+        made.append("--account-for-embedding-in-pipeline-split "
+                    "--account-for-loss-in-pipeline-split")  # fmt: skip
     if of.chunks > 1:
         made.append(f"--num-virtual-stages-per-pipeline-rank {of.chunks}")
     if of.recompute == "full":
@@ -51,5 +56,7 @@ def megatron(of: Layout, tokens: int, sequence: int) -> list[str]:
                     "--recompute-num-layers 1")  # fmt: skip
     elif of.recompute == "selective":
         made.append("--recompute-granularity selective")
-    made.append("--use-torch-fsdp2" if of.zero == 3 else "--use-distributed-optimizer")
-    return made
+    if of.zero == 3:
+        return [*made, "--use-torch-fsdp2 --no-gradient-accumulation-fusion "
+                "--ckpt-format torch_dist"]  # fmt: skip
+    return [*made, "--use-distributed-optimizer"]
