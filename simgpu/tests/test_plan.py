@@ -6,6 +6,7 @@ import pytest
 
 import simgpu
 from simgpu._device.cards import find_card
+from simgpu._pictures import plans
 from simgpu._plan import command, flags, parts, schedule, show
 from simgpu._plan.compose import Layout, blocks_of
 from simgpu._plan.schedule import Pass, Stage
@@ -181,6 +182,22 @@ def test_recomputing_takes_time_and_less_memory(found):
             assert its.peak_bytes > some.peak_bytes > full.peak_bytes
 
 
+def test_the_picture_has_each_layout_and_names_the_best(found):
+    made = found.picture()
+    svg = made._repr_svg_()
+    kinds = {(its.layout.slices > 1, its.layout.stages > 1) for its in found.layouts}
+    assert svg.count("<rect") == 1 + len(found.layouts) + len(kinds)
+    best = plans.frontier(found.fitting)
+    assert best[-1] is found.layouts[0]
+    for row in best:
+        place = found.layouts.index(row) + 1
+        assert f"layout {place} needs {row.used_bytes / 2**30:.0f} GiB" in made.title
+        assert not any(
+            its.used_bytes < row.used_bytes and its.step_seconds < row.step_seconds
+            for its in found.fitting
+        )
+
+
 def test_why_names_what_the_time_goes_to(found):
     worst = len(found.layouts)
     first, *lines = found.why(1, worst)
@@ -253,7 +270,10 @@ def test_the_command_prints_a_table_and_json(capsys, tmp_path):
     assert f"{its['layouts'][0]['tokens_per_second']:,.0f}" in rows[0]
     days = 1e9 / its["layouts"][0]["tokens_per_second"] / 86_400
     assert rows[0].split()[-1] == f"{days * 24 * 8 * 2:,.0f}"
-    assert command.main([*ASKED, "--json", "-"]) == command.FITS
+    picture = tmp_path / "plan.svg"
+    words = ["--json", "-", "--picture", str(picture)]
+    assert command.main([*ASKED, *words]) == command.FITS
+    assert picture.read_text(encoding="utf-8").startswith("<svg")
     assert json.loads(capsys.readouterr().out)["gpus"] == 8
 
 

@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
         usage="%(prog)s --model MODEL --gpus N --tokens N [--sequence N] [--card CARD] "
         "[--node N] [--network BANDWIDTH] [--compile] [--host KIND] [--AXIS N ...] "
         "[--top N] [--why A B] [--check [A]] [--total-tokens N] [--price DOLLARS] "
-        "[--json FILE]",
+        "[--picture FILE] [--json FILE]",
         description="All layouts of a decoder on so many cards: which fit, how fast "
         "they are, and what a run costs. All times are simulated.",
         epilog=_HELP.format(models=", ".join(MODELS), families=", ".join(_FAMILIES)),
@@ -91,6 +91,8 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--total-tokens", type=count, metavar="N", help="of the whole run: 15T")
     add("--price", type=float, metavar="DOLLARS", help="of a card for an hour")
+    add("--picture", type=Path, metavar="FILE",
+        help="all layouts by memory and rate, as SVG")  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="all for programs; - is stdout")
     return made
 
@@ -110,10 +112,9 @@ def main(words: Sequence[str]) -> int:
         made.error("--top is at least 1")
     if options.price is not None and not options.price > 0:
         made.error("--price is above 0")
-    if options.json and str(options.json) != "-":
-        folder = options.json.absolute().parent
-        if not folder.is_dir():
-            made.error(f"there is no folder {folder}")
+    for path in (options.json, options.picture):
+        if path and str(path) != "-" and not path.absolute().parent.is_dir():
+            made.error(f"there is no folder {path.absolute().parent}")
     from simgpu._plan import show
     from simgpu._plan.search import AXES, plan
 
@@ -140,4 +141,6 @@ def main(words: Sequence[str]) -> int:
         if options.json:
             text = json.dumps(found.as_dict(), indent=1)
             options.json.write_text(text + "\n", encoding="utf-8")
+    if options.picture:
+        options.picture.write_text(found.picture()._repr_svg_(), encoding="utf-8")
     return FITS if found.fitting else FULL

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from simgpu._device.cards import Card, find_card
+from simgpu._pictures import plans
+from simgpu._pictures.picture import Picture
 from simgpu._plan import parts
 from simgpu._plan.compose import Composed, Layout, Seconds
 from simgpu._plan.llama import RECOMPUTE
@@ -121,6 +123,10 @@ class Plan:
                 f"{'' if row.fits else ', and does not fit'}"
             )
         return lines
+
+    def picture(self) -> Picture:
+        """Each layout's memory and rate; the best for their memory by place."""
+        return plans.layouts(self)
 
     def as_dict(self) -> dict[str, Any]:
         """The same as JSON has it."""
