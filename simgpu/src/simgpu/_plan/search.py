@@ -1,7 +1,7 @@
 """All layouts of a model on so many cards, the fastest that fit first."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from simgpu._plan.llama import RECOMPUTE
 from simgpu._plan.parts import Machine
 from simgpu._plan.shapes import Shape, shape_of
 from simgpu._timing.cost import Launches, launch_times
-from simgpu._timing.topology import Network, Topology
+from simgpu._timing.topology import Topology
 
 _MICRO = (1, 2, 4, 8, 16)
 _CHUNKS = (1, 2, 4)
@@ -153,7 +153,7 @@ def _faster(a: int, b: int, one: PlannedLayout, two: PlannedLayout) -> str:
 def plan(
     model: str | Mapping[str, Any] | Shape, gpus: int, *, tokens: int,
     sequence: int = 4096, card: str | Card = "H100", node: int = 8,
-    network: Network | float | str | None = None, compile: bool = False,
+    network: float | str | None = None, compile: bool = False,
     host: str = "bare", only: Mapping[str, Sequence[Any]] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Plan:  # fmt: skip
@@ -250,7 +250,7 @@ def _checked(shape: Shape, gpus: int, machine: Machine, tokens: int, sequence: i
 
 def _layouts(shape: Shape, gpus: int, node: int, batch: int, sequence: int,
              only: Mapping[str, Sequence[Any]]) -> Iterator[Layout]:  # fmt: skip
-    def axis(name: str, values) -> list:
+    def axis(name: str, values: Iterable[Any]) -> list[Any]:
         held = only.get(name)
         return [its for its in values if held is None or its in held]
 

@@ -119,7 +119,8 @@ def _compare(work: "_Work", worlds: tuple[int, ...], line: "_Line") -> Report:
     wholes = first.before | first.buffers
     reference, *noisy = (combine(records, wholes) for records in alone)
     allowed = rounding.Allowed(reference, noisy)
-    findings, notes = list(look(alone[0])), []
+    findings = list(look(alone[0]))
+    notes: list[str] = []
     for ranks in worlds[1:]:
         line.next(ranks)
         try:
