@@ -128,7 +128,7 @@ class Composed:
             if is_last:  # scores stay as long as the stage's pass
                 loss += 2 * of.micro * self.tokens * self.shape.vocab // of.slices
             waiting = int(self._waiting(rank) * kept)
-            return static + whole + waiting + max(loss, back)
+            return static + whole + waiting + max(loss, head + back)
         gathered = 2 * ends
         pair = 2 * one
         if of.zero == 2:
@@ -177,7 +177,7 @@ class Composed:
         if of.stages == 1:
             forward, backward = self._with_shards(0)
             once = (forward + backward - own.seconds) * of.accumulate
-            launched = self._host(own) * of.accumulate
+            launched = (self._host(own) + self._host(self._sharding())) * of.accumulate
             host = max(0.0, launched - busy - once)
             return Seconds(computing, again, slices, once, 0.0, optimizer, host)
         stages = [self._stage(i) for i in range(of.stages * of.chunks)]
@@ -278,6 +278,14 @@ class Composed:
             now = compute(parts.first.backward)
         now = max(now, reduced) + ends * rates.cast + self._reduce(ends)
         return middle, max(now, summed) + self._sum(ends) - middle
+
+    def _sharding(self) -> Cost:
+        """What FSDP launches in both passes: three copies around each gather, one
+        before gradients are reduced, and the messages."""
+        of, units = self.of, self.shape.layers + 1
+        gathers = units + self.shape.layers * (of.zero == 3)
+        calls = gathers + units * (1 + (of.replicas > 1))
+        return Cost(launches=3 * gathers + units, calls=calls)
 
     def _gather(self, numbers: int) -> float:
         of = self.of

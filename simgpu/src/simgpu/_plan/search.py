@@ -263,8 +263,8 @@ def _layouts(shape: Shape, gpus: int, node: int, batch: int, sequence: int,
             if batch % dp or pp > shape.layers:
                 continue
             near = max(1, node // tp)
-            groups = {dp} | {n for n in (near, 8 * near) if dp % n == 0}
-            for shards in axis("shards", sorted(groups, reverse=True)):
+            groups = only.get("shards") or (dp, near, 8 * near)
+            for shards in sorted({n for n in groups if n > 0 and dp % n == 0})[::-1]:
                 for micro in axis("micro", _MICRO):
                     if batch // dp % micro:
                         continue

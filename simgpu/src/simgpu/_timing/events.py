@@ -26,9 +26,8 @@ class Event(NamedTuple):
     group: str = ""  # of a collective: the process group, "all ranks" or "ranks 0, 2"
     waited: float = 0.0  # of a collective: seconds in which it waited for a rank, ...
     waited_for: int = -1  # ... this one
-    about: dict[str, object] | None = (
-        None  # of a collective: what a profiler that runs is told
-    )
+    # of a collective: what a profiler that runs is told
+    about: dict[str, object] | None = None
 
 
 class Wait(NamedTuple):
