@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -448,3 +449,30 @@ def test_the_first_line_of_the_sweep_is_that_of_a_dry_run(tmp_path):
     report = json.loads((tmp_path / "report.json").read_text())
     (line,) = re.findall(r"^1  1    yes.*$", PROSE, re.M)
     assert f" {report['tokens_per_second']:,.0f} " in line
+
+
+@pytest.mark.slow
+def test_the_plan_prints_what_the_lesson_shows():
+    found = re.search(r"\$ simgpu (plan .*?)\n(llama2.*?)\n```", PROSE, re.S)
+    words = shlex.split(found[1].replace("\\\n", ""))
+    done = subprocess.run(
+        [sys.executable, "-m", "simgpu", *words],
+        capture_output=True, text=True, timeout=LONG,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    shown = found[2].splitlines()
+    assert done.stdout.splitlines()[: len(shown)] == shown
+
+
+def test_formulas_and_the_plan_agree_on_the_layout():
+    shards, tp = said(r"all: replicas 1, shards (\d+), tp (\d+), .* recompute full")
+    row = r"^1 +(\d+) +(\d+) .*? ([\d,]+) +[\d.]+% "
+    micro, count, tokens = re.search(row, PROSE, re.M).groups()
+    rate, plan = kinds("70B", 64, network=400)["FSDP"]
+    assert (plan.shard, plan.tp, plan.again) == (shards, tp, 1)
+    assert (plan.sequences, plan.microbatches) == (int(micro), int(count))
+    formula, planned = said(
+        r"not on its rate\*\*: ([\d,]+) tokens/s of a GPU, or ([\d,]+)"
+    )
+    assert formula == round(rate)
+    assert planned == round(int(tokens.replace(",", "")) / 64)
