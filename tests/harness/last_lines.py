@@ -3,8 +3,8 @@
 A failure that may be this machine's (a limit of time, a process that died) is run once
 more, alone, when all else has ended. If it passes then, the run is green, its last
 lines name the test as one that failed and then passed, and `ACCIDENTS` gets a line. A
-test is red while that file has lines: somebody is to mend the cause, and to remove the
-line. An output that differs, or any other failure, is not run again.
+test is red while lines of that file are committed: somebody is to mend the cause, and
+to remove the line. An output that differs, or any other failure, is not run again.
 """
 
 import datetime
@@ -166,10 +166,21 @@ def _keep(root: Path, lines: list[str]) -> str:
     return f"{len(lines)} failed, then passed; mend the cause, listed in {ACCIDENTS}"
 
 
+def committed(root: Path) -> str:
+    """Returns what the last commit has in `ACCIDENTS`; "" where there is none."""
+    return _git(root, "show", f"HEAD:{ACCIDENTS}") or ""
+
+
 def _commit(root: Path) -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
+    found = _git(root, "rev-parse", "--short", "HEAD")
+    return "(no git)" if found is None else found.strip() or "(no commit)"
+
+
+def _git(root: Path, *words: str) -> str | None:
+    """Returns what git prints; "" if it fails, None if it is not there."""
     try:
-        done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+        return subprocess.run(
+            ["git", *words], cwd=root, capture_output=True, text=True
+        ).stdout
     except OSError:
-        return "(no git)"
-    return done.stdout.strip() or "(no commit)"
+        return None

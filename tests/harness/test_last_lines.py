@@ -2,6 +2,7 @@
 
 import datetime
 import re
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -133,10 +134,22 @@ def test_where_nothing_can_be_written_a_run_says_so_and_stays_green(course, pyte
 
 
 def test_no_accident_waits_for_its_cause():
-    path = ROOT / last_lines.ACCIDENTS
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    """Of those that are committed: a reader's own run stays as it was."""
+    lines = last_lines.committed(ROOT).splitlines()
     advice = "these failed, and passed alone: mend the cause, then remove the line from"
     assert not lines, "\n".join([f"{advice} {last_lines.ACCIDENTS}", *lines])
+
+
+def test_only_committed_accidents_wait(tmp_path):
+    file = tmp_path / last_lines.ACCIDENTS
+    file.parent.mkdir()
+    file.write_text("a line\n")
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    assert last_lines.committed(tmp_path) == ""
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
+        subprocess.run([*git, *words], cwd=tmp_path, check=True)
+    file.write_text("a line\nanother, of this run\n")
+    assert last_lines.committed(tmp_path) == "a line\n"
 
 
 def test_what_differs_is_not_run_again(course, pytester):
