@@ -14,6 +14,7 @@ from simgpu._compat import OPDEFS, DispatchKey, has_computed_kernel, has_kernel
 from simgpu._dispatch import working_memory
 from simgpu._dispatch.cuda_kernels import guarded
 from simgpu._dispatch.kernel_work import COUNTED
+from simgpu._dispatch.versions import counting
 from simgpu._timing.kernel_cost import TRAFFIC
 
 _has_kernel = has_computed_kernel
@@ -111,7 +112,7 @@ class Operation:
         self.flop_formula = COUNTED.get(self.name, formula)
         self.traffic = TRAFFIC.get(self.name, 1.0)
         handler = self._find_handler(func)
-        self.run = guarded(func, self.name, handler)
+        self.run = counting(self, guarded(func, self.name, handler))
         # the simulator sees the operations that it is made of
         names = ("composite", "python kernel", "copy")
         self.in_parts = handler in [_handlers.get(name) for name in names]

@@ -240,6 +240,17 @@ def bytes_in(tensor) -> int:
     return sum(part.numel() * part.element_size() for part in parts_of(tensor))
 
 
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie side by side in memory, in whatever order."""
+    expected = 1
+    ways = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted(way for way in ways if way[1] != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 def is_plain(tensor) -> bool:
     """Whether PyTorch's own kernels run on it (no FakeTensor, DTensor, ...)."""
     return type(tensor).__torch_dispatch__ is _PLAIN

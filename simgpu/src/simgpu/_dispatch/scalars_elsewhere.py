@@ -98,6 +98,8 @@ def space(call: Call):
     if not call.tensors:
         return factories.create(call)
     ends = list(call.args[:2])
+    if not any(isinstance(end, torch.Tensor) for end in ends):
+        return call.run_on(call.common_gpu())  # into what `out=` names
     if any(isinstance(end, torch.Tensor) and end.dim() for end in ends):
         return call.func(*call.args, **call.kwargs)  # which C++ refuses
     with DispatchMode(call.runtime):

@@ -3,10 +3,16 @@
 Factories and copies have files of their own.
 """
 
-import torch
-from torch.autograd.graph import increment_version
+import contextlib
 
-from simgpu._compat import DispatchKey, DispatchKeySet, SetExcludeDispatchKeyGuard
+import torch
+
+from simgpu._compat import (
+    DispatchKey,
+    DispatchKeySet,
+    SetExcludeDispatchKeyGuard,
+    has_kernel,
+)
 from simgpu._dispatch.copies import log_copy
 from simgpu._dispatch.errors import scalar_type_name
 from simgpu._dispatch.low_precision import is_half, widened
@@ -14,13 +20,9 @@ from simgpu._dispatch.mode import DispatchMode
 from simgpu._dispatch.operation import handles
 from simgpu._dispatch.operation_call import Call
 from simgpu._dispatch.placement import place_all, tensors_in
+from simgpu._dispatch.versions import COUNTS
 from simgpu._errors import NotSimulated
 
-_OF_INFERENCE = (
-    "Inplace update to inference tensor outside InferenceMode is not allowed.You can "
-    "make a clone to get a normal tensor before doing inplace update.See "
-    "https://github.com/pytorch/rfcs/pull/17 for more details."
-)
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
 _OF_ANY_DEVICE = DispatchKey.CompositeExplicitAutogradNonFunctional
 _CONJUGATE = DispatchKey.Conjugate
@@ -31,25 +33,7 @@ _CUDA_KERNEL = DispatchKeySet(DispatchKey.CUDA)
 
 @handles("foreach")
 def foreach(call: Call):
-    """`torch._foreach_*` takes lists; each position may be on its own device.
-
-    Those in place count what they write as changed, in their kernels and not before
-    (`increment_version` in ForeachBinaryOpList.cu and its kin): autograd asks for it,
-    and it refuses inference tensors.
-    """
-    __tracebackhide__ = True
-    results = _foreach(call)
-    name = call.operation.name
-    if name.startswith("_foreach_") and name.endswith("_"):
-        written = call.args[0]
-        increment_version(written)  # of inference tensors, Python's does nothing
-        if not torch.is_inference_mode_enabled():
-            if any(tensor.is_inference() for tensor in written):
-                raise RuntimeError(_OF_INFERENCE)
-    return results
-
-
-def _foreach(call: Call):
+    """`torch._foreach_*` takes lists; each position may be on its own device."""
     __tracebackhide__ = True
     gpus = set(call.gpus)
     if len(gpus) == 1:
@@ -205,7 +189,7 @@ def decompose(call: Call):
     """Inference mode sends composite operations whole: see their parts."""
     if any(tensor.is_nested for tensor in call.tensors):  # these have other parts
         return call.run_on(call.common_gpu())
-    with DispatchMode(call.runtime), _including(_CONJUGATE), _including(_NEGATIVE):
+    with _parts(call):
         return call.func._op_dk(_COMPOSITE, *call.args, **call.kwargs)
 
 
@@ -214,10 +198,22 @@ def run_python_kernel(call: Call):
     """A custom operation: the simulator must see what its Python code does."""
     on_gpu = any(call.gpus)
     keys = _CUDA_KERNEL if on_gpu else _CPU_KERNEL
-    with DispatchMode(call.runtime), _including(_CONJUGATE), _including(_NEGATIVE):
+    with _parts(call):
         return call.func.redispatch(keys, *call.args, **call.kwargs)
 
 
-def _including(key):
-    """A mode may run with this key off, and then a lazy `conj()` would be lost."""
-    return SetExcludeDispatchKeyGuard(key, False)
+@contextlib.contextmanager
+def _parts(call: Call):
+    """The simulator sees what an operation is made of.
+
+    A mode may run with these keys off. Then a lazy `conj()` would be lost, and what is
+    changed would not count as changed; of an operation of aten that counts by itself,
+    it must not count twice.
+    """
+    keys, func = [_CONJUGATE, _NEGATIVE], call.func
+    if func.namespace != "aten" or not has_kernel(func.name(), COUNTS):
+        keys.append(COUNTS)
+    with DispatchMode(call.runtime), contextlib.ExitStack() as stack:
+        for key in keys:
+            stack.enter_context(SetExcludeDispatchKeyGuard(key, False))
+        yield

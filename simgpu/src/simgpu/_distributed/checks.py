@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from simgpu._compat import tree_leaves
-from simgpu._dispatch.placement import gpu_of
+from simgpu._dispatch.placement import gpu_of, is_dense
 from simgpu._distributed.groups import backends_of
 
 _HOST_TENSOR = "No backend type associated with device type cpu"
@@ -123,14 +123,3 @@ def _is_contiguous(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() or (
         last is not None and tensor.is_contiguous(memory_format=last)
     )
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie side by side in memory, in whatever order."""
-    expected = 1
-    ways = zip(tensor.stride(), tensor.shape, strict=True)
-    for stride, size in sorted(way for way in ways if way[1] != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True

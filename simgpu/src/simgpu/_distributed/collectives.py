@@ -19,7 +19,7 @@ from simgpu._compat import (
     raw_start_coalescing,
     tree_leaves,
 )
-from simgpu._dispatch import sanitizing
+from simgpu._dispatch import sanitizing, versions
 from simgpu._dispatch.operation import handles
 from simgpu._dispatch.operation_call import Call
 from simgpu._dispatch.placement import blocks_of, gpu_of, memory_of, place
@@ -44,6 +44,7 @@ from simgpu._frames import called_from
 from simgpu._timing import collective_cost
 
 _LISTS = {"allgather_": 0, "reduce_scatter_": 1}  # which argument has the list
+_LEAF = "a leaf Variable that requires grad is being used in an in-place operation."
 _DISTRIBUTED = os.path.dirname(torch.distributed.__file__) + os.sep
 _ENGINE = raw_run_backward.__code__
 
@@ -93,9 +94,18 @@ def run_collective(call: Call):
     outputs = args[0]
     written = [x for x in tree_leaves(outputs) if isinstance(x, torch.Tensor)]
     flat = flat if name == "allgather_" else None
+    if flat is not None:  # of all collectives, the one that ends in `copy_`
+        _refuse_leaves(written)
+        versions.count(written)
     done = _work(communicator, launched, written, name, flat=flat)
     _wait_where_nobody_will(call.runtime, done, is_async)
     return _results(call, outputs, done)
+
+
+def _refuse_leaves(written: list) -> None:
+    __tracebackhide__ = True
+    if torch.is_grad_enabled() and any(t.requires_grad and t.is_leaf for t in written):
+        raise RuntimeError(_LEAF)
 
 
 def _flat_copy(name: str, args, gpu) -> torch.Tensor | None:
