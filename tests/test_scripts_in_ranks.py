@@ -554,7 +554,13 @@ def test_experts_with_padding_frozen_parameters_and_bfloat16(tmp_path):
     last = '    return {"tokens": sequences[:, :-1], "targets": sequences[:, 1:]}\n'
     copies = "(__import__('copy').deepcopy(Block()) for _ in range(2))"
     cloned = {"nn.Sequential(Block(), Block())": f"nn.Sequential(*{copies})"}
-    padded = {last: HIDDEN, place: frozen, **cloned}
+    routed = "        return x + self.experts(self.norm2(x))\n"
+    masked = """        real = x[..., 0] > 0
+        y = self.experts(self.norm2(x), real)
+        assert y[real].any() and not y[~real].any()
+        return x + y
+"""
+    padded = {last: HIDDEN, place: frozen, routed: masked, **cloned}
     script = own_edited("expert_parallel.py", padded, tmp_path)
     one, four = (
         in_warm_ranks(script, ["--steps=6", "--clip=0.1"], tmp_path, ranks)

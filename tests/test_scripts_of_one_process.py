@@ -863,6 +863,25 @@ def test_a_card_of_64_mib_refuses_the_plain_step_only(tmp_path: Path):
     assert "step 4" in take_home.run_command(f"{small} --checkpoint", tmp_path)
 
 
+def test_selective_checkpoints_and_a_loss_in_parts_take_less_memory(own):
+    edits = {"nn.ReLU()": "nn.GELU()", "nn.Linear(128, 10)": "nn.Linear(128, 1000)"}
+    parts = "--loss-parts 8"
+    peaks, norms = {}, []
+    for way in (
+        "",
+        parts,
+        f"{parts} --checkpoint --selective",
+        f"{parts} --checkpoint",
+    ):
+        text = own("less_memory.py", edits, f"1 gpus {way}".strip())
+        (peaks[way],) = numbers(r"peak ([\d.]+) MiB", text)
+        norms.append(numbers(r"gradient ([\d.]+)", text)[0])
+    assert [*peaks] == sorted(peaks, key=peaks.get, reverse=True)
+    assert norms == pytest.approx([norms[0]] * 4, rel=1e-3)
+    both = own("less_memory.py", edits, "1 gpus --checkpoint --selective --offload", 2)
+    assert "stays on the GPU: leave out --offload" in both
+
+
 def batches_with(line: str) -> dict[str, str]:
     """What adds this line after each batch that `less_memory.py` makes."""
     last = '"labels": images[:, :10].argmax(1)})\n'

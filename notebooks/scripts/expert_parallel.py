@@ -88,8 +88,10 @@ class Experts(nn.Module):
         numbers = range(first, first + self.here)
         self.experts = nn.ModuleDict({str(number): every[number] for number in numbers})
 
-    def forward(self, x):  # (batch, tokens, width)
-        tokens = x.flatten(0, 1)
+    def forward(self, x, real=None):
+        """x is (batch, tokens, width). A mask (batch, tokens): True is no padding."""
+        real = x.new_ones(x.shape[:2], dtype=torch.bool) if real is None else real
+        tokens = x[real]  # only these are routed; the others get zeros
         with torch.autocast("cuda", enabled=False):  # rounding may change the choice
             probabilities = self.router(tokens.float()).softmax(-1)
         weight, chosen = probabilities.max(-1)
@@ -108,14 +110,17 @@ class Experts(nn.Module):
             done = done.index_copy(0, rows, expert(there[rows]).to(done.dtype))
         back = Exchange.apply(done, come, to)
         out = torch.zeros_like(tokens).index_copy(0, order, back)
-        return (out * weight[:, None]).to(x.dtype).view_as(x)
+        out = (out * weight[:, None]).to(x.dtype)
+        return torch.zeros_like(x).masked_scatter(real[..., None], out)
 
     def balance_loss(self, probabilities, chosen):
         """1 if all experts have equally many tokens, up to EXPERTS if one has all."""
-        share = F.one_hot(chosen, EXPERTS).float().mean(0)
-        dist.all_reduce(share, op=dist.ReduceOp.AVG)
+        count = F.one_hot(chosen, EXPERTS).sum(0)
+        dist.all_reduce(count)  # ranks may have unequal numbers of real tokens
+        share = count / count.sum()
         self.largest = share.max()
-        return EXPERTS * (share * probabilities.mean(0)).sum()
+        mean = probabilities.sum(0) * self.ranks / count.sum()  # averaged over ranks
+        return EXPERTS * (share * mean).sum()
 
 
 class Exchange(torch.autograd.Function):
@@ -160,7 +165,7 @@ def gradients(model):
 def average_gradients(model):
     """Of the global batch: an expert has seen the tokens of all ranks already."""
     shared, own = gradients(model)
-    for gradient in shared:
+    for gradient in shared:  # one message each: DDP has fewer, in buckets
         dist.all_reduce(gradient, op=dist.ReduceOp.AVG)
     for gradient in own:  # that of an expert without tokens is zero
         gradient /= dist.get_world_size()

@@ -1,13 +1,16 @@
-"""Train a deep model in less memory: three options, which combine.
+"""Train a deep model in less memory, with options that combine.
 
     python less_memory.py --accumulate 2 --checkpoint
 
 `--accumulate N` cuts each batch into N parts, `--checkpoint` computes activations a
 second time, of every block or with `--every 2` of every second one, and `--offload`
-moves them to the CPU. Each prints the same losses, another peak of memory and another
-time. (Later norms of the gradient differ by rounding, and with dropout all do, because
-the parts of a batch draw other masks.) BatchNorm refuses `--accumulate`. Used in
-lesson 10.
+moves them to the CPU. `--checkpoint --selective` keeps the results of matmuls and
+attention. It saves nothing in the model below: a ReLU keeps its result, which the next
+layer needs anyway. With GELU in its place, it does. `--loss-parts N` is for many
+classes, such as the words of a language model: the scores are made in N parts.
+Each prints the same losses, another peak of memory and another time. (Later norms of
+the gradient differ by rounding, and with dropout all do, because the parts of a batch
+draw other masks.) BatchNorm refuses `--accumulate`. Used in lesson 10.
 """
 
 import argparse
@@ -17,7 +20,7 @@ from functools import partial
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 
 def above_zero(text):
@@ -31,10 +34,14 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--accumulate", type=above_zero, default=1, metavar="N")
 parser.add_argument("--checkpoint", action="store_true")
 parser.add_argument("--every", type=above_zero, default=1, metavar="N")
+parser.add_argument("--selective", action="store_true")
+parser.add_argument("--loss-parts", type=above_zero, default=1, metavar="N")
 parser.add_argument("--offload", action="store_true")
 options = parser.parse_args()
-if options.every > 1 and not options.checkpoint:
-    parser.error("--every needs --checkpoint")
+if (options.every > 1 or options.selective) and not options.checkpoint:
+    parser.error("--every and --selective need --checkpoint")
+if options.selective and options.offload:
+    parser.error("what --selective keeps stays on the GPU: leave out --offload")
 torch.manual_seed(0)
 
 # your data: batches, each a dictionary of tensors with the same number of rows
@@ -62,12 +69,24 @@ for weight in model.parameters():
         nn.init.kaiming_normal_(weight)  # or a model this deep does not learn
 model = model.cuda()
 blocks = model[:4]  # your model's: such as model.model.layers
+aten = torch.ops.aten
+kept = [  # by --selective: matmuls without and with bias, and attention
+    aten.mm.default,
+    aten.addmm.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+]
 
 
 def loss_of(batch):
     """Your loss: the sum over the samples or tokens, not the mean."""
-    scores, labels = model(batch["images"]), batch["labels"]
-    return nn.functional.cross_entropy(scores, labels, reduction="sum")
+    return in_parts(loss_of_rows, model[:-1](batch["images"]), batch["labels"])
+
+
+def loss_of_rows(h, labels):
+    """What needs the scores: the last layer and the loss, of some rows."""
+    return nn.functional.cross_entropy(model[-1](h), labels, reduction="sum")
 
 
 def count_of(batch):
@@ -83,10 +102,26 @@ norms = {each for each in model.modules() if isinstance(each, kind) and each.tra
 if norms and options.accumulate > 1:
     parser.error("BatchNorm must see all samples at once: leave out --accumulate")
 if options.checkpoint:
+    again = partial(checkpoint, use_reentrant=False)
+    if options.selective:  # computes all but these operations again
+        again.keywords["context_fn"] = partial(
+            create_selective_checkpoint_contexts, kept
+        )
     for block in blocks[:: options.every]:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        block.forward = partial(again, block.forward)
         for norm in norms & {*block.modules()}:  # counts each batch twice: half each
             norm.momentum = norm.momentum and 1 - (1 - norm.momentum) ** 0.5
+
+
+def in_parts(loss, *tensors):
+    """The sum of the losses of parts of the rows; scores are computed twice.
+
+    Give it (samples, tokens, width) as (rows, width): h.flatten(0, 1).
+    """
+    if options.loss_parts == 1:
+        return loss(*tensors)
+    chunks = zip(*(tensor.chunk(options.loss_parts) for tensor in tensors), strict=True)
+    return sum(checkpoint(loss, *chunk, use_reentrant=False) for chunk in chunks)
 
 
 def parts_of(batch, number):
