@@ -147,6 +147,7 @@ class Runtime:
         # kept: the last to let go of a group, where that is the reducer of DDP, waits
         # for gloo's threads with Python's lock in its hand, which they may want
         self.gloo_groups: list = []
+        self.awaited_of_gloo: dict = {}  # `Work`s, and whom they wait for
         self.device_maps: dict[str, dict] = {}  # of torch.distributed.rpc, by worker
         self.for_children: dict | None = None  # `start()` of spawned processes
         self.ledger: ledger.Ledger | None = None  # what other processes have in use

@@ -234,15 +234,44 @@ class Board:
         """Whether a thread of this rank has been waiting for others for a while."""
         return any(self._threads.copy().values())
 
+    @contextlib.contextmanager
+    def for_now(self):
+        """This thread may not use the board again: it counts only while it is here."""
+        thread = threading.current_thread()
+        is_new = thread not in self._threads
+        try:
+            yield
+        finally:
+            if is_new:
+                self._threads.pop(thread, None)
+
+    @contextlib.contextmanager
+    def in_cpp(self, doing: str, keys: dict[str, int]):
+        """This thread waits where nobody can tell: the others may find out."""
+        with self.for_now():
+            self._waits_for(doing, keys)
+            try:
+                yield
+            finally:
+                self._threads[threading.current_thread()] = False
+                with contextlib.suppress(RuntimeError):  # the store is gone
+                    self._say(("works", "", {}))
+
+    def _waits_for(self, doing: str, missing: dict[str, int]) -> bool:
+        """Note that this thread waits; whether all threads of the rank do."""
+        self._threads[threading.current_thread()] = True
+        threads = self._threads.copy().items()
+        is_idle = all(waits for thread, waits in threads if thread.is_alive())
+        if is_idle:
+            self._say(("waits", doing, missing))
+        return is_idle
+
     def _wait(self, doing: str, missing: dict[str, int]) -> None:
         """A wait goes on: say so, and raise if it cannot end."""
         __tracebackhide__ = True
         self.check_verdict()
         self._check_ended(doing, missing)
-        self._threads[threading.current_thread()] = True
-        threads = self._threads.copy().items()
-        if all(waits for thread, waits in threads if thread.is_alive()):
-            self._say(("waits", doing, missing))
+        if self._waits_for(doing, missing):
             self._check_circle(doing, missing)
 
     def _check_ended(self, doing: str, missing: dict[str, int]) -> None:

@@ -69,6 +69,7 @@ class Cluster:
         self.ends: OrderedDict[Name, float] = OrderedDict()  # of settled ones
         self.streams = 0  # of NCCL, so far
         self._titles: Counter[str] = Counter()
+        self.calls_of_gloo: Counter[str] = Counter()  # of each group, so far
         self.how = ""  # this process ends: " with an error"
         self.connecting: set[str] = set()  # groups that have begun to, and have not yet
         self._keeps_store = rank == 0 and (

@@ -27,6 +27,7 @@ from simgpu._distributed import (
     checks,
     flight_entries,
     flight_recorder,
+    gloo_waits,
     messages,
     nccl,
     operations,
@@ -149,7 +150,7 @@ def _run_elsewhere(call: Call, tensors):
     peers = call.runtime.peers
     if peers is not None:
         return _run_alone(call, tensors, peers)
-    out = call.func(*call.args, **call.kwargs)
+    out = gloo_waits.run(call, call.runtime.cluster, call.runtime.awaited_of_gloo)
     gpu = gpu_of(tensors[0]) if tensors else None
     for tensor in tree_leaves(out):
         if isinstance(tensor, torch.Tensor):

@@ -26,6 +26,7 @@ from simgpu._compat import (
 from simgpu._dispatch.own_work import unseen
 from simgpu._dispatch.placement import blocks_of, gpu_of
 from simgpu._distributed import exchange as exchanges
+from simgpu._distributed import gloo_waits
 
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 # operation of c10d -> its number in C++'s `OpType`
@@ -223,7 +224,10 @@ def wait(work, *args, **kwargs):
         if seconds is not None or os.environ.get(_BLOCKING_WAIT, "0") == "1":
             ours.block(seconds)
         return True
-    thread = state.current().thread
+    runtime = state.current()
+    if not any((*args, *kwargs.values())):  # it has no limit of its own
+        gloo_waits.before_wait(work, runtime.awaited_of_gloo, _raw["is_completed"])
+    thread = runtime.thread
     thread.unlogged += 1  # gloo copies out of a buffer of its own
     try:
         return _raw["wait"](work, *args, **kwargs)
