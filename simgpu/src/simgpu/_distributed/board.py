@@ -269,10 +269,15 @@ class Board:
     def _wait(self, doing: str, missing: dict[str, int]) -> None:
         """A wait goes on: say so, and raise if it cannot end."""
         __tracebackhide__ = True
-        self.check_verdict()
-        self._check_ended(doing, missing)
+        self.check_others(doing, missing)
         if self._waits_for(doing, missing):
             self._check_circle(doing, missing)
+
+    def check_others(self, doing: str, missing: dict[str, int]) -> None:
+        """Raise if others are known to wait for ever, or to have ended."""
+        __tracebackhide__ = True
+        self.check_verdict()
+        self._check_ended(doing, missing)
 
     def _check_ended(self, doing: str, missing: dict[str, int]) -> None:
         """Raise if one of the ranks that one waits for will never come."""

@@ -40,11 +40,13 @@ class _Wait:
     def __init__(self, board, keys: dict[str, int], doing: str):
         self.board, self.keys, self.doing = board, keys, doing
 
-    def until_all_are_there(self, is_over) -> None:
+    def until_all_are_there(self, is_over, is_right) -> None:
         """Wait until the others have called it, or gloo has ended without them."""
         __tracebackhide__ = True
         with self.board.for_now():
             self.board.read(self.keys, self.doing, math.inf, is_over)
+            if is_over() and not is_right():  # gloo knows of a lost connection alone
+                self.board.check_others(self.doing, self.keys)
 
 
 def run(call, cluster, awaited: dict):
@@ -71,12 +73,12 @@ def run(call, cluster, awaited: dict):
     return out
 
 
-def before_wait(work, awaited: dict, is_completed) -> None:
+def before_wait(work, awaited: dict, is_completed, is_success) -> None:
     """The program is about to wait for a `Work` of gloo."""
     __tracebackhide__ = True
     _, wait = awaited.pop(id(work), (None, None))
     if wait is not None:
-        wait.until_all_are_there(lambda: is_completed(work))
+        wait.until_all_are_there(lambda: is_completed(work), lambda: is_success(work))
 
 
 def _forget_what_has_ended(awaited: dict) -> None:

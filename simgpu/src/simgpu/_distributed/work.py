@@ -226,7 +226,8 @@ def wait(work, *args, **kwargs):
         return True
     runtime = state.current()
     if not any((*args, *kwargs.values())):  # it has no limit of its own
-        gloo_waits.before_wait(work, runtime.awaited_of_gloo, _raw["is_completed"])
+        asking = _raw["is_completed"], _raw["is_success"]
+        gloo_waits.before_wait(work, runtime.awaited_of_gloo, *asking)
     thread = runtime.thread
     thread.unlogged += 1  # gloo copies out of a buffer of its own
     try:
