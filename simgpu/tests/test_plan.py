@@ -264,10 +264,11 @@ ASKED = ["--model", TEXT, "--gpus", "8", "--tokens", "64k", "--sequence", "2000"
 def test_the_command_prints_a_table_and_json(capsys, tmp_path):
     path = tmp_path / "plan.json"
     more = ["--total-tokens", "1B", "--price", "2", "--why", "1", "2", "--top", "3"]
-    assert command.main([*ASKED, *more, "--json", str(path)]) == command.FITS
+    assert command.main([*ASKED, *more, "--check", "--json", str(path)]) == command.FITS
     said = capsys.readouterr().out
     rows = [line for line in said.splitlines() if line[:1] in "123" and "%" in line]
     its = json.loads(path.read_text(encoding="utf-8"))
+    assert "check: the whole program of 1, as simgpu dry-run has it" in said
     assert len(rows) == 4  # and one of --why
     assert (
         "6 of 6 layouts fit" in said and its["model"]["parameters"] == SMALL.parameters

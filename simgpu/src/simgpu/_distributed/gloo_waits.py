@@ -18,7 +18,7 @@ from simgpu._distributed.groups import backends_of
 from simgpu._frames import called_from
 
 _TO_ALL, _TO_ROOT = ("broadcast_", "scatter_"), ("reduce_", "gather_")
-_MONITORED, _SEND, _RECV = "monitored_barrier_", "send", "recv_"  # a send waits, too
+_MONITORED, _SEND, _RECV = "monitored_barrier_", "send", "recv_"
 _NAMES = {"allreduce_": "all_reduce", "allgather_": "all_gather",
           "_allgather_base_": "all_gather", "alltoall_": "all_to_all",
           "alltoall_base_": "all_to_all",
@@ -126,7 +126,7 @@ def _sides(name: str, named: dict, group: dist.ProcessGroup) -> tuple[str, list[
     """Which calls are counted together, and for which members this one waits."""
     me, everyone = group.rank(), list(range(group.size()))
     root = named.get("root_rank", 0)
-    if name == _SEND:
+    if name == _SEND:  # waits for its receiver, too
         return f"{me}>{named['dst']} {named['tag']}", [named["dst"]]
     if name == _RECV:
         return f"{named['src']}>{me} {named['tag']}", [named["src"]]

@@ -4,8 +4,9 @@ Models: FSDP2 in bfloat16 with gradients reduced in float32, AdamW in float32; b
 themselves, embedding and head together. A block's all-gather runs beside the block
 before it, its reduce-scatter beside the block behind it in backward, and the two beside
 each other. With a pipeline, whole parameters stay, gradients are added up whole in
-float32, and both messages are sent once a step. Leaves out: what a card loses to a
-message that runs beside it, and the fragments of a caching allocator (`RESERVE`).
+float32, and both messages are sent once a step. Messages of FSDP take multiprocessors
+from what runs beside them. Leaves out: the fragments of a caching allocator (there is
+`RESERVE` for them), and what the host of a pipeline launches for FSDP.
 """
 
 import functools

@@ -20,7 +20,7 @@ from simgpu._plan.shapes import Shape
 RECOMPUTE = ("none", "selective", "full")
 _SAVED = (  # by selective recomputing, beside every second product
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_efficient_attention", "reduce_scatter_tensor",
+    "_scaled_dot_product_efficient_attention",
 )  # fmt: skip
 
 
@@ -118,7 +118,7 @@ class Block(nn.Module):
 
 
 def _saving():
-    """Keep attention, its sums and every second product; the rest is done again."""
+    """Keep attention and every second product; all else is done again."""
     products = 0
 
     def policy(ctx, operation, *args, **kwargs):
@@ -129,7 +129,7 @@ def _saving():
         if name == "mm":
             products += 1
             return again if products % 2 == 0 else kept
-        return kept if name.strip("_") in [its.strip("_") for its in _SAVED] else again
+        return kept if name in _SAVED else again
 
     return recomputing.create_selective_checkpoint_contexts(policy)
 

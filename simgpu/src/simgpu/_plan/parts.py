@@ -128,9 +128,8 @@ def rates_of(machine: Machine) -> Rates:
         torch.cuda.set_device(0)
         with on_card():
             half, other = torch.empty(_NUMBERS), torch.empty(_NUMBERS)
-            with torch.device("cuda"):
-                whole = torch.empty(_NUMBERS, dtype=torch.float32)
-                owned = torch.empty(_NUMBERS, dtype=torch.float32)
+            whole = torch.empty(_NUMBERS, dtype=torch.float32)
+            owned = torch.empty(_NUMBERS, dtype=torch.float32)
             owned.grad = whole
             adam = torch.optim.AdamW([owned], fused=True)
             adam.step()

@@ -190,7 +190,7 @@ def plan(
     shape = shape_of(model)
     machine = Machine(find_card(card), min(node, gpus) if gpus > 0 else node,
                       network, compile)  # fmt: skip
-    found = list(_checked(shape, gpus, machine, tokens, sequence, dict(only or {})))
+    found = _checked(shape, gpus, machine, tokens, sequence, dict(only or {}))
     keys = [its.key(sequence) for its in found]
     keys += [key._replace(recompute="none") for key in keys]
     known = parts.parts_of(shape, keys, machine, progress)
