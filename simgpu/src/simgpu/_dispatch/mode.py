@@ -22,6 +22,7 @@ from simgpu._dispatch.host_is_full import CANNOT_ALLOCATE, raise_host_is_full
 from simgpu._dispatch.host_memory import run_beside_copies
 from simgpu._dispatch.operation import known_operations, operation_of
 from simgpu._dispatch.operation_call import Call
+from simgpu._dispatch.placement import no_torch_function
 from simgpu._errors import NotSimulated
 
 _active_mode = get_dispatch_mode
@@ -63,6 +64,10 @@ class DispatchMode(TorchDispatchMode):
             if isinstance(func, HigherOrderOperator):
                 return _run_higher_order(self.runtime, func, args, kwargs or {})
             operation = operation_of(func)
+        if operation.passes and not below:
+            with no_torch_function():
+                if _passes(self.runtime, args[0]):
+                    return func(*args, **(kwargs or _NO_KWARGS))
         if self.runtime.clock.pending and not operation.silent:
             settle_streams(self.runtime, func.namespace)
         kind = self.runtime.call_kind or Call
@@ -76,6 +81,18 @@ class DispatchMode(TorchDispatchMode):
         except Exception as error:
             _note_failure(call, kwargs or _NO_KWARGS, error)
             raise
+
+
+def _passes(runtime: state.Runtime, given) -> bool:
+    """Whether a view of `given` is a view, and nobody looks for its device."""
+    thread = runtime.thread
+    if thread.cpp_call is not None or thread.script_errors is not None:
+        return False
+    if runtime.without_values:
+        return False
+    if runtime.dry is not None and runtime.dry.fusing is not None:
+        return False  # which follows what views are of
+    return not isinstance(given, torch.Tensor) or given.layout is torch.strided
 
 
 def _note_failure(call: Call, kwargs: dict, error: Exception) -> None:

@@ -72,7 +72,7 @@ class Operation:
         "func", "name", "arguments", "writes", "makes", "has_device", "random",
         "silent", "is_factory", "gathers", "written", "overwrites", "scatters",
         "dynamic", "size_is_read_back", "take_memory", "flop_formula", "traffic", "run",
-        "in_parts",
+        "in_parts", "passes",
     )  # fmt: skip
 
     def __init__(self, func):
@@ -116,6 +116,12 @@ class Operation:
         # the simulator sees the operations that it is made of
         names = ("composite", "python kernel", "copy")
         self.in_parts = handler in [_handlers.get(name) for name in names]
+        # views of one tensor, and the profiler's notes: nothing is launched or made
+        usual = [_handlers.get(name) for name in ("usual", "of any device")]
+        one = [a.type.kind() for a in schema.arguments].count("TensorType") == 1
+        self.passes = func.namespace == "profiler" or (
+            func.is_view and one and self.run in usual
+        )
 
     def _find_handler(self, func) -> Callable:
         if func.namespace != "aten" and self.name in _handlers:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from simgpu._locking import one_at_a_time
 from simgpu._timing import cost
-from simgpu._timing.engine import MANY, Engine, book_together
+from simgpu._timing.engine import MANY, Engine, Overlaps, book_together
 from simgpu._timing.events import Event, StreamPosition, Wait
 from simgpu._timing.kernel_cost import FLOOR, Work, kernel_seconds, kernel_share
 from simgpu._timing.meeting import Key, Meeting
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     End: TypeAlias = Gpu | None  # of a copy; None is the host
 
-_BESIDE = 256  # of a GPU’s collectives, how many the log of overlaps keeps
 KEPT = 100_000  # events the log keeps; the oldest go first
 
 
@@ -74,7 +73,7 @@ class Clock:
         self._time = _HostTime(self)
         self.done: dict[Key, float] = {}  # (GPU, stream) -> seconds
         # GPU -> from when to when collectives take multiprocessors from its kernels
-        self.beside: dict[int, deque[tuple[float, float]]] = {}
+        self.beside: dict[int, Overlaps] = {}
         self.compute = [Engine() for _ in self.gpus]
         self.links: dict[tuple[str, int], Engine] = {}
 
@@ -148,11 +147,8 @@ class Clock:
         The others' lateness is left out: a collective takes its multiprocessors from
         the time at which this rank is ready, for as long as it runs.
         """
-        beside = self.beside[gpu.index]
-        while beside and beside[0][1] <= self.host:
-            beside.popleft()
         taken = cost.CHANNELS / gpu.card.multi_processors
-        for first, last in beside:
+        for first, last in self.beside[gpu.index].after(start):
             if last > start and first < (end := start + seconds):
                 seconds += (min(last, end) - max(first, start)) * taken / (1 - taken)
         return seconds
@@ -242,9 +238,7 @@ class Clock:
         after = [*self.pending.get(key, ()), *self.pending.get((index, behind), ())]
         after = list(dict.fromkeys(after))
         meeting = Meeting(name, key, ready, after, seconds, nbytes, launched)
-        self.beside.setdefault(index, deque(maxlen=_BESIDE)).append(
-            (ready, ready + seconds)
-        )
+        self.beside.setdefault(index, Overlaps()).add(ready, ready + seconds)
         self.pending[key] = [meeting]
         meeting.waiting.add(key)
         return meeting

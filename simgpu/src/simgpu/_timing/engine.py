@@ -5,8 +5,11 @@ all; and its copy engines, which do one copy at a time.
 """
 
 from bisect import bisect_right
+from collections.abc import Iterator
+from math import inf
 
 _KEPT = 1024  # entries of the past, for threads that lag behind
+_BESIDE = 256  # collectives that may be longer than the kernels behind them
 MANY = 4 * _KEPT  # entries from which on it is worth while to forget some
 
 
@@ -61,6 +64,25 @@ class Engine:
         first = bisect_right(self.times, before) - _KEPT
         if first > 0:
             del self.times[:first], self.used[:first]
+
+
+class Overlaps:
+    """From when to when something goes on, in the order in which it was added."""
+
+    def __init__(self) -> None:
+        # with the latest end so far, which tells where to begin to look
+        self._times: list[tuple[float, float, float]] = []
+
+    def add(self, start: float, end: float) -> None:
+        times = self._times
+        times.append((max(end, times[-1][0]) if times else end, start, end))
+        if len(times) > 2 * _BESIDE:
+            del times[:_BESIDE]
+
+    def after(self, time: float) -> Iterator[tuple[float, float]]:
+        """All that end after this time, and maybe others."""
+        first = bisect_right(self._times, (time, inf, inf))
+        return ((start, end) for _, start, end in self._times[first:])
 
 
 def book_together(engines: list[Engine], ready: float, seconds: float) -> float:
