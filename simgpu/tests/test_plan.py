@@ -15,6 +15,7 @@ from simgpu._plan.shapes import MODELS, Shape, shape_of
 
 SMALL = Shape(6, 1024, 16, 8, 64, 4096, 16_384)
 TEXT = "layers=6,hidden=1024,heads=16,kv_heads=8,intermediate=4096,vocab=16384"
+ROUTED = SMALL._replace(intermediate=1024, experts=16, chosen=2)
 TOKENS = 2048
 CONFIG = {
     "model_type": "llama", "num_hidden_layers": 6, "hidden_size": 1024,
@@ -25,8 +26,8 @@ CONFIG = {
 
 def planned(of: Layout, shape: Shape = SMALL, **options) -> simgpu.Plan:
     """A plan of one layout."""
-    only = dict(zip(AXES, (of.slices, of.stages, of.shards, of.micro, of.chunks,
-                           of.zero, of.recompute), strict=True))  # fmt: skip
+    only = dict(zip(AXES, (of.slices, of.stages, of.spread, of.shards, of.micro,
+                           of.chunks, of.zero, of.recompute), strict=True))  # fmt: skip
     only = {axis: [its] for axis, its in only.items()}
     tokens = TOKENS * of.micro * of.accumulate * of.replicas * of.shards
     found = plan(shape, of.gpus, tokens=tokens, sequence=TOKENS, only=only, **options)
@@ -42,12 +43,17 @@ def whole_over_plan(found: simgpu.Plan) -> tuple[float, float]:
     return time, memory
 
 
-# replicas, shards, slices, stages, chunks, micro, accumulate, zero, recompute
+# replicas, shards, slices, stages, chunks, micro, accumulate, zero, recompute, spread
 ALONE = [
     Layout(1, 8, 1, 1, 1, 2, 1, 3, "none"),
     Layout(1, 4, 2, 1, 1, 2, 2, 2, "full"),
     Layout(2, 8, 1, 1, 1, 2, 1, 3, "selective"),
     Layout(1, 1, 1, 1, 1, 4, 1, 3, "none"),
+]
+EXPERTS = [
+    Layout(1, 8, 1, 1, 1, 2, 1, 3, "none", 8),
+    Layout(2, 8, 1, 1, 1, 2, 1, 3, "none", 1),
+    Layout(1, 4, 2, 1, 1, 2, 2, 2, "full", 4),
 ]
 PIPELINES = [
     Layout(1, 4, 1, 2, 1, 1, 4, 2, "none"),
@@ -59,6 +65,13 @@ PIPELINES = [
 @pytest.mark.parametrize("of", ALONE, ids=lambda of: "-".join(map(str, of)))
 def test_the_whole_program_takes_what_is_planned(of):
     time, memory = whole_over_plan(planned(of))
+    assert time == pytest.approx(1.0, abs=0.05)
+    assert memory == pytest.approx(1.0, abs=0.03)
+
+
+@pytest.mark.parametrize("of", EXPERTS, ids=lambda of: "-".join(map(str, of)))
+def test_experts_take_what_is_planned(of):
+    time, memory = whole_over_plan(planned(of, ROUTED))
     assert time == pytest.approx(1.0, abs=0.05)
     assert memory == pytest.approx(1.0, abs=0.03)
 
@@ -88,17 +101,26 @@ def test_other_machines_are_planned_as_well(options):
     ("llama2-7b", 6.738), ("llama2-70b", 68.977), ("llama3-1b", 1.236),
     ("llama3-3b", 3.213), ("llama3-8b", 8.030), ("llama3-70b", 70.554),
     ("llama3-405b", 405.85), ("mistral-7b", 7.248), ("qwen3-8b", 8.191),
-    ("qwen3-14b", 14.768), ("qwen3-32b", 32.762),
+    ("qwen3-14b", 14.768), ("qwen3-32b", 32.762), ("mixtral-8x7b", 46.703),
+    ("mixtral-8x22b", 140.63), ("qwen3-30b-a3b", 30.532), ("qwen3-235b-a22b", 235.09),
 ])  # fmt: skip
 def test_models_have_the_parameters_that_they_are_published_with(name, billions):
     assert MODELS[name].parameters / 1e9 == pytest.approx(billions, rel=1e-3)
 
 
+@pytest.mark.parametrize(("name", "billions"), [
+    ("mixtral-8x7b", 12.9), ("mixtral-8x22b", 39.2), ("qwen3-30b-a3b", 3.3),
+    ("qwen3-235b-a22b", 22.0), ("qwen3-8b", 8.2),
+])  # fmt: skip
+def test_a_token_meets_the_parameters_that_are_published(name, billions):
+    assert MODELS[name].active / 1e9 == pytest.approx(billions, rel=0.02)
+
+
 def test_parts_have_the_parameters_of_the_model():
     machine = parts.Machine(find_card("H100"), 8, None)
     key = parts.Key(1, TOKENS, 1, "none")
-    for shape in (SMALL, SMALL._replace(head_norms=True)):
-        first, block, last = parts.parts_of(shape, [key], machine)[key]
+    for shape in (SMALL._replace(biases=True), ROUTED._replace(head_norms=True)):
+        first, block, last = parts.parts_of(shape, [key], machine)[key][:3]
         made = sum(first.weights) + shape.layers * sum(block.weights)
         assert made + sum(last.weights) == shape.parameters
 
@@ -113,6 +135,15 @@ def test_a_config_says_what_the_sizes_say(tmp_path):
                      "tie_word_embeddings": True}  # fmt: skip
     its = shape_of(qwen)
     assert (its.head_size, its.tied, its.head_norms) == (128, True, True)
+    assert shape_of(CONFIG | {"model_type": "qwen2"}).biases
+    mixtral = {"model_type": "mixtral", "num_local_experts": 8,
+               "num_experts_per_tok": 2}  # fmt: skip
+    qwen = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 256}  # fmt: skip
+    for more, wide in ((mixtral, 4096), (qwen, 256)):
+        its = shape_of(CONFIG | more)
+        assert (its.experts, its.chosen, its.intermediate) == (8, 2, wide)
+    assert shape_of(f"{TEXT},experts=8,chosen=2").experts == 8
 
 
 @pytest.mark.parametrize(("model", "words"), [
@@ -125,6 +156,11 @@ def test_a_config_says_what_the_sizes_say(tmp_path):
     (CONFIG | {"num_key_value_heads": 3}, "16 heads cannot share 3"),
     ("layers=6", "lacks hidden"), ("layers=x", "layers='x' is no whole number"),
     ("width=3", "no size 'width'"),
+    (f"{TEXT},experts=4,chosen=5", "cannot choose 5 of 4 experts"),
+    (f"{TEXT},experts=4", "cannot choose 0 of 4 experts"),
+    (CONFIG | {"model_type": "mixtral"}, "lacks num_experts"),
+    (CONFIG | {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2,
+               "mlp_only_layers": [0]}, "blocks without experts"),
 ], ids=str)  # fmt: skip
 def test_a_model_that_cannot_be_is_refused(model, words, tmp_path):
     if isinstance(model, list):
@@ -142,7 +178,8 @@ def test_a_model_that_cannot_be_is_refused(model, words, tmp_path):
      r"nothing divides 3 sequences, 16 heads .* with pp \(1,\)"),
     ({"card": "H1000"}, "H1000"), ({"network": "fast"}, "'fast' as a bandwidth"),
     ({"only": {"tp": [3]}}, r"among 8 GPUs with tp \(3,\)"),
-    ({"only": {"ep": [3]}}, "no axis is called ep"),
+    ({"only": {"cp": [3]}}, "no axis is called cp"),
+    ({"only": {"ep": [2]}}, r"among 8 GPUs with ep \(2,\)"),
     ({"only": {"recompute": ["all"]}}, "recompute='all'"), ({"host": "x"}, "host='x'"),
 ], ids=str)  # fmt: skip
 def test_a_job_that_cannot_be_is_refused(more, words):
@@ -252,6 +289,11 @@ def test_trainers_are_told_the_layout():
     assert {"--tensor-model-parallel-size 2", "--sequence-parallel",
             "--pipeline-model-parallel-size 4",
             "--num-virtual-stages-per-pipeline-rank 2"} <= set(words)  # fmt: skip
+    spread = of._replace(spread=8)
+    expert = "--parallelism.expert_parallel_degree=8"
+    assert expert in flags.torchtitan(spread, 128 * 4096, 4096)
+    expert = "--expert-model-parallel-size 8 --expert-tensor-parallel-size 1"
+    assert expert in flags.megatron(spread, 128 * 4096, 4096)
     plain = Layout(1, 8, 1, 1, 1, 2, 1, 3, "none")
     assert "--use-torch-fsdp2 " in flags.megatron(plain, 16 * 4096, 4096)[-1]
     assert "--training.local_batch_size=2" in flags.torchtitan(plain, 16 * 4096, 4096)

@@ -38,13 +38,14 @@ class Layout(NamedTuple):
     accumulate: int  # micro-batches of a step
     zero: int  # 3: whole parameters are freed between forward and backward; 2: kept
     recompute: str  # "none", "selective", "full"
+    spread: int = 1  # ranks, of slices and shards, over which experts are spread
 
     @property
     def gpus(self) -> int:
         return self.replicas * self.shards * self.slices * self.stages
 
     def key(self, tokens: int) -> Key:
-        return Key(self.micro, tokens, self.slices, self.recompute)
+        return Key(self.micro, tokens, self.slices, self.recompute, self.spread)
 
 
 class Seconds(NamedTuple):
@@ -54,6 +55,7 @@ class Seconds(NamedTuple):
         computing: of the rank that computes longest, without what it does again.
         again: what it recomputes.
         slices: messages of tensor parallelism.
+        experts: messages to experts and back.
         shards: messages of FSDP beside which nothing is computed.
         bubble: in which the rank waits for another stage.
         optimizer: of the step, with clipping.
@@ -63,6 +65,7 @@ class Seconds(NamedTuple):
     computing: float
     again: float
     slices: float
+    experts: float
     shards: float
     bubble: float
     optimizer: float
@@ -71,6 +74,28 @@ class Seconds(NamedTuple):
     @property
     def total(self) -> float:
         return sum(self)
+
+
+class Unit(NamedTuple):
+    """What FSDP gathers and reduces at a time: a block, or what is not its experts.
+
+    Attributes:
+        gather: seconds of a message.
+        out: of the copies around it.
+        forward: the part of a block's forward pass that needs it last.
+        backward: of its backward pass.
+        cast: seconds of the copy before gradients are reduced.
+        reduce: of that message.
+        add_up: of the one between replicas.
+    """
+
+    gather: float
+    out: float
+    forward: float
+    backward: float
+    cast: float
+    reduce: float
+    add_up: float
 
 
 class Composed:
@@ -94,7 +119,8 @@ class Composed:
     @functools.cached_property
     def used(self) -> int:
         """Bytes of the card: tensors, and what is there beside them."""
-        groups = sum(n > 1 for n in self.of[:4])
+        of = self.of
+        groups = sum(n > 1 for n in (*of[:4], of.spread))
         return self.peak + overhead.CONTEXT + groups * overhead.NCCL_BUFFERS
 
     @property
@@ -117,7 +143,8 @@ class Composed:
         of, parts = self.of, self.parts
         one = sum(parts.block.weights)
         blocks, ends = self._held(rank)
-        shared = (blocks + ends) // of.shards
+        experts = self._blocks(rank) * parts.experts
+        shared = self._shared(blocks + ends - experts, experts)
         static = 12 * shared + WORKSPACES
         kept, back = parts.block.forward.kept, parts.block.backward.most
         count, is_last = self._blocks(rank), rank == of.stages - 1
@@ -136,12 +163,13 @@ class Composed:
             gathered += 2 * blocks
             fetched = 0
         else:
-            fetched = pair  # the next one's, in the message's buffer
+            # the next one's, in the message's buffer
+            fetched = 2 * max(one - parts.experts, parts.experts)
         if of.accumulate > 1:
             static += 4 * shared
         made = 0 if of.accumulate > 1 else 4 * shared
         own = pair if of.zero == 3 else 0
-        reduced = 4 * one + 4 * one // of.shards
+        reduced = 4 * one + 4 * self._shared(one - parts.experts, parts.experts)
         return (
             static
             + gathered
@@ -152,6 +180,11 @@ class Composed:
                 made + 2 * ends + 4 * ends + 4 * ends // of.shards,
             )
         )
+
+    def _shared(self, numbers: int, experts: int) -> int:
+        """Of so many numbers, and of those of a rank's experts, what a shard has."""
+        of = self.of
+        return numbers // of.shards + experts * of.spread // (of.shards * of.slices)
 
     def _waiting(self, rank: int) -> float:
         """Blocks whose activations are held at most, of a pipeline."""
@@ -173,14 +206,16 @@ class Composed:
         optimizer = max(self._optimizer(rank) for rank in range(of.stages))
         computing = (plain.seconds - plain.messages) * of.accumulate
         again = (own.seconds - own.messages) * of.accumulate - computing
-        slices = own.messages * of.accumulate
+        experts = own.exchanges * of.accumulate
+        slices = own.messages * of.accumulate - experts
         busy = own.seconds * of.accumulate
         if of.stages == 1:
             forward, backward = self._with_shards(0)
             once = (forward + backward - own.seconds) * of.accumulate
             launched = (self._host(own) + self._host(self._sharding())) * of.accumulate
             host = max(0.0, launched - busy - once)
-            return Seconds(computing, again, slices, once, 0.0, optimizer, host)
+            return Seconds(computing, again, slices, experts, once, 0.0, optimizer,
+                           host)  # fmt: skip
         stages = [self._stage(i) for i in range(of.stages * of.chunks)]
         message = self._message()
         passes = schedule.seconds(tuple(stages), of.accumulate, message, of.chunks)
@@ -190,7 +225,7 @@ class Composed:
         # the first pass through all stages, and the last one back
         shards = sum(sum(self._with_shards(rank)) - self._own(rank, self.parts).seconds
                      for rank in range(of.stages))  # fmt: skip
-        return Seconds(computing + adding, again, slices, shards,
+        return Seconds(computing + adding, again, slices, experts, shards,
                        alone - busy - adding, optimizer, passes - alone)  # fmt: skip
 
     def _own(self, rank: int, parts: Parts) -> Cost:
@@ -229,18 +264,14 @@ class Composed:
     def _with_shards(self, rank: int) -> tuple[float, float]:
         """Both passes of a micro-batch with FSDP's messages, where they are sent."""
         of, parts, rates = self.of, self.parts, self.rates
-        one, (_, ends) = sum(parts.block.weights), self._held(rank)
-        gather, reduce = self._gather(one), self._reduce(one)
-        # from and to messages' buffers; a shard is rounded before it is sent
+        units, (_, ends) = self._units(), self._held(rank)
         copied = rates.copy + rates.cast / of.shards
-        out, cast = one * copied, one * rates.cast
         taken = CHANNELS / self.machine.card.multi_processors
-        add_up = self._sum(one)
         now = fetched = reduced = summed = 0.0
         sent: list[tuple[float, float]] = []  # messages, from when to when
 
-        def compute(its: Cost) -> float:
-            end = now + its.seconds
+        def compute(its: Cost, part: float = 1.0) -> float:
+            end = now + part * its.seconds
             slower = taken / (1 - taken) * (1 - its.messages / (its.seconds or 1.0))
             for first, last in sent[-2:]:
                 end += max(0.0, min(last, end) - max(first, now)) * slower
@@ -250,58 +281,87 @@ class Composed:
             sent.append((now, now + seconds))
             return now + seconds
 
-        count = self._blocks(rank)
+        following = self._blocks(rank) * units  # in backward, these as well
         now = self._gather(ends) + ends * copied
-        fetched = send(gather)
+        fetched = send(units[0].gather)
         if rank == 0:
             now = compute(parts.first.forward)
-        for i in range(count):
-            now = max(now, fetched) + out
-            if i < count - 1:
-                fetched = send(gather)
-            now = compute(parts.block.forward)
+        for its, behind in zip(following, [*following[1:], None], strict=True):
+            now = max(now, fetched) + its.out
+            if behind is not None:
+                fetched = send(behind.gather)
+            now = compute(parts.block.forward, its.forward)
         if rank == of.stages - 1:
             now = compute(parts.last.forward)
         middle, again = now, of.zero == 3
-        fetched = send(gather) if again else now
+        fetched = send(units[0].gather) if again else now
         if rank == of.stages - 1:
             now = compute(parts.last.backward)
-        for i in range(count):
-            if again:
-                now = max(now, fetched) + out
-                if i < count - 1:
-                    fetched = send(gather)
-            now = compute(parts.block.backward)
-            now = max(now, reduced) + cast
-            reduced = send(reduce)
-            summed = max(summed, reduced) + add_up  # in a stream of its own
+        for i in range(0, len(following), len(units)):
+            for j in range(i, i + len(units) * again):
+                now = max(now, fetched) + following[j].out
+                if j + 1 < len(following):
+                    fetched = send(following[j + 1].gather)
+            for its in reversed(units):
+                now = compute(parts.block.backward, its.backward)
+                now = max(now, reduced) + its.cast
+                reduced = send(its.reduce)
+                summed = max(summed, reduced) + its.add_up  # in a stream of its own
         if rank == 0:
             now = compute(parts.first.backward)
         now = max(now, reduced) + ends * rates.cast + self._reduce(ends)
         return middle, max(now, summed) + self._sum(ends) - middle
 
+    def _units(self) -> list[Unit]:
+        """Of a block, in the order in which a pass needs them."""
+        parts, rates, experts = self.parts, self.rates, self.parts.experts
+        rest = sum(parts.block.weights) - experts
+        forward = backward = 0.0  # the experts' parts
+        if experts:
+            (first, then), (block, back) = parts.routed[:2], parts.block[:2]
+            forward = min(1.0, first.seconds / block.seconds)
+            done = then.seconds + first.seconds * (self.of.recompute != "none")
+            backward = min(1.0, done / back.seconds)
+
+        def unit(numbers: int, its: int, forward: float, backward: float) -> Unit:
+            # from and to messages' buffers; a shard is rounded before it is sent
+            out = (numbers + its) * rates.copy + self._shared(numbers, its) * rates.cast
+            return Unit(self._gather(numbers, its), out, forward, backward,
+                        (numbers + its) * rates.cast, self._reduce(numbers, its),
+                        self._sum(numbers, its))  # fmt: skip
+
+        made = [unit(rest, 0, 1 - forward, 1 - backward)]
+        return made + [unit(0, experts, forward, backward)] * (experts > 0)
+
     def _sharding(self) -> Cost:
         """What FSDP launches in both passes: three copies around each gather, one
         before gradients are reduced, and the messages."""
-        of, units = self.of, self.shape.layers + 1
-        gathers = units + self.shape.layers * (of.zero == 3)
+        of, inner = self.of, self.shape.layers * (1 + (self.parts.experts > 0))
+        units = inner + 1
+        gathers = units + inner * (of.zero == 3)
         calls = gathers + units * (1 + (of.replicas > 1))
         return Cost(launches=3 * gathers + units, calls=calls)
 
-    def _gather(self, numbers: int) -> float:
+    def _gather(self, numbers: int, experts: int = 0) -> float:
+        return self._of_shards("all_gather", 2, numbers, experts)
+
+    def _reduce(self, numbers: int, experts: int = 0) -> float:
+        return self._of_shards("reduce_scatter", 4, numbers, experts)
+
+    def _of_shards(self, name: str, size: int, numbers: int, experts: int) -> float:
+        """A message among shards, or among those of a rank's experts."""
         of = self.of
         group = self._group(of.shards, of.slices)
-        return collective_seconds("all_gather", 2 * numbers, group, self.place)
+        if experts:
+            group = self._group(of.shards * of.slices // of.spread, of.spread)
+        numbers = numbers or experts
+        return collective_seconds(name, size * numbers, group, self.place)
 
-    def _reduce(self, numbers: int) -> float:
-        group = self._group(self.of.shards, self.of.slices)
-        return collective_seconds("reduce_scatter", 4 * numbers, group, self.place)
-
-    def _sum(self, numbers: int) -> float:
+    def _sum(self, numbers: int, experts: int = 0) -> float:
         """Of what ranks have reduced, over the replicas."""
         of = self.of
         group = self._group(of.replicas, of.slices * of.shards)
-        nbytes = 4 * numbers // of.shards
+        nbytes = 4 * self._shared(numbers, experts)
         return collective_seconds("all_reduce", nbytes, group, self.place)
 
     def _group(self, size: int, apart: int) -> Group:
@@ -310,7 +370,8 @@ class Composed:
         return Group(size, size // near, near, near)
 
     def _optimizer(self, rank: int) -> float:
-        numbers = sum(self._held(rank)) / self.of.shards
+        experts = self._blocks(rank) * self.parts.experts
+        numbers = self._shared(sum(self._held(rank)) - experts, experts)
         return numbers * (self.rates.adam + self.rates.clip)
 
     def _host(self, cost: Cost) -> float:

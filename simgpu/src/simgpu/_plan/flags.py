@@ -16,6 +16,7 @@ def torchtitan(of: Layout, tokens: int, sequence: int) -> list[str]:
         f"--parallelism.data_parallel_shard_degree={of.shards}",
         f"--parallelism.tensor_parallel_degree={of.slices}",
         f"--parallelism.pipeline_parallel_degree={of.stages}",
+        *([f"--parallelism.expert_parallel_degree={of.spread}"] * (of.spread > 1)),
         f"--training.seq_len={sequence}",
         f"--training.global_batch_size={tokens // sequence}",
         f"--activation_checkpoint.mode={of.recompute}",
@@ -46,6 +47,9 @@ def megatron(of: Layout, tokens: int, sequence: int) -> list[str]:
     ]
     if of.slices > 1:
         made.append("--sequence-parallel")
+    if of.spread > 1:
+        made.append(f"--expert-model-parallel-size {of.spread} "
+                    "--expert-tensor-parallel-size 1")  # fmt: skip
     if of.stages > 1:
         made.append("--account-for-embedding-in-pipeline-split "
                     "--account-for-loss-in-pipeline-split")  # fmt: skip

@@ -66,8 +66,29 @@ def scatter(x: torch.Tensor, group) -> torch.Tensor:
     return x if group is None else _Scatter.apply(x, group)
 
 
-def _linear(rows: int, columns: int) -> nn.Linear:
-    return nn.Linear(rows, columns, bias=False)
+class _Exchange(Function):
+    """An equal part of the rows goes to each rank, and comes back in backward."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        y = torch.empty_like(x)
+        dist.all_to_all_single(y, x, group=group)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        y = torch.empty_like(grad)
+        dist.all_to_all_single(y, grad.contiguous(), group=ctx.group)
+        return y, None
+
+
+def _exchange(x: torch.Tensor, group) -> torch.Tensor:
+    return x if group is None else _Exchange.apply(x, group)
+
+
+def _linear(rows: int, columns: int, bias: bool = False) -> nn.Linear:
+    return nn.Linear(rows, columns, bias=bias)
 
 
 def _turned(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
@@ -76,20 +97,84 @@ def _turned(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(pairs * angles).flatten(-2).to(x.dtype)
 
 
-class Block(nn.Module):
-    """A layer of the decoder: attention, and a gated MLP."""
+class MLP(nn.Module):
+    """A gated MLP, sliced among the ranks of a group."""
 
-    def __init__(self, of: Shape, group, recompute: str = "none"):
+    def __init__(self, of: Shape, group):
         super().__init__()
-        self.group, self.recompute, self.size = group, recompute, of.head_size
-        n = group.size() if group else 1
-        width, inner = of.hidden, of.intermediate // n
-        queries, keys = of.heads * of.head_size // n, of.kv_heads * of.head_size // n
-        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.query, self.key = _linear(width, queries), _linear(width, keys)
-        self.value, self.out = _linear(width, keys), _linear(queries, width)
+        width, inner = of.hidden, of.intermediate // (group.size() if group else 1)
+        self.group = group
         self.gate, self.up = _linear(width, inner), _linear(width, inner)
         self.down = _linear(inner, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = gather(x, self.group)
+        return scatter(self.down(F.silu(self.gate(x)) * self.up(x)), self.group)
+
+
+class Experts(nn.Module):
+    """Those of a rank, which all get as many tokens: (experts, tokens, width)."""
+
+    def __init__(self, of: Shape, count: int):
+        super().__init__()
+        self.count, width, inner = count, of.hidden, of.intermediate
+        self.gate = nn.Parameter(torch.empty(count * width, inner))
+        self.up = nn.Parameter(torch.empty(count * width, inner))
+        self.down = nn.Parameter(torch.empty(count * inner, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up, down = (its.unflatten(0, (self.count, -1))
+                          for its in (self.gate, self.up, self.down))  # fmt: skip
+        return (F.silu(x.bmm(gate)) * x.bmm(up)).bmm(down)
+
+
+class Routed(nn.Module):
+    """A router, and experts that are spread over a group of ranks.
+
+    Each expert is chosen as often as any other; the router's loss for that is left out.
+    """
+
+    def __init__(self, of: Shape, group):
+        super().__init__()
+        self.group, self.ranks = group, group.size() if group else 1
+        self.chosen, self.count = of.chosen, of.experts // self.ranks
+        self.router = _linear(of.hidden, of.experts)
+        self.experts = Experts(of, self.count)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(0, -2)
+        weights, chosen = self.router(tokens).float().softmax(-1).topk(self.chosen)
+        order = chosen.flatten().argsort(stable=True)  # by expert
+        mine = _exchange(tokens[order // self.chosen], self.group)
+        mine = mine.unflatten(0, (self.ranks, self.count, -1)).transpose(0, 1)
+        out = self.experts(mine.flatten(1, 2)).unflatten(1, (self.ranks, -1))
+        out = _exchange(out.transpose(0, 1).flatten(0, 2), self.group)
+        out = out[order.argsort()].unflatten(0, (-1, self.chosen))
+        weights = weights / weights.sum(-1, keepdim=True)
+        return (out * weights.to(x.dtype)[..., None]).sum(1).view_as(x)
+
+
+class Block(nn.Module):
+    """A layer of the decoder: attention, and a gated MLP or experts.
+
+    Args:
+        of: the model.
+        group: among whose ranks layers are sliced, or None.
+        recompute: "none", "selective" or "full".
+        spread: the group over whose ranks experts are spread, or None.
+    """
+
+    def __init__(self, of: Shape, group, recompute: str = "none", spread=None):
+        super().__init__()
+        self.group, self.recompute, self.size = group, recompute, of.head_size
+        n, width = group.size() if group else 1, of.hidden
+        queries, keys = of.heads * of.head_size // n, of.kv_heads * of.head_size // n
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.query = _linear(width, queries, of.biases)
+        self.key = _linear(width, keys, of.biases)
+        self.value = _linear(width, keys, of.biases)
+        self.out = _linear(queries, width)
+        self.mlp = Routed(of, spread) if of.experts else MLP(of, group)
         norms = nn.RMSNorm if of.head_norms else nn.Identity
         self.norm_q, self.norm_k = norms(of.head_size), norms(of.head_size)
 
@@ -104,8 +189,7 @@ class Block(nn.Module):
 
     def _compute(self, x, angles):
         x = x + self._attend(gather(self.norm1(x), self.group), angles)
-        y = gather(self.norm2(x), self.group)
-        return x + scatter(self.down(F.silu(self.gate(y)) * self.up(y)), self.group)
+        return x + self.mlp(self.norm2(x))
 
     def _attend(self, y, angles):
         q, k, v = (layer(y).unflatten(-1, (-1, self.size))
@@ -126,7 +210,7 @@ def _saving():
         kept = recomputing.CheckpointPolicy.MUST_SAVE
         again = recomputing.CheckpointPolicy.PREFER_RECOMPUTE
         name = operation.__name__.partition(".")[0]
-        if name == "mm":
+        if name in ("mm", "bmm"):
             products += 1
             return again if products % 2 == 0 else kept
         return kept if name in _SAVED else again

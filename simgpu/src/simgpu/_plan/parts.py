@@ -11,7 +11,7 @@ import torch.distributed as dist
 from simgpu._device.cards import Card
 from simgpu._dry.api import dry_run
 from simgpu._plan.llama import Block, First, Last, angles_of
-from simgpu._plan.pieces import Piece, measured, passes
+from simgpu._plan.pieces import Cost, Piece, measured, passes
 from simgpu._plan.shapes import Shape
 
 _ROOM = 2**50  # bytes: what has no room on the card is found out later
@@ -34,12 +34,15 @@ class Key(NamedTuple):
     tokens: int  # of each
     slices: int
     recompute: str
+    spread: int = 1  # ranks over which experts are spread
 
 
 class Parts(NamedTuple):
     first: Piece
     block: Piece
     last: Piece
+    experts: int = 0  # numbers of a block's weights that are experts'
+    routed: Piece = Piece(Cost(), Cost())  # of a block, the experts and the way there
 
 
 class Rates(NamedTuple):
@@ -80,12 +83,14 @@ def parts_of(shape: Shape, keys: list[Key], machine: Machine,
             for done, key in enumerate(missing):
                 if progress is not None:
                     progress(done, len(missing))
-                if key.slices not in groups:
-                    groups[key.slices] = dist.new_group(range(key.slices))
+                for size in (key.slices, key.spread):
+                    if size not in groups:
+                        groups[size] = dist.new_group(range(size))
+                both = groups[key.slices], groups[key.spread]
                 with on_card():
-                    known[key] = _measured(shape, key, groups[key.slices], machine)
+                    known[key] = _measured(shape, key, *both, machine)
 
-        _alone(run, machine)
+        _alone(run, machine, max(machine.node, *(key.spread for key in missing)))
     return known
 
 
@@ -93,7 +98,7 @@ _KNOWN: dict[tuple[Shape, str], dict[Key, Parts]] = {}
 _RATES: dict[str, Rates] = {}
 
 
-def _measured(shape: Shape, key: Key, group, machine: Machine) -> Parts:
+def _measured(shape: Shape, key: Key, group, spread, machine: Machine) -> Parts:
     ids = torch.zeros(key.tokens, key.micro, dtype=torch.int64)
     x = torch.empty(key.tokens // key.slices, key.micro, shape.hidden)
     x.requires_grad_()
@@ -101,7 +106,7 @@ def _measured(shape: Shape, key: Key, group, machine: Machine) -> Parts:
         angles = angles_of(shape, key.tokens).to("cuda")
     parts = {
         "first": (First(shape, group), (ids,)),
-        "block": (Block(shape, group, key.recompute), (x, angles)),
+        "block": (Block(shape, group, key.recompute, spread), (x, angles)),
         "last": (Last(shape, group), (x, ids)),
     }
     if machine.compiled:
@@ -115,7 +120,11 @@ def _measured(shape: Shape, key: Key, group, machine: Machine) -> Parts:
         )
         for its in (x, *part.parameters()):
             its.grad = None
-    return Parts(**made)
+    if not shape.experts:
+        return Parts(**made)
+    mlp = parts["block"][0].mlp
+    experts = sum(weight.numel() for weight in mlp.experts.parameters())
+    return Parts(**made, experts=experts, routed=Piece(*passes(mlp, x)))
 
 
 def rates_of(machine: Machine) -> Rates:
@@ -147,7 +156,7 @@ def rates_of(machine: Machine) -> Rates:
     return _RATES[repr(machine)]
 
 
-def _alone(run, machine: Machine) -> None:
-    dry_run(run, world=machine.node, node=machine.node,
+def _alone(run, machine: Machine, world: int = 0) -> None:
+    dry_run(run, world=world or machine.node, node=machine.node,
             card=replace(machine.card, total_memory=_ROOM), network=machine.network,
             compile="fuse" if machine.compiled else "refuse")  # fmt: skip

@@ -20,6 +20,7 @@ class Cost(NamedTuple):
     Attributes:
         seconds: of the card.
         messages: of these, in which collectives ran, behind which everything waits.
+        exchanges: of these, those between the ranks of experts.
         launches: of kernels and copies by the host in forward.
         back_launches: in backward.
         calls: of collectives.
@@ -30,6 +31,7 @@ class Cost(NamedTuple):
 
     seconds: float = 0.0
     messages: float = 0.0
+    exchanges: float = 0.0
     launches: int = 0
     back_launches: int = 0
     calls: int = 0
@@ -38,14 +40,14 @@ class Cost(NamedTuple):
     most: int = 0
 
     def __add__(self, other: "Cost") -> "Cost":
-        figures = [a + b for a, b in zip(self[:7], other[:7], strict=True)]
+        figures = [a + b for a, b in zip(self[:8], other[:8], strict=True)]
         return Cost(*figures, max(self.most, self.kept + other.most))
 
     def times(self, count: int) -> "Cost":
         if not count:
             return Cost()
         most = max(self.most, (count - 1) * self.kept + self.most)
-        return Cost(*(count * its for its in self[:7]), most)
+        return Cost(*(count * its for its in self[:8]), most)
 
 
 class Piece(NamedTuple):
@@ -75,11 +77,12 @@ def measured(run: Callable[[], object], backward: bool = False) -> tuple[Cost, o
     events = runtime.dry.events[first:]
     sent = [event for event in events if event.kind == "collective"]
     messages = sum(event.end - event.start for event in sent)
+    exchanges = sum(e.end - e.start for e in sent if e.name.startswith("all_to_all"))
     calls, launches = len(sent), len(events) - len(sent)
     kept = torch.cuda.memory_allocated() - before
     most = torch.cuda.max_memory_allocated() - before
-    cost = Cost(end - start, messages, launches * (not backward), launches * backward,
-                calls, functions[0], kept, most)  # fmt: skip
+    cost = Cost(end - start, messages, exchanges, launches * (not backward),
+                launches * backward, calls, functions[0], kept, most)  # fmt: skip
     return cost, made
 
 

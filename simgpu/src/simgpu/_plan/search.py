@@ -18,9 +18,10 @@ from simgpu._timing.topology import Topology
 
 _MICRO = (1, 2, 4, 8, 16)
 _CHUNKS = (1, 2, 4)
-AXES = ("tp", "pp", "shards", "micro", "chunks", "zero", "recompute")
+AXES = ("tp", "pp", "ep", "shards", "micro", "chunks", "zero", "recompute")
 LOST = {
-    "again": "recomputing", "slices": "messages of tp", "shards": "messages of FSDP",
+    "again": "recomputing", "slices": "messages of tp",
+    "experts": "messages of experts", "shards": "messages of FSDP",
     "bubble": "the bubble", "optimizer": "the optimizer", "host": "the host",
 }  # fmt: skip
 _DAY = 24 * 60 * 60
@@ -131,7 +132,9 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """The same as JSON has it."""
         return {
-            "model": self.shape._asdict() | {"parameters": self.shape.parameters},
+            "model": self.shape._asdict() | {
+                "parameters": self.shape.parameters, "active": self.shape.active,
+            },
             "card": self.machine.card.name, "node": self.machine.node,
             "gpus": self.gpus, "tokens": self.tokens, "sequence": self.sequence,
             "layouts": [
@@ -163,9 +166,10 @@ def plan(
         best = found.layouts[0]
 
     Layouts are FSDP2 (over all ranks, or in groups with replicas; whole parameters
-    freed behind forward or kept), slices of layers with sequence parallelism, stages
-    of a pipeline (1F1B, interleaved), micro-batches, and recomputing. What the parts of
-    the model do is dry-run, once for each micro-batch and number of slices.
+    freed behind forward or kept), slices of layers with sequence parallelism, experts
+    spread over ranks, stages of a pipeline (1F1B, interleaved), micro-batches, and
+    recomputing. What the parts of the model do is dry-run, once for each micro-batch,
+    number of slices and number of ranks of experts, all of which get as many tokens.
 
     Args:
         model: "llama3-8b" or another of `simgpu plan --help`, a Hugging Face
@@ -178,8 +182,8 @@ def plan(
         network: of a node, such as "400 GB/s"; None is 200 Gbit/s for each card.
         compile: whether blocks are compiled.
         host: what launches cost, as in `simgpu.dry_run`.
-        only: values of "tp", "pp", "shards", "micro", "chunks", "zero" and "recompute"
-            to which the search is held.
+        only: values of "tp", "pp", "ep", "shards", "micro", "chunks", "zero" and
+            "recompute" to which the search is held.
         progress: is told how many of all parts are measured.
 
     Raises:
@@ -254,7 +258,9 @@ def _layouts(shape: Shape, gpus: int, node: int, batch: int, sequence: int,
         held = only.get(name)
         return [its for its in values if held is None or its in held]
 
-    sizes = (shape.kv_heads, shape.heads, shape.intermediate, shape.vocab, sequence)
+    sizes = [shape.kv_heads, shape.heads, shape.vocab, sequence]
+    if not shape.experts:
+        sizes.append(shape.intermediate)
     for tp in axis("tp", _divisors(node)):
         if any(size % tp for size in sizes):
             continue
@@ -263,6 +269,8 @@ def _layouts(shape: Shape, gpus: int, node: int, batch: int, sequence: int,
             if batch % dp or pp > shape.layers:
                 continue
             near = max(1, node // tp)
+            spreads = [n for n in _divisors(shape.experts or 1)
+                       if n <= node or n % node == 0]  # fmt: skip
             groups = only.get("shards") or (dp, near, 8 * near)
             for shards in sorted({n for n in groups if n > 0 and dp % n == 0})[::-1]:
                 for micro in axis("micro", _MICRO):
@@ -276,8 +284,19 @@ def _layouts(shape: Shape, gpus: int, node: int, batch: int, sequence: int,
                             continue
                         for zero in axis("zero", (3, 2) if pp == 1 else (2,)):
                             for again in axis("recompute", RECOMPUTE):
-                                yield Layout(dp // shards, shards, tp, pp, chunks,
+                                its = Layout(dp // shards, shards, tp, pp, chunks,
                                              micro, count, zero, again)  # fmt: skip
+                                for ep in axis("ep", spreads):
+                                    if _can_spread(shape, its, sequence, ep):
+                                        yield its._replace(spread=ep)
+
+
+def _can_spread(shape: Shape, of: Layout, sequence: int, ranks: int) -> bool:
+    """Whether experts can be on so many ranks, and get as many tokens from each."""
+    if not shape.experts:
+        return True
+    choices = of.micro * sequence // of.slices * shape.chosen
+    return of.shards * of.slices % ranks == 0 and choices % shape.experts == 0
 
 
 def _divisors(number: int) -> list[int]:

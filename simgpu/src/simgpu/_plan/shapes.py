@@ -7,26 +7,33 @@ from typing import Any, NamedTuple
 
 
 class Shape(NamedTuple):
-    """Sizes are numbers of elements; a block has a gated MLP and no biases."""
+    """Sizes are numbers of elements; a block has gated MLPs: one, or experts."""
 
     layers: int
     hidden: int
     heads: int
     kv_heads: int
     head_size: int
-    intermediate: int
+    intermediate: int  # of an expert, if there are some
     vocab: int
     tied: bool = False  # the head has the embedding's weights
     head_norms: bool = False  # queries and keys are normalized, head by head
     name: str = ""
+    experts: int = 0  # of a block; 0: one MLP for all tokens
+    chosen: int = 0  # experts of a token
+    biases: bool = False  # of queries, keys and values
 
     @property
     def block(self) -> int:
         """Parameters of a block."""
-        attention = 2 * self.heads + 2 * self.kv_heads
+        return self._block(self.experts or 1)
+
+    def _block(self, mlps: int) -> int:
+        columns = (self.heads + 2 * self.kv_heads) * self.head_size
+        inner = columns + self.heads * self.head_size + 3 * self.intermediate * mlps
         norms = 2 * self.hidden + 2 * self.head_size * self.head_norms
-        inner = attention * self.head_size + 3 * self.intermediate
-        return inner * self.hidden + norms
+        more = norms + columns * self.biases
+        return (inner + self.experts) * self.hidden + more
 
     @property
     def embedding(self) -> int:
@@ -37,6 +44,12 @@ class Shape(NamedTuple):
         ends = (1 if self.tied else 2) * self.embedding + self.hidden
         return self.layers * self.block + ends
 
+    @property
+    def active(self) -> int:
+        """Parameters that a token meets."""
+        met = self.layers * self._block(self.chosen or 1)
+        return self.parameters - self.layers * self.block + met
+
     def flops(self, tokens: int) -> float:
         """Floating-point operations that a token costs, forward and backward.
 
@@ -46,13 +59,14 @@ class Shape(NamedTuple):
         Args:
             tokens: of a sequence.
         """
-        products = self.layers * self.block + self.embedding
+        products = self.layers * self._block(self.chosen or 1) + self.embedding
         scores = 2 * self.layers * self.heads * self.head_size * tokens
         return 6.0 * (products + scores)
 
 
-def _llama(name: str, *sizes: int, tied: bool = False, norms: bool = False) -> Shape:
-    return Shape(*sizes, tied, norms, name)
+def _llama(name: str, *sizes: int, tied: bool = False, norms: bool = False,
+           experts: tuple[int, int] = (0, 0)) -> Shape:  # fmt: skip
+    return Shape(*sizes, tied, norms, name, *experts)
 
 
 # layers, width, heads, heads of keys and values, size of a head, width of the MLP,
@@ -66,11 +80,18 @@ MODELS = {its.name: its for its in (
     _llama("llama3-70b", 80, 8192, 64, 8, 128, 28_672, 128_256),
     _llama("llama3-405b", 126, 16_384, 128, 8, 128, 53_248, 128_256),
     _llama("mistral-7b", 32, 4096, 32, 8, 128, 14_336, 32_768),
+    _llama("mixtral-8x7b", 32, 4096, 32, 8, 128, 14_336, 32_000, experts=(8, 2)),
+    _llama("mixtral-8x22b", 56, 6144, 48, 8, 128, 16_384, 32_768, experts=(8, 2)),
     _llama("qwen3-8b", 36, 4096, 32, 8, 128, 12_288, 151_936, norms=True),
     _llama("qwen3-14b", 40, 5120, 40, 8, 128, 17_408, 151_936, norms=True),
     _llama("qwen3-32b", 64, 5120, 64, 8, 128, 25_600, 151_936, norms=True),
+    _llama("qwen3-30b-a3b", 48, 2048, 32, 4, 128, 768, 151_936, norms=True,
+           experts=(128, 8)),
+    _llama("qwen3-235b-a22b", 94, 4096, 64, 4, 128, 1536, 151_936, norms=True,
+           experts=(128, 8)),
 )}  # fmt: skip
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # model_type of a config.json
+# model_type of a config.json
+_FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 _SIZES = {
     "layers": "num_hidden_layers", "hidden": "hidden_size",
     "heads": "num_attention_heads", "kv_heads": "num_key_value_heads",
@@ -78,6 +99,8 @@ _SIZES = {
     "vocab": "vocab_size",
 }  # fmt: skip
 _NEEDED = ("layers", "hidden", "heads", "intermediate", "vocab")
+_OF_EXPERTS = {"experts": ("num_local_experts", "num_experts"),
+               "chosen": ("num_experts_per_tok",)}  # fmt: skip
 
 
 def shape_of(model: str | Mapping[str, Any] | Shape) -> Shape:
@@ -87,7 +110,8 @@ def shape_of(model: str | Mapping[str, Any] | Shape) -> Shape:
         model: a key of `MODELS`; the path of a Hugging Face config.json, or of the
             folder that it lies in; what such a file holds; or sizes as text:
             "layers=32,hidden=4096,heads=32,kv_heads=8,intermediate=14336,vocab=128256",
-            with `head_size` and `tied=1` where they are needed.
+            with `head_size`, `tied=1`, and `experts` and `chosen` (of a token), where
+            they are needed.
 
     Raises:
         ValueError: for a model that is not known, a family that is not planned, and
@@ -125,18 +149,28 @@ def _of_config(config: Any, where: str) -> Shape:
             f"{', '.join(_FAMILIES)}"
         )
     sizes = {name: config.get(theirs) for name, theirs in _SIZES.items()}
-    return _of_sizes(sizes, bool(config.get("tie_word_embeddings")),
-                     family == "qwen3", Path(where).parent.name)  # fmt: skip
+    if family in ("mixtral", "qwen3_moe"):
+        for name, theirs in _OF_EXPERTS.items():
+            sizes[name] = next((config[its] for its in theirs if its in config), None)
+            if sizes[name] is None:
+                raise ValueError(f"{where} lacks {theirs[-1]}")
+        sizes["intermediate"] = config.get("moe_intermediate_size",
+                                           sizes["intermediate"])  # fmt: skip
+        if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+            raise ValueError(f"{where} has blocks without experts: not planned")
+    shape = _of_sizes(sizes, bool(config.get("tie_word_embeddings")),
+                      family.startswith("qwen3"), Path(where).parent.name)  # fmt: skip
+    return shape._replace(biases=family == "qwen2")
 
 
 def _of_text(text: str) -> Shape:
     sizes: dict[str, Any] = {}
     for pair in text.split(","):
         name, _, value = (its.strip() for its in pair.partition("="))
-        if name not in (*_SIZES, "tied"):
-            raise ValueError(
-                f"a model has no size {name!r}; there are {', '.join(_SIZES)}, tied"
-            )
+        known = (*_SIZES, "tied", *_OF_EXPERTS)
+        if name not in known:
+            raise ValueError(f"a model has no size {name!r}; there are "
+                             f"{', '.join(known)}")  # fmt: skip
         try:
             sizes[name] = int(value)
         except ValueError:
@@ -166,5 +200,9 @@ def _checked(shape: Shape) -> Shape:
     if shape.heads % shape.kv_heads:
         raise ValueError(
             f"{shape.heads} heads cannot share {shape.kv_heads} of keys and values"
+        )
+    if not 0 <= shape.chosen <= shape.experts or (shape.experts and not shape.chosen):
+        raise ValueError(
+            f"a token cannot choose {shape.chosen} of {shape.experts} experts"
         )
     return shape

@@ -18,6 +18,7 @@ _AXES: list[Column] = [
     ("replicas", lambda its: its.layout.replicas),
     ("shards", lambda its: its.layout.shards),
     ("tp", lambda its: its.layout.slices),
+    ("ep", lambda its: its.layout.spread),
     ("pp", lambda its: its.layout.stages),
     ("chunks", lambda its: its.layout.chunks),
     ("micro", lambda its: its.layout.micro),
@@ -53,16 +54,18 @@ def lines(found: Plan, top: int, total: int | None, price: float | None) -> list
     shape, count = found.shape, len(found.fitting)
     name = shape.name or f"{shape.layers} blocks of {shape.hidden}"
     made = [
-        f"{name}, {shape.parameters / 1e9:.2f} billion parameters, on {found.gpus:,} "
-        f"{found.machine.card.name}, simulated",
+        f"{name}, {shape.parameters / 1e9:.2f} billion parameters"
+        + (f" ({shape.active / 1e9:.2f} active)" if shape.experts else "")
+        + f", on {found.gpus:,} {found.machine.card.name}, simulated",
         f"{found.tokens:,} tokens a step: {found.tokens // found.sequence:,} sequences "
         f"of {found.sequence:,}",
         f"{count:,} of {len(found.layouts):,} layouts fit",
         "",
     ]
     rows = (found.fitting or found.layouts)[:top]
-    columns = [its for its in _AXES if len({its[1](row) for row in rows}) > 1]
-    same = [f"{name} {of(rows[0])}" for name, of in _AXES
+    axes = [its for its in _AXES if shape.experts or its[0] != "ep"]
+    columns = [its for its in axes if len({its[1](row) for row in rows}) > 1]
+    same = [f"{name} {of(rows[0])}" for name, of in axes
             if name not in [its[0] for its in columns]]  # fmt: skip
     if not count:
         card = found.machine.card.total_memory / _GIB

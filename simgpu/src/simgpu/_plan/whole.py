@@ -24,11 +24,13 @@ class Stage(nn.Module):
     slices, sequences, width).
     """
 
-    def __init__(self, of: Shape, tokens: int, group, recompute: str, count: int,
-                 is_first: bool, is_last: bool):  # fmt: skip
+    def __init__(self, of: Shape, tokens: int, group, spread, recompute: str,
+                 count: int, is_first: bool, is_last: bool):  # fmt: skip
         super().__init__()
         self.first = First(of, group) if is_first else None
-        self.blocks = nn.ModuleList(Block(of, group, recompute) for _ in range(count))
+        self.blocks = nn.ModuleList(
+            Block(of, group, recompute, spread) for _ in range(count)
+        )
         self.last = Last(of, group) if is_last else None
         if of.tied and is_first and is_last:
             self.last.head.weight = self.first.weight
@@ -60,6 +62,15 @@ def train(shape: Shape, of: Layout, tokens: int, compiled: bool = False) -> None
         mesh_dim_names=("pp", "replicas", "shards", "tp"),
     )  # fmt: skip
     group = mesh["tp"].get_group() if of.slices > 1 else None
+    spread, experts = None, None
+    if shape.experts:
+        rest = of.shards * of.slices // of.spread
+        both = init_device_mesh(
+            "cuda", (of.stages, of.replicas, rest, of.spread),
+            mesh_dim_names=("pp", "replicas", "shards", "ep"),
+        )  # fmt: skip
+        spread = both["ep"].get_group() if of.spread > 1 else None
+        experts = both["replicas", "shards"] if of.replicas > 1 else both["shards"]
     counts = blocks_of(shape.layers, of.stages * of.chunks)
     rank = mesh.get_local_rank("pp")
     mine = range(rank, len(counts), of.stages)
@@ -72,24 +83,30 @@ def train(shape: Shape, of: Layout, tokens: int, compiled: bool = False) -> None
     stages = []
     for number in mine:
         with torch.device("meta"):
-            stage = Stage(shape, tokens, group, of.recompute, counts[number],
+            stage = Stage(shape, tokens, group, spread, of.recompute, counts[number],
                           number == 0, number == len(counts) - 1)  # fmt: skip
         for block in stage.blocks:
             if compiled:
                 block.compile()
+            if experts is not None:
+                fully_shard(block.mlp.experts, **options | {"mesh": experts})
             fully_shard(block, **options)
         fully_shard(stage, **options)
         stage.to_card()
         stages.append(stage)
-    weights = [weight for stage in stages for weight in stage.parameters()]
-    optimizer = torch.optim.AdamW(weights, fused=True)
+    alike: dict[object, list[nn.Parameter]] = {}  # of one mesh
+    for weight in (weight for stage in stages for weight in stage.parameters()):
+        alike.setdefault(weight.device_mesh, []).append(weight)
+    groups = [{"params": weights} for weights in alike.values()]
+    optimizer = torch.optim.AdamW(groups, fused=True)
     passes = _one(stages[0], of) if of.stages == 1 else _pipeline(
         shape, of, tokens, dict(zip(mine, stages, strict=True)), mesh)  # fmt: skip
     while True:
         ids = torch.zeros(of.micro * of.accumulate, tokens, dtype=torch.int64,
                           device="cuda")  # fmt: skip
         passes(ids)
-        nn.utils.clip_grad_norm_(weights, 1.0)
+        for weights in alike.values():
+            nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
         optimizer.zero_grad()
 
