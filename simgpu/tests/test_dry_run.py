@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 import simgpu
 from recorded.models import Bottleneck
 from simgpu import _runtime as state
+from simgpu._compat import is_torch
 from simgpu._device import overhead
 from simgpu._device.cards import find_card
 from simgpu._dry import command, kinds, words
@@ -250,7 +251,8 @@ def test_a_dtensor_cut_along_another_dimension_is_a_message():
             took.append(begin.elapsed_time(end))
             given.append([(m.name, m.nbytes, m.ranks) for m in messages.log])
         assert out.to_local().shape == (4096, 256)
-        torch.ops.c10d.check_for_nan(x.to_local())
+        if is_torch((2, 13)):  # 2.11 has no such operation
+            torch.ops.c10d.check_for_nan(x.to_local())
 
     run(Job(16), program)
     assert given == [[("all_to_all", 4 << 20, 16)]] * 2

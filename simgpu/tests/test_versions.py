@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 import simgpu
+from simgpu._compat import is_torch
 from simgpu._distributed.groups import names_of_nccl
 
 aten = torch.ops.aten
@@ -81,7 +82,11 @@ def test_changes_count_as_without_a_gpu(simulator, shapes, change):
     simulator()
     assert changed("cuda", shapes, change) == expected
     assert changed("cpu", shapes, change) == expected
-    assert REFUSED in expected[3] and expected[5] == []
+    if change is CHANGES["custom"][1] and not is_torch((2, 13)):
+        assert expected[3] == []  # what it calls neither counts nor refuses
+    else:
+        assert REFUSED in expected[3]
+    assert expected[5] == []
 
 
 def test_autograd_notices_what_a_split_has_changed(simulator):

@@ -12,6 +12,7 @@ from simgpu._compat import (
     DispatchKeySet,
     SetExcludeDispatchKeyGuard,
     has_kernel,
+    is_torch,
 )
 from simgpu._dispatch.copies import log_copy
 from simgpu._dispatch.errors import scalar_type_name
@@ -207,11 +208,13 @@ def _parts(call: Call):
     """The simulator sees what an operation is made of.
 
     A mode may run with these keys off. Then a lazy `conj()` would be lost, and what is
-    changed would not count as changed; of an operation of aten that counts by itself,
-    it must not count twice.
+    changed would not count as changed; of an operation that counts by itself, it must
+    not count twice. What `torch.library.custom_op` makes does since PyTorch 2.13 (pull
+    request 184715).
     """
-    keys, func = [_CONJUGATE, _NEGATIVE], call.func
-    if func.namespace != "aten" or not has_kernel(func.name(), COUNTS):
+    keys, name = [_CONJUGATE, _NEGATIVE], call.func.name()
+    twice = call.func.namespace != "aten" and is_torch((2, 13))
+    if twice or not has_kernel(name, COUNTS):
         keys.append(COUNTS)
     with DispatchMode(call.runtime), contextlib.ExitStack() as stack:
         for key in keys:
