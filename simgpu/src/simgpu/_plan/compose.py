@@ -158,25 +158,29 @@ class Composed:
             waiting = int(self._waiting(rank) * kept)
             return static + whole + waiting + max(loss, head + back)
         gathered = 2 * ends
-        pair = 2 * one
+        rest = one - parts.experts
         if of.zero == 2:
             gathered += 2 * blocks
             fetched = 0
         else:
-            # the next one's, in the message's buffer
-            fetched = 2 * max(one - parts.experts, parts.experts)
+            fetched = 2 * rest  # the next, in the message's buffer
         if of.accumulate > 1:
             static += 4 * shared
         made = 0 if of.accumulate > 1 else 4 * shared
-        own = pair if of.zero == 3 else 0
-        reduced = 4 * one + 4 * self._shared(one - parts.experts, parts.experts)
+        own = 2 * one if of.zero == 3 else 0
+        of_rest = 4 * (rest + self._shared(rest, 0))
+        of_experts = 4 * (parts.experts + self._shared(0, parts.experts))
+        # the one is reduced when the next is there, the other when it is free
+        reduced = of_rest + of_experts
+        if of.zero == 3:
+            reduced = max(fetched + of_rest, of_experts)
         return (
             static
             + gathered
             + max(
                 count * kept + loss + fetched,
                 count * kept + head + own + fetched + back,
-                (count - 1) * kept + head + own + fetched + back + reduced,
+                (count - 1) * kept + head + own + back + reduced,
                 made + 2 * ends + 4 * ends + 4 * ends // of.shards,
             )
         )
