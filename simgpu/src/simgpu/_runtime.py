@@ -129,6 +129,9 @@ class Runtime:
         self.autocast_lock = threading.RLock()
         self.autocast_cache: dict[int, tuple] = {}
 
+        # memory of CUDA graphs, by its address: `Memory` of a layer above
+        self.graph_memory = weakref.WeakValueDictionary()
+
         self.norm_kernels: Any = None  # of RMSNorm, registered for autograd
 
         # GPU of which a kernel has asserted -> whether the program was told

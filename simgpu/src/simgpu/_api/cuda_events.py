@@ -1,7 +1,8 @@
 """`torch.cuda.Event` and `torch.Event`: positions in the work of a stream.
 
 An event of another process is always over: what was recorded in it is done (see
-`sharing.py`). Leaves out: events of CUDA graphs.
+`sharing.py`). Leaves out: events that
+are nodes of a CUDA graph (`external=True`).
 """
 
 import os
@@ -80,13 +81,16 @@ class Event:
     def query(self) -> bool:
         """Whether the work before it is done; asking takes the host a moment."""
         clock = state.current().clock
+        clock.forbid_waiting()
         clock.event_call()
         return self._position is None or clock.reached(self._position)
 
     def synchronize(self) -> None:
         """Make the host wait until the work before it is done."""
         if self._position is not None:
-            state.current().clock.wait_for_position(self._position)
+            clock = state.current().clock
+            clock.forbid_waiting()
+            clock.wait_for_position(self._position)
 
     def elapsed_time(self, end_event: "Event") -> float:
         """Simulated milliseconds from this event to `end_event`.
@@ -138,7 +142,7 @@ class CudaEvent(Event):
     def __init__(self, enable_timing=False, blocking=False, interprocess=False,
                  external=False):  # fmt: skip
         if external:
-            raise NotSimulated("an event of a CUDA graph")
+            raise NotSimulated("an event with external=True, for CUDA graphs")
         if interprocess and enable_timing:
             raise torch.AcceleratorError("CUDA error: invalid argument")
         self._interprocess = interprocess

@@ -108,7 +108,9 @@ def is_bf16_supported(including_emulation: bool = True) -> bool:
 def synchronize(device=None) -> None:
     gpu = gpu_named(device)
     gpu.memory.share.open_context()
-    state.current().clock.wait_for_gpu(gpu)
+    clock = state.current().clock
+    clock.forbid_waiting()
+    clock.wait_for_gpu(gpu)
 
 
 def init() -> None:

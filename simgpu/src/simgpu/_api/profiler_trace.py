@@ -3,8 +3,9 @@
 Models: the rows that readers of traces look up, as kineto writes them (output_json.cpp,
 CuptiActivity.cpp): kernels and copies with device, stream and correlation; the calls
 `cudaLaunchKernel` and `cudaMemcpyAsync` that launched them, with arrows between the two
-(`ac2g`); ranges of the program on the GPUs (`gpu_user_annotation`); of collectives what
-`record_param_comms` tells; `deviceProperties`. Leaves out: grids, registers, occupancy.
+(`ac2g`), one `cudaGraphLaunch` for all of a CUDA graph; ranges of the program on the
+GPUs (`gpu_user_annotation`); of collectives what `record_param_comms` tells;
+`deviceProperties`. Leaves out: grids, registers, occupancy.
 Times of GPUs are simulated, from the start of the profile on; those of the host are
 real, so that a kernel may begin before its launch.
 """
@@ -161,8 +162,12 @@ def complete(trace: dict, recording: Recording, with_host: bool) -> None:
     added = [row for index in _indices(launches) for row in _process(index)]
     outer = [row for row in host if row.get("cat") in _HOST]
     ids = _external_ids(launches, outer, base)
+    graphs: dict[int, int] = {}  # number of a graph's launch -> of its first row
     for number, (launch, ident) in enumerate(zip(launches, ids, strict=True), 1):
-        added += _rows(launch, number, ident, begin, base)
+        graph = launch.event.graph
+        first = graphs.setdefault(graph, number) if graph else number
+        rows = _rows(launch, first, ident, begin, base)
+        added += rows if first == number else rows[:1]
     marks = [
         (row["name"], base + int(row["ts"] * 1e3),
          base + int((row["ts"] + row["dur"]) * 1e3))
@@ -253,6 +258,7 @@ def _rows(launch: Launch, number: int, ident: int, begin: float, base: int) -> l
     host = {"pid": os.getpid(), "tid": launch.thread,
             "ts": (launch.real_ns - base) / 1e3}  # fmt: skip
     call = "cudaMemcpyAsync" if is_copy else "cudaLaunchKernel"
+    call = "cudaGraphLaunch" if event.graph else call
     arrow = {"cat": "ac2g", "name": "ac2g", "id": number}
     return [
         {"ph": "X", "cat": "gpu_memcpy" if is_copy else "kernel",

@@ -90,6 +90,7 @@ class Stream:
     def query(self) -> bool:
         """Whether all its work is done; asking takes the host a moment."""
         runtime = state.current()
+        runtime.clock.forbid_waiting_for(self.device_index, self.stream_id)
         runtime.clock.event_call()
         done = runtime.clock.stream_done(self.device_index, self.stream_id)
         if done:
@@ -99,6 +100,7 @@ class Stream:
     def synchronize(self) -> None:
         """Make the host wait until its work is done."""
         clock = state.current().clock
+        clock.forbid_waiting_for(self.device_index, self.stream_id)
         clock.wait_for_stream(self.device_index, self.stream_id)
 
     def wait_event(self, event: Event) -> None:
@@ -121,8 +123,9 @@ class Stream:
         return event
 
     def is_capturing(self) -> bool:
-        """Whether a CUDA graph is being captured: never."""
-        return False
+        """Whether what it is given goes into a CUDA graph."""
+        key = self.device_index, self.stream_id
+        return key in getattr(state.current().clock, "captures", ())
 
     def __enter__(self):
         self._before = (

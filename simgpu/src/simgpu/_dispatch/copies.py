@@ -18,6 +18,7 @@ from simgpu._dispatch.placement import (
     place,
     place_all,
 )
+from simgpu._timing.captured import NOT_PINNED
 
 aten = torch.ops.aten
 
@@ -99,12 +100,15 @@ def _cross(call: Call, tensor, source, target, *, pinned, wait, into=None):
         return place(call.func(*call.args, **call.kwargs), target)
     ends = [gpu for gpu in (source, target) if gpu is not None]
     keys = [(gpu.index, call.runtime.stream_of(gpu)) for gpu in ends]
+    call.is_work_of(ends[-1])
+    if call.is_captured and len(ends) == 1 and not pinned:
+        raise RuntimeError(NOT_PINNED)
     sanitizing.before_copy(call, keys, tensor, source, into, target)
     host = None if len(ends) == 2 else tensor if source is None else into
     later = target is None and not pinned  # the host writes what has come
     if call.runtime.unfinished and not later:
         host_memory.use(call, keys[0], host, pinned, source)
-    out = call.func(*call.args, **call.kwargs)
+    out = call.compute_on(ends[-1])
     if target is not None:
         blocks = place_all([out], target)
         sanitizing.after_kernel(call, keys[-1], [out], blocks)
@@ -118,7 +122,7 @@ def _cross(call: Call, tensor, source, target, *, pinned, wait, into=None):
 
 def _hold(call: Call, tensor, into, source, target, before=None) -> None:
     """A copy that the host does not wait for uses pinned memory until its end."""
-    if call.runtime.thread.unlogged:
+    if call.runtime.thread.unlogged or call.is_captured:
         return
     gpu = source or target
     key = (gpu.index, call.runtime.stream_of(gpu))

@@ -41,6 +41,7 @@ class Call:
     """
 
     __slots__ = ("runtime", "operation", "func", "args", "kwargs", "tensors", "gpus")
+    is_captured = False  # it is noted for a CUDA graph and does not run now
 
     def __init__(self, runtime, operation: Operation, func, args, kwargs):
         self.runtime = runtime
@@ -101,6 +102,9 @@ class Call:
                     place(tensor, gpu)
                     self.gpus[i] = gpu
 
+    def is_work_of(self, gpu: Gpu) -> None:
+        """It will run on `gpu`; a kind of call may want to know."""
+
     def run_on(self, gpu: Gpu | None):
         """Compute it on the CPU as if on `gpu`; returns its result."""
         __tracebackhide__ = True
@@ -112,7 +116,7 @@ class Call:
         logged = self.is_logged()
         if logged and self.runtime.sanitizer.watching:
             sanitizing.before_kernel(self, gpu)
-        out = self._compute(gpu)
+        out = self.compute_on(gpu)
         outputs = [out] if isinstance(out, _Tensor) else tensors_in(_as_list(out))
         blocks = place_all(outputs, gpu)
         if self.operation.take_memory is not None and gpu.workspaces is not None:
@@ -121,7 +125,8 @@ class Call:
             self.log(gpu, out, outputs, blocks)
         return out
 
-    def _compute(self, gpu: Gpu):
+    def compute_on(self, gpu: Gpu):
+        """Its values, as work of `gpu`."""
         __tracebackhide__ = True
         if self.operation.random:
             return self._draw(gpu)
@@ -146,10 +151,14 @@ class Call:
     def _draw(self, gpu: Gpu):
         """Compute it with the random numbers of `gpu`, or of the given generator."""
         random_numbers.check_generator(self.runtime, self.generator, gpu)
+        return random_numbers.draw(self, self.generator_on(gpu))
+
+    def generator_on(self, gpu: Gpu):
+        """What it draws from on `gpu`."""
         given = self.generator
         if given is not None:  # C++ hands on its own, not Python's
             given = self.runtime.gpu_generators.get(given._cdata)
-        return random_numbers.draw(self, given or gpu.generator)
+        return given or gpu.generator
 
     def read_values(self) -> None:
         """The host is about to read values of a GPU; a kind of call may refuse."""

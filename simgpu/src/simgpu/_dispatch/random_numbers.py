@@ -5,6 +5,9 @@ draw moves the offset on as far as there (`philox_offsets.py`). The numbers have
 right distribution, but are not those that a real card draws.
 """
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 
 from simgpu._compat import Generator
@@ -15,22 +18,36 @@ _MASK = 2**64 - 1
 
 def draw(call, generator):
     """Compute `call` with the numbers of a GPU's generator."""
-    host = torch.default_generator
     with call.runtime.random_lock:
-        seed = _mixed(generator.key, generator.offset)
-        if call.generator is not None:
-            Generator.manual_seed(generator, seed)
+        own = call.generator is not None
+        with numbers(generator, generator.offset, own):
             out = call.func(*call.args, **call.kwargs)
-        else:
-            before = host.get_state()
-            host.manual_seed(seed)
-            try:
-                out = call.func(*call.args, **call.kwargs)
-            finally:
-                host.set_state(before)
         drawn = out[0] if isinstance(out, (tuple, list)) else out
         generator.offset += increment(call, drawn, generator.gpu.card)
     return out
+
+
+@contextlib.contextmanager
+def numbers(generator, offset: int, own: bool) -> Iterator[None]:
+    """Who draws here gets the numbers of a GPU's generator at an offset.
+
+    Args:
+        generator: of the GPU.
+        offset: at which it draws.
+        own: whether it is given this generator, and does not take the host's.
+    """
+    seed = _mixed(generator.key, offset)
+    if own:
+        Generator.manual_seed(generator, seed)
+        yield
+        return
+    host = torch.default_generator
+    before = host.get_state()
+    host.manual_seed(seed)
+    try:
+        yield
+    finally:
+        host.set_state(before)
 
 
 def _mixed(seed: int, offset: int) -> int:

@@ -54,6 +54,8 @@ def before_kernel(call, gpu) -> None:
         CUDASanitizerErrors: at a race, while races raise.
     """
     __tracebackhide__ = True
+    if call.is_captured:
+        return
     sanitizer = call.runtime.sanitizer
     reads, writes = _accesses(call)
     key = (gpu.index, call.runtime.stream_of(gpu))
@@ -76,7 +78,7 @@ def after_kernel(call, key, outputs: list[torch.Tensor], blocks: list) -> None:
     """
     __tracebackhide__ = True
     sanitizer, operation = call.runtime.sanitizer, call.operation
-    if sanitizer.mode == "off":
+    if sanitizer.mode == "off" or call.is_captured:
         return
     if not sanitizer.watching:
         if not outputs:  # it returns nothing of what it changes
@@ -103,6 +105,8 @@ def before_copy(call, keys, tensor, source, into, target) -> None:
         target: its GPU, or None.
     """
     __tracebackhide__ = True
+    if call.is_captured:
+        return
     sanitizer = call.runtime.sanitizer
     sanitizer.join_streams(keys)
     if not sanitizer.watching:
@@ -120,6 +124,8 @@ def look_at(runtime, tensor):
     """A tensor that is printed: as the host sees it, once the stream is there."""
     __tracebackhide__ = True
     gpu, block, sanitizer = gpu_of(tensor), block_of(tensor), runtime.sanitizer
+    if gpu is not None:
+        runtime.clock.forbid_waiting()
     is_watched = block is not None and sanitizer.watching
     if not is_watched or tensor.layout is not torch.strided:
         return tensor

@@ -78,7 +78,7 @@ class DryCall(Call):
         if hasattr(self._func, "asks"):  # in place only where it is a kernel by itself
             self.func = self._shaper(self._func.asks)
             self.operation = operation_of(self._func)
-        out = self._compute(gpu)
+        out = self.compute_on(gpu)
         self._fusing.run(self, gpu, out)
         return out
 

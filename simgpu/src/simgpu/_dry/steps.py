@@ -1,9 +1,11 @@
 """Where a training step begins and ends: at the calls of `Optimizer.step`.
 
 A step lasts from one call's end to the next one's, of the optimizer that was first to
-step; so it has all that the program does once for each batch.
+step; so it has all that the program does once for each batch. An optimizer in a CUDA
+graph steps when that is replayed.
 """
 
+import functools
 import weakref
 from collections.abc import Callable
 
@@ -12,6 +14,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+
+from simgpu._dispatch.captured_call import current_capture
 
 
 class Over(BaseException):
@@ -38,9 +42,24 @@ class Steps:
         ]
 
     def _begins(self, optimizer, args, kwargs) -> None:
-        self._before(optimizer)
+        if current_capture() is None:
+            self._before(optimizer)
 
     def _ends(self, optimizer, args, kwargs) -> None:
+        if (capture := current_capture()) is None:
+            self._count(optimizer)
+        else:
+            capture.after_replay.append(
+                functools.partial(self._replayed, weakref.ref(optimizer))
+            )
+
+    def _replayed(self, optimizer: Callable[[], torch.optim.Optimizer | None]) -> None:
+        """A graph was replayed in which an optimizer steps."""
+        if (its := optimizer()) is not None:
+            self._before(its)
+            self._count(its)
+
+    def _count(self, optimizer: torch.optim.Optimizer) -> None:
         if self._first() is None:
             self._first = weakref.ref(optimizer)
         if optimizer is self._first():

@@ -291,6 +291,12 @@ class Clock:
 
     # -- waiting -----------------------------------------------------------------------
 
+    def forbid_waiting(self) -> None:
+        """The program is about to wait for a GPU, which captures forbid."""
+
+    def forbid_waiting_for(self, index: int, stream: int) -> None:
+        """The program is about to wait for a stream, which may be captured."""
+
     def wait_for_gpu(self, gpu: "Gpu") -> None:
         """The host waits until `gpu` has nothing left to do."""
         keys = [key for key in self.keys() if key[0] == gpu.index]

@@ -28,6 +28,7 @@ class Event(NamedTuple):
     waited_for: int = -1  # ... this one
     # of a collective: what a profiler that runs is told
     about: dict[str, object] | None = None
+    graph: int = 0  # of work in a CUDA graph: the number of the launch that ran it
 
 
 class Wait(NamedTuple):

@@ -1,0 +1,108 @@
+"""An operation while a CUDA graph is captured: computed once, and kept for replays.
+
+On a card nothing runs in a capture. Here the CPU computes each operation all the same,
+since the next one needs its shape; what was in memory before is put back at the end.
+"""
+
+import weakref
+
+from simgpu import _runtime as state
+from simgpu._dispatch.named_devices import gpu_named
+from simgpu._dispatch.operation_call import Call
+
+
+class CapturedCall(Call):
+    """A call, while some stream is captured; whether its own is, it looks itself."""
+
+    __slots__ = ("_func", "_gpu", "_is_running", "_draw_of", "__weakref__")
+
+    def __init__(self, runtime, operation, func, args, kwargs):
+        self._gpu, self._is_running, self._draw_of = None, False, None
+        super().__init__(runtime, operation, func, args, kwargs)
+
+    @property
+    def func(self):
+        """What computes it: the operation's own, or what stands for it."""
+        return _Function(self, self._func)
+
+    @func.setter
+    def func(self, func) -> None:
+        self._func = func
+
+    @property
+    def capture(self):
+        """That of the stream on which it runs; None if it has none."""
+        if self._gpu is None:
+            return None
+        key = self._gpu.index, self.runtime.stream_of(self._gpu)
+        return self.runtime.clock.captures.get(key)
+
+    @property
+    def is_captured(self) -> bool:
+        return self.capture is not None
+
+    def is_work_of(self, gpu) -> None:
+        self._gpu = gpu
+
+    def _run_on_gpu(self, gpu):
+        __tracebackhide__ = True
+        self._gpu = gpu
+        capture = self.capture
+        if capture is not None:
+            capture.check()
+        return super()._run_on_gpu(gpu)
+
+    def _draw(self, gpu):
+        __tracebackhide__ = True
+        if (capture := self.capture) is not None:
+            generator = self.generator_on(gpu)
+            begun = capture.steps.offset_of(generator)
+            own = self.generator is not None
+            self._draw_of = generator, generator.offset - begun, own
+        return super()._draw(gpu)
+
+    def execute(self, func, args, kwargs):
+        """Compute it, and keep how if it is captured."""
+        __tracebackhide__ = True
+        capture = None if self._is_running else self.capture
+        if capture is None:
+            return func(*args, **kwargs)
+        self._is_running = True
+        try:
+            return capture.steps.run(self.operation, func, args, kwargs, self._draw_of)
+        finally:
+            self._is_running = False
+
+
+class _Function:
+    """What a handler finds as `call.func`: whoever calls it, the call computes it.
+
+    A replay calls what a handler has made of it, without the call.
+    """
+
+    __slots__ = ("_call", "_func")
+
+    def __init__(self, call: CapturedCall, func):
+        while isinstance(func, _Function):
+            func = func._func
+        self._call, self._func = weakref.ref(call), func
+
+    def __call__(self, *args, **kwargs):
+        __tracebackhide__ = True
+        call = self._call()
+        if call is None:
+            return self._func(*args, **kwargs)
+        return call.execute(self._func, args, kwargs)
+
+    def __getattr__(self, name: str):
+        return getattr(self._func, name)
+
+
+def current_capture():
+    """The capture of the current stream; None if it has none."""
+    runtime = state.running
+    captures = None if runtime is None else getattr(runtime.clock, "captures", None)
+    if not captures:
+        return None
+    gpu = gpu_named()
+    return captures.get((gpu.index, runtime.stream_of(gpu)))
