@@ -93,8 +93,9 @@ def check(memory: CachingAllocator, live: list) -> None:
         spare = block.size - round_up(block.requested)
         assert 0 <= spare <= (0 if block.pool.small else model.SMALL_SIZE)
 
-    pooled = []
-    for pool in (memory.small, memory.large):
+    pooled, private = [], memory.private.pools.values()
+    parts = [part for pool in private for part in (pool.small, pool.large)]
+    for pool in (memory.small, memory.large, *parts):
         for stream, entries in pool.free.items():
             assert entries == sorted(entries, key=lambda entry: entry[:3])
             for *key, block in entries:
@@ -172,11 +173,13 @@ class Run:
     def allocate(self, nbytes: int, stream: int) -> None:
         """Allocate, and compare with the best fit that a walk finds."""
         memory, size = self.memory, round_up(nbytes)
+        pool = memory.small if size <= MIB else memory.large
+        pool = memory.private.pool_for(pool, stream)
         fits = [
             (block.size, block.counter, block.address)
             for block in free_blocks(memory)
             if block.stream == stream
-            and block.pool.small == (size <= MIB)
+            and block.pool is pool
             and block.size >= size
         ]
         nobody_waits, reserved = not memory._waiting, memory.reserved

@@ -375,7 +375,7 @@ REFUSED = {
     "torch.cuda.cudart().cudaMalloc(4)": "torch.cuda.cudart().cudaMalloc",
     "torch.cuda.caching_allocator_enable(False)": "caching_allocator_enable(False)",
     "torch._C._cuda_tunableop_enable(True)": "_cuda_tunableop_enable",
-    "torch.cuda.memory.MemPool()": "torch.cuda.memory.MemPool",
+    "torch.cuda.MemPool(use_on_oom=True)": "torch.cuda.MemPool(use_on_oom=...)",
     "torch.compile(nn.Linear(1, 1))": "--no-compile",
     "nn.Linear(1, 1).compile()": "torch.compile",
     "torch.cuda.nccl.init_rank(2, b'', 0)": "torch.cuda.nccl.init_rank",

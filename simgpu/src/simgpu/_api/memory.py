@@ -2,19 +2,26 @@
 
 import sys
 
+import torch
+import torch.accelerator.memory
+
 from simgpu import _runtime as state
 from simgpu._api import allocator_settings
 from simgpu._api.devices import device_count
+from simgpu._api.patch import Patch, patches
 from simgpu._api.refused import refuse
 from simgpu._api.streams import number_of_handle
+from simgpu._compat import torch_C
 from simgpu._device.allocator import CachingAllocator
+from simgpu._device.blocks import DEFAULT_POOL
 from simgpu._device.history import CONTEXTS
 from simgpu._device.host_memory import HostMemory
 from simgpu._dispatch.named_devices import current_gpu, gpu_named
 from simgpu._errors import NotSimulated
 
 
-def _memory(index: int) -> CachingAllocator:
+def allocator_of(index: int) -> CachingAllocator:
+    """That of a GPU by its number, as C++ checks it."""
     if not 0 <= index < device_count():
         raise RuntimeError(f"Invalid device argument {index}: did you call init?")
     return gpu_named(index).memory
@@ -25,17 +32,17 @@ def _pinned() -> HostMemory:
 
 
 def _set_memory_fraction(fraction: float, index: int) -> None:
-    allocator_settings.set_fraction([_memory(index)], fraction)
+    allocator_settings.set_fraction([allocator_of(index)], fraction)
 
 
 def _get_memory_fraction(index: int) -> float:
-    fraction = _memory(index).fraction
+    fraction = allocator_of(index).fraction
     return 1.0 if fraction is None else fraction
 
 
-def _empty_cache(*args) -> None:
+def _empty_cache(pool: tuple[int, int] = DEFAULT_POOL) -> None:
     for gpu in state.current().gpus:
-        gpu.memory.empty_cache()
+        gpu.memory.empty_cache(tuple(pool))
 
 
 def mem_get_info(device=None) -> tuple[int, int]:
@@ -72,14 +79,19 @@ def _record_memory_history_legacy(enabled, *args) -> None:
     _record_memory_history("all" if enabled else None)
 
 
-def _memory_snapshot(pool=None) -> dict:
-    """What `torch.cuda.memory._snapshot` returns."""
-    if pool is not None and tuple(pool[:2]) != (0, 0):
-        raise NotSimulated("a snapshot of a memory pool")
-    memories = [gpu.memory for gpu in state.current().gpus]
-    traces = [list(memory.history.events or ()) for memory in memories]
+def memory_snapshot(pool=None) -> dict:
+    """What `torch.cuda.memory._snapshot` returns.
+
+    Args:
+        pool: the two numbers of a private pool, if its segments alone are wanted; in
+            newer versions also whether the events are.
+    """
+    only = DEFAULT_POOL if pool is None else tuple(pool[:2])
+    with_events = pool is None or len(pool) < 3 or pool[2]
+    histories = [gpu.memory.history for gpu in state.current().gpus]
+    traces = [list(with_events and history.events or ()) for history in histories]
     return {
-        "segments": [part for memory in memories for part in memory.history.snapshot()],
+        "segments": [part for history in histories for part in history.snapshot(only)],
         "device_traces": traces,
         "allocator_settings": state.current().settings.as_dict(),
         "external_annotations": [],
@@ -128,13 +140,13 @@ def _attach_observer(observer) -> None:
 
 
 C_FUNCTIONS = {
-    "_cuda_memoryStats": lambda index: _memory(index).stats(),
-    "_cuda_resetPeakMemoryStats": lambda index: _memory(index).reset_peaks(),
-    "_cuda_resetAccumulatedMemoryStats": lambda index: _memory(index).reset_sums(),
+    "_cuda_memoryStats": lambda index: allocator_of(index).stats(),
+    "_cuda_resetPeakMemoryStats": lambda index: allocator_of(index).reset_peaks(),
+    "_cuda_resetAccumulatedMemoryStats": lambda index: allocator_of(index).reset_sums(),
     "_cuda_emptyCache": _empty_cache,
     "_cuda_setMemoryFraction": _set_memory_fraction,
     "_cuda_getMemoryFraction": _get_memory_fraction,
-    "_cuda_memorySnapshot": _memory_snapshot,
+    "_cuda_memorySnapshot": memory_snapshot,
     "_cuda_record_memory_history": _record_memory_history,
     "_cuda_record_memory_history_legacy": _record_memory_history_legacy,
     "_cuda_getAllocatorBackend": lambda: "native",
@@ -154,12 +166,25 @@ C_FUNCTIONS = {
     "_cuda_cudaHostAllocator": refuse("torch.cuda.memory._host_allocator"),
     "_accelerator_setAllocatorSettings": allocator_settings.apply,
     "_accelerator_isAllocatorInitialized": lambda: True,
-    "_accelerator_getDeviceStats": lambda index: _memory(index).stats(),
-    "_accelerator_resetPeakStats": lambda index: _memory(index).reset_peaks(),
-    "_accelerator_resetAccumulatedStats": lambda index: _memory(index).reset_sums(),
+    "_accelerator_getDeviceStats": lambda index: allocator_of(index).stats(),
+    "_accelerator_resetPeakStats": lambda index: allocator_of(index).reset_peaks(),
+    "_accelerator_resetAccumulatedStats": lambda i: allocator_of(i).reset_sums(),
     "_accelerator_emptyCache": _empty_cache,
     "_accelerator_getMemoryInfo": mem_get_info,
 }
+
+
+def rows() -> list[Patch]:
+    """Their part of the table of replacements."""
+    why = "memory is counted"
+    return [
+        *patches(torch.cuda, why, mem_get_info=mem_get_info),
+        *patches(torch.cuda.memory, why, mem_get_info=mem_get_info),
+        *patches(torch.accelerator.memory, why, get_memory_info=mem_get_info),
+        *patches(torch_C, why, **C_FUNCTIONS),
+    ]
+
+
 # what they are asked by, and so stays as it is
 KEPT = {
     "empty_cache", "memory_stats", "memory_stats_as_nested_dict", "memory_allocated",
@@ -171,5 +196,6 @@ KEPT = {
     "get_allocator_backend", "host_memory_stats", "host_memory_stats_as_nested_dict",
     "reset_accumulated_host_memory_stats", "reset_peak_host_memory_stats",
     "empty_host_cache", "caching_allocator_alloc", "caching_allocator_delete",
-    "caching_allocator_enable", "caching_allocator_disabled",
+    "caching_allocator_enable", "caching_allocator_disabled", "use_mem_pool",
+    "graph_pool_handle",
 }  # fmt: skip

@@ -20,12 +20,10 @@ _FIRST_BLAS_HANDLE = 0x6000_0000_0000
 _FIRST_SOLVER_HANDLE = 0x6100_0000_0000
 _CUBLASLT_WORKSPACE = 1024 * KIB
 
-# names of C++'s that have no model: memory pools, kernels from source, tuning
+# names of C++'s that have no model: states of pools, kernels from source, tuning
 REFUSED = (
-    "_cuda_beginAllocateToPool", "_cuda_beginAllocateCurrentThreadToPool",
-    "_cuda_beginAllocateCurrentStreamToPool", "_cuda_endAllocateToPool",
-    "_cuda_releasePool", "_cuda_checkPoolLiveAllocations",
-    "_cuda_setCheckpointPoolState", "_cuda_getCheckpointState",
+    "_cuda_checkPoolLiveAllocations", "_cuda_setCheckpointPoolState",
+    "_cuda_getCheckpointState",
     "_cuda_customAllocator", "_cuda_changeCurrentAllocator", "_cuda_getAllocator",
     "_cuda_jiterator_compile_and_launch_kernel", "_cuda_allocationTraceback",
     *(

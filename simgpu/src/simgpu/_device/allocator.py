@@ -2,9 +2,9 @@
 
 Models: sizes rounded to 512 bytes, a small and a large pool for each stream, segments
 of 2 MiB, 20 MiB or more, best fit, splitting and merging, blocks that wait for
-another stream (`record_stream`), the retry after freeing the cache, fractions, and
-PyTorch's statistics and out-of-memory message; segments that grow are in
-`expandable.py`. Leaves out: the private pools of CUDA graphs, and freeing by age
+another stream (`waiting.py`), the retry after freeing the cache, fractions, private
+pools (`private_pools.py`), and PyTorch's statistics and out-of-memory message; segments
+that grow are in `expandable.py`. Leaves out: freeing by age
 (`garbage_collection_threshold`). What libraries take is asked for elsewhere:
 `workspaces.py`, `overhead.py`, `_dispatch/working_memory.py`.
 
@@ -13,11 +13,13 @@ Source of the rules and names: c10/cuda/CUDACachingAllocator.cpp of PyTorch.
 
 import math
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from simgpu._device.blocks import (
+    DEFAULT_POOL,
     NO_FRAMES,
     ROUND,
     SMALL_SIZE,
@@ -30,8 +32,10 @@ from simgpu._device.expandable import ExpandableSegments
 from simgpu._device.history import History
 from simgpu._device.no_time import NoTime
 from simgpu._device.out_of_memory import refusal
+from simgpu._device.private_pools import PrivatePools
 from simgpu._device.settings import Settings, oversize_to_release
-from simgpu._device.statistics import NAMES, Stat, Stats
+from simgpu._device.statistics import Stat, Stats, as_table
+from simgpu._device.waiting import WaitingBlocks
 
 FIRST_ADDRESS = 0x7F00_0000_0000
 ADDRESSES = 2**38  # bytes between the first addresses of two GPUs
@@ -72,7 +76,10 @@ class CachingAllocator:
         self.history = History(self)
         self.before_new_segment = None  # called where no free block is large enough
         self.observers: list = []  # called before memory is refused
-        self._waiting: list[tuple[Block, list]] = []  # for events of other streams
+        self.private = PrivatePools(self)
+        self._routes = self.private.routes  # the same list: every allocation looks
+        self.waiting = WaitingBlocks(self)
+        self._waiting = self.waiting.blocks  # likewise
         self._freed: deque[Block] = deque()  # by the program, not taken back yet
 
     # -- what PyTorch asks for ---------------------------------------------------------
@@ -131,6 +138,7 @@ class CachingAllocator:
         self.share.open_context()
         if size > cached + self.limit - self.reserved:
             pool = self.small if size <= SMALL_SIZE else self.large
+            pool = self.private.pool_for(pool, stream)
             with self.clock.lock:  # others may have made room meanwhile
                 pool.insert(self._new_block(size, stream, pool))
 
@@ -156,13 +164,17 @@ class CachingAllocator:
             stream: its number there.
         """
         if (index, stream) != (self.index, block.stream):
-            block.stream_uses = {*(block.stream_uses or ()), (index, stream)}
+            self.waiting.note_use(block, (index, stream))
 
-    def empty_cache(self) -> None:
-        """Give the segments back to CUDA in which nothing lives."""
+    def empty_cache(self, only: tuple[int, int] = DEFAULT_POOL) -> None:
+        """Give the segments back to CUDA in which nothing lives.
+
+        Args:
+            only: the private pool whose segments they are, if not all are to go.
+        """
         with self.clock.lock:
             self._take_back_freed()
-            self._release_cached_blocks()
+            self._release_cached_blocks(only)
 
     def stats(self) -> dict:
         """What `torch._C._cuda_memoryStats` returns."""
@@ -171,13 +183,8 @@ class CachingAllocator:
             return {
                 **self.counts,
                 "max_split_size": self.settings.as_dict()["max_split_size"],
-                **{
-                    name: {
-                        pool: getattr(stats, name).as_dict()
-                        for pool, stats in self._stats_by_pool().items()
-                    }
-                    for name in NAMES
-                },
+                **as_table(self._stats_by_pool()),
+                **self.private.stats(),
                 "oversize_allocations": self.oversize_allocations.as_dict(),
                 "oversize_segments": self.oversize_segments.as_dict(),
             }
@@ -186,31 +193,36 @@ class CachingAllocator:
         """Every peak is the current value again."""
         with self.clock.lock:
             self._take_back_freed()
-            for stats in self._stats_by_pool().values():
-                for stat in stats.each():
-                    stat.reset_peak()
+            for stat in self._each_stat():
+                stat.reset_peak()
 
     def reset_sums(self) -> None:
         """Count what comes, goes and fails from zero again."""
         with self.clock.lock:
             self._take_back_freed()
-            for stats in self._stats_by_pool().values():
-                for stat in stats.each():
-                    stat.reset_sums()
+            for stat in self._each_stat():
+                stat.reset_sums()
             self.counts.update(dict.fromkeys(_COUNTS, 0))
 
     def _stats_by_pool(self) -> dict[str, Stats]:
         small, large = self.small.stats, self.large.stats
         return {"all": self.both, "small_pool": small, "large_pool": large}
 
+    def _each_stat(self) -> Iterator[Stat]:
+        for stats in self._stats_by_pool().values():
+            yield from stats.each()
+        yield from self.private.each_stat()
+
     # -- how it finds room -------------------------------------------------------------
 
     def _malloc(self, nbytes: int, stream: int) -> Block:
         __tracebackhide__ = True
         if self._waiting:
-            self._process_events()
+            self.waiting.process()
         size = self.settings.round(nbytes)
         pool = self.small if size <= SMALL_SIZE else self.large
+        if self._routes:
+            pool = self.private.pool_for(pool, stream)
         block = pool.best_fit(size, stream)
         if block is None and self.before_new_segment is not None:
             self.before_new_segment()
@@ -234,8 +246,7 @@ class CachingAllocator:
         if block.size >= max_split:
             self.oversize_allocations.add(1)
         if self.history.is_recording:
-            block.frames = self.history.frames()
-            self.history.note("alloc", block.address, nbytes, stream, block.frames)
+            self.history.note_allocated(block)
         return block
 
     def _split(self, rest: Block, size: int, was_split: bool) -> Block:
@@ -274,12 +285,12 @@ class CachingAllocator:
                 pool.remove(free)
                 self._release_segment(free)
             block = self._ask_for(size, nbytes, stream, pool)
-        if block is None:
+        if block is None and not self.private.capturing:
             self._release_cached_blocks()
             self.counts["num_alloc_retries"] += 1
             block = self._ask_for(size, nbytes, stream, pool)
         if block is None:
-            raise refusal(self, size, nbytes, stream)
+            raise refusal(self, size, nbytes, stream, pool)
         return block
 
     def _ask_for(self, size: int, nbytes: int, stream: int, pool: Pool) -> Block | None:
@@ -296,12 +307,11 @@ class CachingAllocator:
         self.segment_sizes[address] = nbytes
         self.counts["num_device_alloc"] += 1
         self.both.segment_allocated(nbytes)
-        pool.stats.segment_allocated(nbytes)
+        pool.segment_allocated(nbytes)
         if nbytes >= self.settings.max_split:
             self.oversize_segments.add(1)
         if self.history.is_recording:
-            frames = block.segment_frames = self.history.frames()
-            self.history.note("segment_alloc", address, nbytes, stream, frames)
+            self.history.note_segment(block)
         return block
 
     def _room_for(self, nbytes: int) -> int:
@@ -321,6 +331,8 @@ class CachingAllocator:
             with self.clock.lock:
                 while self._freed:
                     self._take_back(self._freed.popleft())
+        if self.private.dead:
+            self.private.bury()
 
     def _take_back(self, block: Block) -> None:
         block.allocated = False
@@ -332,25 +344,8 @@ class CachingAllocator:
             self.history.note_free("free_requested", block)
         if block.stream_uses is None:
             self._free_block(block)
-            return
-        events = [self.clock.record(*stream) for stream in sorted(block.stream_uses)]
-        block.waiting = True
-        self._waiting.append((block, events))
-
-    def _process_events(self) -> None:
-        """Blocks for which other streams have done their work become free."""
-        waiting, self._waiting = self._waiting, []
-        for block, events in waiting:
-            if all(map(self.clock.reached, events)):
-                self._end_waiting(block, events)
-            else:
-                self._waiting.append((block, events))
-
-    def _end_waiting(self, block: Block, events: list) -> None:
-        for event in events:
-            self.clock.forget(event)
-        block.waiting = False
-        self._free_block(block)
+        else:
+            self.waiting.add(block)
 
     def _free_block(self, block: Block) -> None:
         """Merge the block with its free neighbours and put it into its pool."""
@@ -393,18 +388,23 @@ class CachingAllocator:
                 block.next.prev = block
         block.size += other.size
 
-    def _release_cached_blocks(self) -> None:
-        """Give every segment, or page, without a living block back to CUDA."""
-        self.counts["num_sync_all_streams"] += 1
-        if self._waiting:
-            self.clock.wait_for_device(self.index)
-            waiting, self._waiting = self._waiting, []
-            for block, events in waiting:
-                self._end_waiting(block, events)
-        for pool in (self.large, self.small):
-            for block in pool.take_whole_segments():
-                self._release_segment(block)
-            self.expandable.unmap_free(pool)
+    def _release_cached_blocks(self, only: tuple[int, int] = DEFAULT_POOL) -> None:
+        """Give every segment, or page, without a living block back to CUDA.
+
+        Those of private pools stay until nobody needs the pool; while a graph is
+        captured, the others stay, too.
+        """
+        if only == DEFAULT_POOL and not self.private.capturing:
+            self.waiting.wait()
+            self._release_free(self.large)
+            self._release_free(self.small)
+        if self.private.pools:
+            self.private.release_unused(only)
+
+    def _release_free(self, pool: Pool) -> None:
+        for block in pool.take_whole_segments():
+            self._release_segment(block)
+        self.expandable.unmap_free(pool)
 
     def _release_segment(self, block: Block) -> None:
         self.clock.wait_for_device(self.index)
@@ -412,7 +412,7 @@ class CachingAllocator:
         self.counts["num_device_free"] += 1
         self.share.give_back(block.size)
         self.both.segment_released(block.size)
-        block.pool.stats.segment_released(block.size)
+        block.pool.segment_released(block.size)
         if block.size >= self.settings.max_split:
             self.oversize_segments.current -= 1
         if self.history.is_recording:

@@ -16,6 +16,7 @@ LARGE_SEGMENT = 20 * 2**20  # kLargeBuffer: for requests of less than ...
 LARGE_REQUEST = 10 * 2**20  # kMinLargeAlloc; larger ones get a segment of their own
 ROUND_SEGMENT = 2 * 2**20  # kRoundLarge: ... rounded to this
 FIRST_HANDLE = 0x5000_0000_0000  # of streams
+DEFAULT_POOL = (0, 0)  # the id of what is in no private pool
 NO_FRAMES: list[dict] = []
 NUMBERED = is_torch((2, 12))  # newer ones prefer the older segment, not the address
 _numbers = itertools.count(1)  # of segments, in this process
@@ -83,21 +84,47 @@ class Block:
 
 
 class Pool:
-    """The small or the large blocks that are free, by stream."""
+    """The small or the large blocks that are free, by stream.
 
-    def __init__(self, small: bool, settings):
+    Args:
+        small: whether they are the small ones.
+        settings: of the allocator, `settings.py`.
+        stats: where they count, if not for themselves.
+        owner: the private pool that they belong to, if any (`private_pools.py`).
+    """
+
+    def __init__(self, small: bool, settings, stats: Stats | None = None, owner=None):
         self.small = small
-        self.settings = settings  # of the allocator, `settings.py`
-        self.stats = Stats()
+        self.settings = settings
+        self.stats = stats or Stats()
+        self.owner = owner
+        self.id: tuple[int, int] = DEFAULT_POOL if owner is None else owner.id
         # stream -> [(size, counter, address, block)], sorted: the first that fits is
         # the best; of two that are as large, the one in the older segment
         self.free: dict[int, list[tuple[int, int, int, Block]]] = {}
         # the same of those without memory: stream -> [(address, block)], sorted
         self.unmapped: dict[int, list[tuple[int, Block]]] = {}
 
+    @property
+    def free_bytes(self) -> int:
+        """Bytes in the blocks that are free."""
+        return sum(entry[0] for blocks in self.free.values() for entry in blocks)
+
     def first_block(self, address: int, nbytes: int, stream: int) -> Block:
         """The one block of a new segment."""
         return Block(address, nbytes, stream, self, next(_numbers) if NUMBERED else 0)
+
+    def segment_allocated(self, nbytes: int) -> None:
+        """Count a new segment."""
+        self.stats.segment_allocated(nbytes)
+        if self.owner is not None:
+            self.owner.count_reserved(self, nbytes)
+
+    def segment_released(self, nbytes: int) -> None:
+        """Count a segment that is given back."""
+        self.stats.segment_released(nbytes)
+        if self.owner is not None:
+            self.owner.count_reserved(self, -nbytes)
 
     def insert(self, block: Block) -> None:
         blocks = self.free.setdefault(block.stream, [])

@@ -128,11 +128,13 @@ class ExpandableSegments:
         pool.insert(block)
         for stats in (memory.both, pool.stats):
             stats.reserved_bytes.add(nbytes)
+        if pool.owner is not None:
+            pool.owner.count_reserved(pool, nbytes)
         memory.counts["num_device_alloc"] += 1
         history = memory.history
         if history.is_recording:
             frames = history.frames()
-            history.note("segment_map", start, nbytes, block.stream, frames)
+            history.note("segment_map", start, nbytes, block.stream, frames, pool.id)
             if block.prev is None and not block.segment_frames:
                 block.segment_frames = frames
         return True
@@ -162,6 +164,8 @@ class ExpandableSegments:
         memory.share.give_back(nbytes)
         for stats in (memory.both, pool.stats):
             stats.reserved_bytes.current -= nbytes
+        if pool.owner is not None:
+            pool.owner.count_reserved(pool, -nbytes)
         memory.counts["num_device_free"] += 1
         if memory.history.is_recording:
             memory.history.note_given_back("segment_unmap", block, start, nbytes)

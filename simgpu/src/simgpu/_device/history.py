@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from simgpu._device.blocks import Block, stream_handle
+from simgpu._device.blocks import DEFAULT_POOL, Block, stream_handle
 
 CONTEXTS = (None, "state", "alloc", "all")
 _SIMULATOR = str(Path(__file__).parents[1])
@@ -48,7 +48,8 @@ class History:
             self.skipped = frozenset(skipped)
             self.is_recording = most is not None
 
-    def note(self, action: str, address: int, size: int, stream: int, frames) -> None:
+    def note(self, action: str, address: int, size: int, stream: int, frames,
+             pool: tuple[int, int]) -> None:  # fmt: skip
         """Record one event; for an "oom" the address is the bytes that were free."""
         if action in self.skipped:
             return
@@ -60,20 +61,32 @@ class History:
                 "size": size,
                 "stream": stream_handle(self.allocator.index, stream),
                 "time_us": int(self.allocator.clock.host * 1e6),
-                "pool_id": (0, 0),
+                "pool_id": pool,
                 "compile_context": "N/A",
                 "user_metadata": self.metadata,
                 "frames": [] if self.context == "state" else frames,
             }
         )
 
+    def note_allocated(self, block: Block) -> None:
+        block.frames = self.frames()
+        where = block.address, block.requested, block.stream
+        self.note("alloc", *where, block.frames, block.pool.id)
+
+    def note_segment(self, block: Block) -> None:
+        """A new segment, of one block."""
+        block.segment_frames = self.frames()
+        where = block.address, block.size, block.stream
+        self.note("segment_alloc", *where, block.segment_frames, block.pool.id)
+
     def note_free(self, action: str, block: Block) -> None:
         frames = self.frames() if self.context == "all" else block.frames
-        self.note(action, block.address, block.requested, block.stream, frames)
+        where = block.address, block.requested, block.stream
+        self.note(action, *where, frames, block.pool.id)
 
     def note_given_back(self, action: str, block: Block, start: int, size: int) -> None:
         frames = self.frames() if self.context == "all" else block.segment_frames
-        self.note(action, start, size, block.stream, frames)
+        self.note(action, start, size, block.stream, frames, block.pool.id)
 
     def frames(self) -> list[dict]:
         """The Python stack, innermost first, without the simulator's own lines."""
@@ -88,10 +101,13 @@ class History:
             frame = frame.f_back
         return frames
 
-    def snapshot(self) -> list[dict]:
+    def snapshot(self, only: tuple[int, int] = DEFAULT_POOL) -> list[dict]:
         """The segments and their blocks; one that can grow is a segment for each piece.
 
         A piece is what has memory without a gap.
+
+        Args:
+            only: the private pool whose segments they are, if not all are wanted.
         """
         allocator = self.allocator
         with allocator.clock.lock:
@@ -99,12 +115,15 @@ class History:
             found = []
             for address in sorted(allocator.segments):
                 block = allocator.segments[address]
+                if only not in (DEFAULT_POOL, block.pool.id):
+                    continue
                 while block is not None:
                     if block.mapped and (block.prev is None or not block.prev.mapped):
                         found.append(self._segment(block))
                     block = block.next
             if self.is_recording:
-                self.note("snapshot", 0, allocator.both.active_bytes.current, 0, [])
+                active = sum(segment["active_size"] for segment in found)
+                self.note("snapshot", 0, active, 0, [], only)
             return found
 
     def _segment(self, first: Block) -> dict:
@@ -124,7 +143,7 @@ class History:
             "requested_size": sum(b["requested_size"] for b in used),
             "stream": stream_handle(index, first.stream),
             "segment_type": "small" if first.pool.small else "large",
-            "segment_pool_id": (0, 0),
+            "segment_pool_id": first.pool.id,
             "is_expandable": first.segment is not None,
             "frames": first.segment_frames,
             "blocks": blocks,

@@ -39,7 +39,7 @@ def out_of_memory_of(error: BaseException | None) -> BaseException | None:
     return None
 
 
-def refusal(memory, size: int, nbytes: int, stream: int) -> Exception:
+def refusal(memory, size: int, nbytes: int, stream: int, pool) -> Exception:
     """The error, counted and recorded.
 
     Args:
@@ -47,12 +47,14 @@ def refusal(memory, size: int, nbytes: int, stream: int) -> Exception:
         size: of the block that found no room.
         nbytes: that the allocator asked CUDA for.
         stream: that was to use it.
+        pool: that was to have it.
     """
     memory.counts["num_ooms"] += 1
     processes = memory.share.processes()
     free = memory.total - sum(processes.values())
     if memory.history.is_recording:
-        memory.history.note("oom", free, size, stream, memory.history.frames())
+        frames = memory.history.frames()
+        memory.history.note("oom", free, size, stream, frames, pool.id)
     for observer in memory.observers:
         observer(memory.index, nbytes, memory.allowed, free)
     return torch.OutOfMemoryError(words(memory, nbytes, processes))
@@ -69,6 +71,10 @@ def words(memory, nbytes: int, processes: dict[int, int]) -> str:
     reserved = memory.both.reserved_bytes.current
     allocated = memory.both.allocated_bytes.current
     free = memory.total - sum(processes.values())
+    cached = memory.private.free_bytes  # allocated, in these words
+    private = (
+        f"with {show_bytes(cached)} allocated in private pools (e.g., CUDA Graphs), "
+    )
     users = "".join(
         f"{_name(pid)} has {show_bytes(used)} memory in use. "
         for pid, used in processes.items()
@@ -81,8 +87,9 @@ def words(memory, nbytes: int, processes: dict[int, int]) -> str:
         f"CUDA out of memory. Tried to allocate {show_bytes(nbytes)}. GPU "
         f"{memory.index} has a total capacity of {show_bytes(memory.total)} of which "
         f"{show_bytes(free)} is free. {users}{allowed}Of the allocated "
-        f"memory {show_bytes(allocated)} is allocated by PyTorch, and "
-        f"{show_bytes(reserved - allocated)} is reserved by PyTorch but unallocated."
+        f"memory {show_bytes(allocated + cached)} is allocated by PyTorch, "
+        f"{private if cached else ''}and {show_bytes(reserved - allocated - cached)} "
+        f"is reserved by PyTorch but unallocated."
         f"{_advice(memory.settings.expandable)}"
     )
 

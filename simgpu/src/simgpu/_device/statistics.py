@@ -45,6 +45,14 @@ class Stat:
         return {name: getattr(self, name) for name in names}
 
 
+def as_table(stats: dict[str, "Stats"]) -> dict[str, dict[str, dict[str, int]]]:
+    """Statistic -> pool -> what `torch._C._cuda_memoryStats` says of it."""
+    return {
+        name: {pool: getattr(those, name).as_dict() for pool, those in stats.items()}
+        for name in NAMES
+    }
+
+
 class Stats:
     """The statistics of one pool, or of both together."""
 
