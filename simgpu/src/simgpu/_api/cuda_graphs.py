@@ -34,6 +34,18 @@ _EMPTY = (
 _launches = itertools.count(1)
 
 
+class _UseOfPool:
+    """A graph's use of its pool of memory, which ends with it."""
+
+    __slots__ = ("_pools", "_id")
+
+    def __init__(self, pools, pool_id: tuple[int, int]):
+        self._pools, self._id = pools, pool_id
+
+    def __del__(self) -> None:
+        self._pools.release(self._id)
+
+
 class _Graph:
     """What is C++ in PyTorch, below its Python class."""
 
@@ -55,6 +67,7 @@ class _Graph:
         self._nodes = None  # once it is over
         self._steps: Steps | None = None
         self._pool: tuple[int, int] | None = None
+        self._use: _UseOfPool | None = None
         self._is_ready = False  # instantiated
         self._runtime = None
 
@@ -86,12 +99,16 @@ class _Graph:
             )
         clock = with_graphs(runtime.clock)
         capture = Capture(gpu, stream, capture_error_mode)
+        chosen = tuple(pool) if pool is not None else new_pool_id(user=False)
         clock.begin(capture)
-        self._runtime, self._capture = runtime, capture
-        self._pool = tuple(pool) if pool is not None else new_pool_id(user=False)
-        gpu.memory.private.begin(
-            self._pool, lambda s: clock.captures.get((gpu.index, s)) is capture
-        )
+        try:
+            gpu.memory.private.begin(
+                chosen, lambda s: clock.captures.get((gpu.index, s)) is capture
+            )
+        except RuntimeError:
+            clock.end(capture)
+            raise
+        self._runtime, self._capture, self._pool = runtime, capture, chosen
         if _has_values(runtime):
             generators = [gpu.generator, *self._generators]
             capture.steps = self._steps = Steps(runtime.graph_memory, generators)
@@ -122,12 +139,12 @@ class _Graph:
         finally:
             runtime.clock.end(capture)
             gpu.memory.private.end(self._pool)
+            use = _UseOfPool(gpu.memory.private, self._pool)
             if self._steps is not None:
                 self._steps.roll_back()
             if not runtime.clock.captures and runtime.call_kind is CapturedCall:
                 runtime.call_kind = None
-            if self._nodes is None:
-                gpu.memory.private.release(self._pool)
+        self._use = use  # if the capture is lost, it ends here
         if not self._nodes:
             warnings.warn(_EMPTY, stacklevel=4)
 
@@ -190,13 +207,7 @@ class _Graph:
 
     def reset(self) -> None:
         """Forget what was captured; its memory may be given back."""
-        if self._nodes is not None and self._capture is not None:
-            self._capture.gpu.memory.private.release(self._pool)
         self._forget()
-
-    def __del__(self) -> None:
-        if getattr(self, "_nodes", None) is not None:
-            _Graph.reset(self)
 
     # -- what else there is ------------------------------------------------------------
 
