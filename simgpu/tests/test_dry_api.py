@@ -129,6 +129,67 @@ def test_other_simulated_gpus_go_on_beside_it():
     assert report.as_dict() == alone.as_dict()
 
 
+def sharded(groups: int, fails: bool = False) -> None:
+    """Slices and shards of DTensors, behind so many groups; the norm is of all."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    dist.init_process_group("nccl")
+    torch.cuda.set_device(0)
+    for _ in range(groups):
+        dist.new_group([0, 7])
+    mesh = init_device_mesh("cuda", (4, 2), mesh_dim_names=("shards", "tp"))
+    model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)).cuda()
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(),
+                                           "2": RowwiseParallel()})  # fmt: skip
+    fully_shard(model, mesh=mesh["shards"])
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.rand(8, 512, device="cuda")
+    both = distribute_tensor(x, mesh, [Shard(0), Shard(1)])
+    for _ in range(3):
+        both.redistribute(placements=[Replicate(), Replicate()]).sum().to_local()
+        model(x).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
+        if fails:
+            raise ArithmeticError
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_dtensor_meets_no_mesh_of_an_earlier_dry_run():
+    alone = simgpu.dry_run(sharded, 0, world=8).as_dict()
+    with pytest.raises(ArithmeticError):
+        simgpu.dry_run(sharded, 40, True, world=8)
+    # names of groups are numbers: some of those are gone, others have other ranks now
+    for groups in (0, 40, 3):
+        assert simgpu.dry_run(sharded, groups, world=8).as_dict() == alone
+
+
+def uneven(rows: list[int]) -> None:
+    """Add how many of five rows a rank has, whose nodes have three and two."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    dist.init_process_group("nccl")
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    mesh = init_device_mesh("cuda", (2, 4))
+    x = distribute_tensor(torch.rand(5, 7, device="cuda"), mesh, [Shard(0), Shard(0)])
+    rows.append(len(x.redistribute(placements=[Shard(0), Replicate()]).to_local()))
+
+
+def test_another_rank_has_its_own_part_of_a_dtensor():
+    rows: list[int] = []
+    for rank in (0, 7, 0):
+        simgpu.dry_run(uneven, rows, world=8, node=4, rank=rank)
+    assert rows == [3, 2, 3]
+
+
 def test_pictures_show_the_last_step_and_the_memory_of_all():
     report = simgpu.dry_run(train, world=8)
     log = report.timeline()

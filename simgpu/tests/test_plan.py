@@ -5,6 +5,7 @@ import json
 import pytest
 
 import simgpu
+from simgpu._device import overhead
 from simgpu._device.cards import find_card
 from simgpu._pictures import plans
 from simgpu._plan import command, flags, parts, schedule, show
@@ -75,6 +76,32 @@ def test_experts_take_what_is_planned(of):
     time, memory = whole_over_plan(planned(of, ROUTED))
     assert time == pytest.approx(1.0, abs=0.05)
     assert memory == pytest.approx(1.0, abs=0.03)
+
+
+@pytest.mark.parametrize(("of", "experts", "count"), [
+    (Layout(1, 1, 1, 1, 1, 1, 1, 3, "none"), True, 0),
+    (Layout(1, 4, 1, 1, 1, 1, 1, 3, "none"), True, 1),
+    (Layout(1, 4, 1, 1, 1, 1, 1, 3, "none", 4), True, 1),  # of all ranks
+    (Layout(1, 8, 1, 1, 1, 1, 1, 3, "none", 4), True, 3),
+    (Layout(1, 4, 2, 1, 1, 1, 1, 3, "none"), False, 2),
+    (Layout(1, 4, 2, 1, 1, 1, 1, 3, "none"), True, 3),
+    (Layout(1, 4, 2, 1, 1, 1, 1, 3, "none", 2), True, 2),  # as all else lies
+    (Layout(1, 4, 2, 1, 1, 1, 1, 3, "none", 4), True, 4),
+    (Layout(1, 4, 2, 1, 1, 1, 1, 3, "none", 8), True, 3),
+    (Layout(2, 4, 1, 1, 1, 1, 1, 3, "none"), True, 2),
+    (Layout(2, 4, 1, 1, 1, 1, 1, 3, "none", 2), True, 5),
+    (Layout(2, 2, 1, 2, 1, 1, 2, 2, "none", 2), True, 5),
+])  # fmt: skip
+def test_buffers_of_nccl_are_those_of_the_groups_that_the_whole_program_has(
+    of, experts, count
+):
+    found = planned(of, (ROUTED if experts else SMALL)._replace(layers=2))
+    row, report = found.layouts[0], show.whole(found)
+    assert row.used_bytes - row.peak_bytes == (
+        overhead.CONTEXT + count * overhead.NCCL_BUFFERS
+    )
+    taken = report.outside_by_owner.get("NCCL's buffers", 0)
+    assert taken == count * overhead.NCCL_BUFFERS
 
 
 @pytest.mark.slow

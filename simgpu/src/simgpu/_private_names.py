@@ -225,6 +225,15 @@ NAMES: dict[str, dict[str, str]] = {
         "sharding_prop": "torch.distributed.tensor._sharding_prop",
         "StridedShard": "torch.distributed.tensor.placement_types._StridedShard",
     },
+    "a dry run behind another one": {
+        "forget_shardings": "torch.distributed.tensor.debug._clear_sharding_prop_cache",
+        "forget_transforms": (
+            "torch.distributed.tensor._redistribute._gen_transform_infos.cache_clear"
+        ),
+        "forget_planners": (
+            "torch.distributed.tensor._redistribute.clear_redistribute_planner_cache"
+        ),
+    },
     "which memory of a dry run is gradients": {
         "fsdp_param_group": "torch.distributed.fsdp._fully_shard._fsdp_param_group",
         "fsdp_runtime": "torch.distributed.fsdp._runtime_utils",

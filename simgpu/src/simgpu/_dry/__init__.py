@@ -5,7 +5,7 @@
     fusing.py    compiled code: its kernels, where it is not computed as it stands
     fusible.py, fused_kernels.py, regions.py   what it fuses, into what, and where
     peers.py     the other ranks of the job, which give what this one gives
-    wide.py      where PyTorch itself goes through all ranks
+    wide.py      where PyTorch itself goes through all ranks, or keeps meshes
     files.py     checkpoints: their shapes
     steps.py     where a training step begins and ends
     memory.py    what the memory of the card held when it held most

@@ -27,7 +27,7 @@ from simgpu._dry.memory import Watch
 from simgpu._dry.peers import Peers, objects_of
 from simgpu._dry.progress import Progress
 from simgpu._dry.steps import Over, Steps
-from simgpu._dry.wide import narrowed
+from simgpu._dry.wide import meshes_apart, narrowed
 from simgpu._frames import called_from
 from simgpu._nvidia_smi import on_path
 from simgpu._rank_variables import Place
@@ -217,7 +217,8 @@ class DryRun:
         with (
             _with_nvidia_smi(job) as path, _environment(environ | {"PATH": path}),
             self.fed.watching(), objects_of(job.found),
-            narrowed(), files.without_values(), startup.apart(self.runtime),
+            meshes_apart(), narrowed(), files.without_values(),
+            startup.apart(self.runtime),
         ):  # fmt: skip
             self.watch = Watch(self.gpu, keep.snapshot is not None)
             clock.recordings.append(self.events)

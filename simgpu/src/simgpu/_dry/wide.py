@@ -1,4 +1,5 @@
-"""Where PyTorch itself goes through all ranks, or all parameters for each parameter.
+"""Where PyTorch itself goes through all ranks, or all parameters for each parameter,
+and where it keeps meshes for longer than a dry run.
 
 A job of 16,384 ranks costs no more here than one of 8: a list with a part of a tensor
 for each rank is one that makes the part when somebody asks for it.
@@ -13,6 +14,9 @@ import torch
 
 from simgpu._compat import (
     StridedShard,
+    forget_planners,
+    forget_shardings,
+    forget_transforms,
     fsdp_param,
     is_absent,
     raw_propagate_strided,
@@ -59,6 +63,27 @@ def narrowed() -> Iterator[None]:
             if not is_absent(module) and hasattr(module, name):
                 stack.enter_context(mock.patch.object(module, name, cheap))
         yield
+
+
+@contextlib.contextmanager
+def meshes_apart() -> Iterator[None]:
+    """A DTensor meets no mesh of another dry run.
+
+    PyTorch keeps what it has found out about DTensors, with their meshes. Meshes of one
+    shape are equal, also if the process groups of the older one are gone, or if it was
+    another rank that was in it.
+    """
+    _forget()
+    try:
+        yield
+    finally:
+        _forget()
+
+
+def _forget() -> None:
+    for forget in (forget_shardings, forget_transforms, forget_planners):
+        if not is_absent(forget):
+            forget()
 
 
 def _propagate_strided(strategy, schema) -> None:

@@ -44,6 +44,20 @@ class Layout(NamedTuple):
     def gpus(self) -> int:
         return self.replicas * self.shards * self.slices * self.stages
 
+    def apart(self, shape: Shape) -> bool:
+        """Whether experts lie on the ranks in another way than all else."""
+        return shape.experts > 0 and self.spread != self.slices
+
+    def groups(self, shape: Shape) -> int:
+        """Those of a rank that send messages, each of which has NCCL's buffers."""
+        sizes = list(self[:4])
+        if self.apart(shape):
+            rest = self.shards * self.slices // self.spread
+            sizes += self.replicas, rest, self.spread  # of a mesh of their own
+        parts = [size for size in sizes if 1 < size < self.gpus]
+        whole = self.gpus > 1 and self.gpus in sizes  # PyTorch has one of all ranks
+        return len(parts) + whole
+
     def key(self, tokens: int) -> Key:
         return Key(self.micro, tokens, self.slices, self.recompute, self.spread)
 
@@ -119,9 +133,8 @@ class Composed:
     @functools.cached_property
     def used(self) -> int:
         """Bytes of the card: tensors, and what is there beside them."""
-        of = self.of
-        groups = sum(n > 1 for n in (*of[:4], of.spread))
-        return self.peak + overhead.CONTEXT + groups * overhead.NCCL_BUFFERS
+        buffers = self.of.groups(self.shape) * overhead.NCCL_BUFFERS
+        return self.peak + overhead.CONTEXT + buffers
 
     @property
     def fits(self) -> bool:

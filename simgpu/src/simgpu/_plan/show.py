@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from simgpu._dry.api import dry_run
+from simgpu._dry.report import DryReport
 from simgpu._plan import flags
 from simgpu._plan.search import Plan, PlannedLayout
 from simgpu._plan.whole import train
@@ -113,8 +114,8 @@ def _told(found: Plan, best) -> list[str]:
     return made
 
 
-def check(found: Plan, place: int = 1) -> list[str]:
-    """The whole program of a layout as a dry run, beside the plan.
+def whole(found: Plan, place: int = 1) -> DryReport:
+    """The whole program of a layout as a dry run.
 
     Args:
         found: the plan.
@@ -124,13 +125,18 @@ def check(found: Plan, place: int = 1) -> list[str]:
         ValueError: for a place that there is not.
     """
     row, machine = found.at(place), found.machine
-    report = dry_run(
+    return dry_run(
         train, found.shape, row.layout, found.sequence, machine.compiled,
         world=found.gpus, node=machine.node, host=found.host,
         card=replace(machine.card, total_memory=_ROOM), network=machine.network,
         compile="fuse" if machine.compiled else "refuse",
         kinds=f"pp={row.layout.stages}" if row.layout.stages > 1 else None,
     )  # fmt: skip
+
+
+def check(found: Plan, place: int = 1) -> list[str]:
+    """That dry run beside the plan; takes and raises what `whole` does."""
+    row, report = found.at(place), whole(found, place)
     seconds = report.step_seconds or float("nan")
     return [
         f"check: the whole program of {place}, as simgpu dry-run has it",

@@ -62,8 +62,9 @@ def train(shape: Shape, of: Layout, tokens: int, compiled: bool = False) -> None
         mesh_dim_names=("pp", "replicas", "shards", "tp"),
     )  # fmt: skip
     group = mesh["tp"].get_group() if of.slices > 1 else None
-    spread, experts = None, None
-    if shape.experts:
+    shards = mesh["replicas", "shards"] if of.replicas > 1 else mesh["shards"]
+    spread, experts = group, shards
+    if of.apart(shape):
         rest = of.shards * of.slices // of.spread
         both = init_device_mesh(
             "cuda", (of.stages, of.replicas, rest, of.spread),
@@ -75,7 +76,7 @@ def train(shape: Shape, of: Layout, tokens: int, compiled: bool = False) -> None
     rank = mesh.get_local_rank("pp")
     mine = range(rank, len(counts), of.stages)
     options = {
-        "mesh": mesh["replicas", "shards"] if of.replicas > 1 else mesh["shards"],
+        "mesh": shards,
         "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32,
                                           cast_forward_inputs=False),
         "reshard_after_forward": of.zero == 3,
@@ -88,7 +89,7 @@ def train(shape: Shape, of: Layout, tokens: int, compiled: bool = False) -> None
         for block in stage.blocks:
             if compiled:
                 block.compile()
-            if experts is not None:
+            if shape.experts:
                 fully_shard(block.mlp.experts, **options | {"mesh": experts})
             fully_shard(block, **options)
         fully_shard(stage, **options)
