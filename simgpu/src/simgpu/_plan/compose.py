@@ -300,18 +300,18 @@ class Composed:
 
         following = self._blocks(rank) * units  # in backward, these as well
         now = self._gather(ends) + ends * copied
-        fetched = send(units[0].gather)
+        fetched = send(units[0].gather) if following else now  # the head alone: none
         if rank == 0:
             now = compute(parts.first.forward)
-        for its, behind in zip(following, [*following[1:], None], strict=True):
+        for i, its in enumerate(following):
             now = max(now, fetched) + its.out
-            if behind is not None:
-                fetched = send(behind.gather)
+            if i + 1 < len(following):
+                fetched = send(following[i + 1].gather)
             now = compute(parts.block.forward, its.forward)
         if rank == of.stages - 1:
             now = compute(parts.last.forward)
         middle, again = now, of.zero == 3
-        fetched = send(units[0].gather) if again else now
+        fetched = send(units[0].gather) if again and following else now
         if rank == of.stages - 1:
             now = compute(parts.last.backward)
         for i in range(0, len(following), len(units)):
