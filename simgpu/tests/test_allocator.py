@@ -178,9 +178,7 @@ class Run:
         fits = [
             (block.size, block.counter, block.address)
             for block in free_blocks(memory)
-            if block.stream == stream
-            and block.pool is pool
-            and block.size >= size
+            if block.stream == stream and block.pool is pool and block.size >= size
         ]
         nobody_waits, reserved = not memory._waiting, memory.reserved
         try:
