@@ -7,6 +7,7 @@ does, which runs in threads of its own there. Leaves out, and refuses: `use_on_o
 `no_split`, an allocator of one's own.
 """
 
+import os
 import threading
 from collections.abc import Callable
 
@@ -54,6 +55,7 @@ class CppMemPool:
         self._gpu = current_gpu()
         self._id = new_pool_id(is_user_created)
         self._gpu.memory.private.create(self._id)
+        self._process = os.getpid()
         # others have such a pool once something allocates to it there
         self._gpus = tuple(state.current().gpus)
 
@@ -72,6 +74,8 @@ class CppMemPool:
         return self._gpu.memory.private.use_count(self._id)
 
     def __del__(self):
+        if not self._gpus or self._process != os.getpid():
+            return  # a forked child has its parent's objects, and none of its GPUs
         for gpu in self._gpus:
             gpu.memory.private.retire(self._id, held=gpu is self._gpu)
 
