@@ -64,9 +64,9 @@ DEFECTS = {
         ),
         Defect(
             "a freed block waits for one of the streams that use it",
-            f"{SIMGPU}/_device/allocator.py",
-            "for stream in sorted(block.stream_uses)]",
-            "for stream in sorted(block.stream_uses)[:1]]",
+            f"{SIMGPU}/_device/waiting.py",
+            "for stream in sorted(streams)]",
+            "for stream in sorted(streams)[:1]]",
             "simgpu/tests/test_allocator.py",
         ),
         Defect(

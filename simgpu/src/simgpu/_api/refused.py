@@ -32,7 +32,7 @@ _KEPT = {
     "get_stream_from_external", "get_sync_debug_mode", "set_sync_debug_mode",
     "get_gencode_flags", "list_gpu_processes", "device_memory_used", "memory_usage",
     "utilization", "clock_rate", "power_draw", "temperature", "graph",
-    "make_graphed_callables", "graph_pool_handle",
+    "make_graphed_callables",
 }  # fmt: skip
 _MODULES = {
     torch.cuda: (*torch.cuda.__all__, "_compile_kernel"),
