@@ -196,6 +196,16 @@ def test_a_graph_reads_what_another_one_of_its_pool_has_made():
     assert made["z"].tolist() == [11] * 4
 
 
+def test_a_capture_changes_nothing_of_another_graph():
+    x, made = torch.ones(4, device=DEV), {}
+    first = graph_of(lambda: made.update(h=x * 2))
+    first.replay()
+    second = graph_of(lambda: made["h"].add_(1))
+    assert made["h"].tolist() == [2] * 4
+    second.replay()
+    assert made["h"].tolist() == [3] * 4
+
+
 def test_each_replay_draws_new_numbers_as_the_program_would():
     made = {}
     cuda.manual_seed(5)
@@ -497,12 +507,11 @@ def _ended_elsewhere():
     with cuda.stream(cuda.Stream()):
         graph.capture_begin()
         torch.ones(1, device=DEV)
-        with cuda.stream(cuda.Stream()):
-            try:
+        try:
+            with cuda.stream(cuda.Stream()):
                 graph.capture_end()
-            finally:
-                pass
-    return graph
+        finally:
+            graph.capture_end()
 
 
 @pytest.mark.parametrize(
@@ -530,6 +539,10 @@ def test_a_graph_can_be_kept_and_instantiated_later():
     graph.instantiate()
     graph.replay(), graph.replay()
     assert x.tolist() == [2, 2]
+    with cuda.graph(graph):
+        x.add_(5)
+    graph.replay()
+    assert x.tolist() == [7, 7]
     assert isinstance(graph, cuda.CUDAGraph)
     assert isinstance(graph, torch.cuda.graphs.CUDAGraph)
 

@@ -477,15 +477,12 @@ def test_the_current_stream_does_not_outlive_the_gpus():
 
 IPC = "a torch.Event shared between processes"
 REFUSED = [
-    ("torch.cuda.CUDAGraph", lambda: cuda.CUDAGraph()),
-    ("torch.cuda.graph", lambda: cuda.graph(None)),
-    ("torch.cuda.make_graphed_callables", lambda: cuda.make_graphed_callables(0, ())),
     (r"a stream of another library \(handle 0x7\)",
      lambda: cuda.get_stream_from_external(7)),
     ("a stream with stream_ptr", lambda: cuda.Stream(stream_ptr=7)),
     (IPC, lambda: torch.Event.from_ipc_handle(torch.device("cuda"), b"")),
     (IPC, lambda: torch.Event().ipc_handle()),
-    ("an event of a CUDA graph", lambda: cuda.Event(external=True)),
+    ("an event with external=True, for CUDA graphs", lambda: cuda.Event(external=True)),
 ]  # fmt: skip
 
 

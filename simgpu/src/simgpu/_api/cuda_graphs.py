@@ -109,6 +109,7 @@ class _Graph:
             clock.end(capture)
             raise
         self._runtime, self._capture, self._pool = runtime, capture, chosen
+        self._nodes = self._use = self._steps = None  # of a capture before
         if _has_values(runtime):
             generators = [gpu.generator, *self._generators]
             capture.steps = self._steps = Steps(runtime.graph_memory, generators)
@@ -138,12 +139,12 @@ class _Graph:
             self._nodes = capture.finish()
         finally:
             runtime.clock.end(capture)
+            if not runtime.clock.captures and runtime.call_kind is CapturedCall:
+                runtime.call_kind = None
             gpu.memory.private.end(self._pool)
             use = _UseOfPool(gpu.memory.private, self._pool)
             if self._steps is not None:
                 self._steps.roll_back()
-            if not runtime.clock.captures and runtime.call_kind is CapturedCall:
-                runtime.call_kind = None
         self._use = use  # if the capture is lost, it ends here
         if not self._nodes:
             warnings.warn(_EMPTY, stacklevel=4)
@@ -254,6 +255,18 @@ def is_current_stream_capturing() -> bool:
     return current_capture() is not None
 
 
+_raw_begin = torch.cuda.graph.__init__
+
+
+def _begin_context(self, *args, **kwargs) -> None:
+    """`torch.cuda.graph(...)`, for which PyTorch makes a stream once for all."""
+    theirs = torch.cuda.graph
+    stream: Any = theirs.default_capture_stream
+    if stream is not None and not stream._gpu.alive:
+        theirs.default_capture_stream = None
+    _raw_begin(self, *args, **kwargs)
+
+
 def rows() -> list[Patch]:
     """Their part of the table of replacements."""
     why, ask = "graphs are simulated", is_current_stream_capturing
@@ -261,6 +274,6 @@ def rows() -> list[Patch]:
         *patches(torch.cuda, why, CUDAGraph=CUDAGraph, is_current_stream_capturing=ask),
         *patches(torch.cuda.graphs, why, CUDAGraph=CUDAGraph,
                  _cuda_isCurrentStreamCapturing=ask),
-        # a stream that PyTorch makes once for all, on a GPU that may be gone
-        *patches(torch.cuda.graph, why, default_capture_stream=None),
+        *patches(torch.cuda.graph, "its stream is of GPUs that may be gone",
+                 __init__=_begin_context),
     ]  # fmt: skip

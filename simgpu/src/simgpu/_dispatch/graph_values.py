@@ -82,20 +82,27 @@ class Outside:
     def is_gone(self) -> bool:
         return self._ref.expired()
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the program still holds it, as large as it was."""
+        return not self.is_gone and self._storage().nbytes() == self.nbytes
+
+    def _storage(self):
+        return storage_of_weak_ref(self._ref.cdata)
+
     def storage(self):
         """Itself.
 
         Raises:
             NotSimulated: if the program has let go of it.
         """
-        found = None if self.is_gone else storage_of_weak_ref(self._ref.cdata)
-        if found is None or found.nbytes() != self.nbytes:
+        if not self.is_there:
             raise NotSimulated(
                 f"Replaying a CUDA graph whose memory is gone ({self.words})",
                 "On a GPU it would use what lies at that address by now: keep the "
                 "tensors that a graph reads and writes for as long as the graph.",
             )
-        return found
+        return self._storage()
 
 
 class Place(NamedTuple):
@@ -132,7 +139,10 @@ class Steps:
         self._outside: list[Outside] = []
         self._known: dict[int, Outside] = {}  # by the address of a storage in C++
         self._made: list[tuple[Memory, StorageWeakRef]] = []  # as ours, and as theirs
+        self._own: set[Memory] = set()
         self._held: set[Memory] = set()  # of other graphs, too
+        # of other graphs, where the capture writes: what it held before
+        self._before: dict[Memory, torch.Tensor] = {}
         self._begun = {id(g): (g, g.offset) for g in generators}
         self._moves: list[tuple[Any, int]] = []  # generators, and how far
 
@@ -179,7 +189,12 @@ class Steps:
     def _note_use(self, tensor, operation: Operation, is_written: bool) -> None:
         """Before an operation: it uses memory that may have been there before."""
         storage = storage_of(tensor)
-        if not _is_reached(tensor, storage) or _data_ptr(storage) in self._memories:
+        if not _is_reached(tensor, storage):
+            return
+        memory = self._memories.get(_data_ptr(storage))
+        if memory is not None:
+            if is_written and memory not in self._own and memory not in self._before:
+                self._before[memory] = over(memory.storage, torch.uint8).clone()
             return
         outside = self._outside_of(storage)
         if outside is None:
@@ -215,6 +230,7 @@ class Steps:
     def _share(self, storage):
         """Another storage on the same bytes, for the program; the first is ours."""
         memory = self._memories[_data_ptr(storage)] = Memory(storage)
+        self._own.add(memory)
         shared = storage_of(from_dlpack(to_dlpack(over(storage, torch.uint8))))
         if (mark := getattr(storage, "_simgpu", None)) is not None:
             shared._simgpu = mark  # a block that it has taken over
@@ -238,17 +254,20 @@ class Steps:
 
     def roll_back(self) -> None:
         """The capture has ended: nothing has run, nothing has been drawn."""
-        with _unseen():
-            for outside in self._outside:
-                if outside.before is not None and not outside.is_gone:
-                    over(outside.storage(), torch.uint8).copy_(outside.before)
-                outside.before = None
-            for memory, _ in self._made:
-                over(memory.storage, torch.uint8).zero_()
         for generator, begun in self._begun.values():
             if generator.offset != begun:
                 self._moves.append((generator, generator.offset - begun))
                 generator.offset = begun
+        with _unseen():
+            for outside in self._outside:
+                before, outside.before = outside.before, None
+                if before is not None and outside.is_there:
+                    over(outside.storage(), torch.uint8).copy_(before)
+            for memory, before in self._before.items():
+                over(memory.storage, torch.uint8).copy_(before)
+            self._before.clear()
+            for memory in self._own:
+                over(memory.storage, torch.uint8).zero_()
 
     # -- when it is replayed -----------------------------------------------------------
 
