@@ -36,10 +36,7 @@ _EFFICIENT = SDPBackend.EFFICIENT_ATTENTION.value
 _MATH = SDPBackend.MATH.value
 _CUDNN = SDPBackend.CUDNN_ATTENTION.value
 _USUAL = [_FLASH, _EFFICIENT, _MATH]
-_MINUS_INFINITY = {
-    dtype: torch.tensor(-math.inf, dtype=dtype)
-    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-}
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _NO_OVERRIDE = disabled_torch_function
 _LONGEST_HEAD = 256  # that flash attention takes
 _AMPERE = (8, 0)  # compute capability of the first cards with bfloat16
@@ -73,7 +70,7 @@ def scaled_dot_product_attention(
     else:
         query, key, value, *masks = autocast.for_lower_precision(inputs)
     same = gpu is not None and query.dtype == key.dtype == value.dtype
-    if not same or query.dtype not in _MINUS_INFINITY:
+    if not same or query.dtype not in _DTYPES:
         return _raw_attention(  # which refuses what does not fit together
             query, key, value, attn_mask, dropout_p, is_causal,
             scale=scale, enable_gqa=enable_gqa,
@@ -153,10 +150,14 @@ def _common_gpu(inputs):
 
 
 def _added(mask, dtype):
-    """A mask as what is added to the products: 0 for True and -inf for False."""
+    """A mask as what is added to the products: 0 for True and -inf for False.
+
+    As `convert_boolean_attn_mask` of PyTorch makes it, without a copy from the host.
+    """
     if mask.dtype != torch.bool:
         return mask
-    return torch.where(mask, 0.0, _MINUS_INFINITY[dtype])
+    zero = torch.zeros((), dtype=dtype, device=mask.device)
+    return torch.where(mask.logical_not(), -math.inf, zero)
 
 
 def _choose(query, key, value, no_flash: bool, gqa: bool, capability) -> int:

@@ -2,12 +2,14 @@
 
 Models: PyTorch's C++ class below its own Python: a capture notes what its streams are
 given and runs nothing, its memory comes from a private pool, a replay is one launch.
-Whoever waits for a GPU meanwhile loses the capture, in CUDA's words. Leaves out: raw
-handles, conditional nodes, what `torch.compiler` does with graphs.
+Whoever waits for a GPU meanwhile loses the capture, in CUDA's words, unless its mode
+allows that. Leaves out: raw handles, conditional nodes, what `torch.compiler` does with
+graphs.
 
 Source: aten/src/ATen/cuda/CUDAGraph.cpp of PyTorch.
 """
 
+import functools
 import itertools
 import warnings
 from typing import Any
@@ -19,7 +21,7 @@ from simgpu import _runtime as state
 from simgpu._api.patch import Patch, patches
 from simgpu._api.rebased import rebased
 from simgpu._device.private_pools import new_pool_id
-from simgpu._dispatch import sanitizing
+from simgpu._dispatch import device_asserts, sanitizing
 from simgpu._dispatch.captured_call import CapturedCall, current_capture
 from simgpu._dispatch.graph_values import Steps
 from simgpu._dispatch.named_devices import gpu_named
@@ -58,7 +60,7 @@ class _Graph:
         pass
 
     def _begin(self, keep_graph: bool) -> None:
-        self._keeps = keep_graph
+        self._keeps_template = self._may_again = keep_graph
         self._generators: list = []
         self._forget()
 
@@ -112,7 +114,10 @@ class _Graph:
         self._nodes = self._use = self._steps = None  # of a capture before
         if _has_values(runtime):
             generators = [gpu.generator, *self._generators]
-            capture.steps = self._steps = Steps(runtime.graph_memory, generators)
+            blocks = gpu.memory.private.pools[chosen]
+            capture.steps = self._steps = Steps(
+                runtime.graph_memory, blocks, generators
+            )
             runtime.call_kind = CapturedCall
 
     def capture_end(self) -> None:
@@ -123,7 +128,7 @@ class _Graph:
             torch.AcceleratorError: if the capture was lost, or a stream is not back.
         """
         self.capture_end_pre()
-        if not self._keeps:
+        if not self._keeps_template:
             self.instantiate()
         self.capture_end_post()
 
@@ -157,7 +162,7 @@ class _Graph:
             raise RuntimeError(
                 "capture_end() must have been called before calling instantiate"
             )
-        if self._is_ready and not self._keeps:
+        if self._is_ready and not self._may_again:
             raise RuntimeError(
                 "instantiate() is intended to be called by the user only when "
                 "keep_graph=true"
@@ -192,7 +197,9 @@ class _Graph:
         if self._steps is not None:
             self._note_uses(runtime, gpu, stream)
             with runtime.random_lock:
-                self._steps.replay()
+                self._steps.replay(
+                    functools.partial(device_asserts.fail, runtime, gpu.index)
+                )
         nodes, first = self._nodes, self._capture.stream
         clock.replay(gpu, stream, first, nodes, next(_launches))
         for call in self._capture.after_replay:
@@ -227,7 +234,7 @@ class _Graph:
         self._generators.append(generator)
 
     def enable_debug_mode(self) -> None:
-        self._keeps = True
+        self._may_again = True
 
     def raw_cuda_graph(self) -> int:
         raise NotSimulated("CUDAGraph.raw_cuda_graph")
@@ -240,6 +247,12 @@ class _Graph:
 
     def _retain_pool(self, pool) -> None:
         raise NotSimulated("CUDAGraph._retain_pool")
+
+    def begin_capture_to_if_node(self, *args) -> None:
+        raise NotSimulated("CUDAGraph.begin_capture_to_if_node")
+
+    def end_capture_to_conditional_node(self, *args) -> None:
+        raise NotSimulated("CUDAGraph.end_capture_to_conditional_node")
 
 
 CUDAGraph: Any = rebased(torch.cuda.graphs.CUDAGraph, _Graph)

@@ -109,7 +109,7 @@ def synchronize(device=None) -> None:
     gpu = gpu_named(device)
     gpu.memory.share.open_context()
     clock = state.current().clock
-    clock.forbid_waiting()
+    clock.forbid_waiting(gpu.index)
     clock.wait_for_gpu(gpu)
 
 

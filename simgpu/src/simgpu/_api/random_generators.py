@@ -5,7 +5,8 @@ import struct
 import torch
 
 from simgpu import _runtime
-from simgpu._compat import Generator
+from simgpu._compat import Generator, is_torch
+from simgpu._dispatch.captured_call import current_capture
 from simgpu._dispatch.named_devices import find_gpu, gpu_named
 
 _raw_generator = Generator
@@ -17,6 +18,23 @@ class _GeneratorMeta(type(_raw_generator)):
 
 
 _SEED = 67280421310721  # that of a new generator, as in PyTorch
+
+
+_SEED_STAYS = (
+    "CUDAGeneratorImpl::set_current_seed can be called during stream capture only if "
+    "new seed is the same as the original seed."
+)
+_STATES_ARE_FREE = is_torch((2, 13))  # to be read and set in a capture
+
+
+def _refuse_in_capture(words: str) -> None:
+    """Raise what `assertNotCapturing` of PyTorch does, while the stream is captured."""
+    if current_capture() is not None:
+        raise RuntimeError(
+            f"{words} during CUDA graph capture. If you need this call to be captured, "
+            "please file an issue. Current cudaStreamCaptureStatus: "
+            "cudaStreamCaptureStatusActive"
+        )
 
 
 class _Position:
@@ -61,11 +79,19 @@ class Generator(_raw_generator, metaclass=_GeneratorMeta):
         self.position.offset = offset
 
     def manual_seed(self, seed: int) -> "Generator":
+        if self.gpu is not None and current_capture() is not None:
+            if not _STATES_ARE_FREE:
+                _refuse_in_capture("Cannot call CUDAGeneratorImpl::set_current_seed")
+            if int(seed) % 2**64 != self.key:
+                raise RuntimeError(_SEED_STAYS)
+            return self
         if self.gpu is not None:
             self.position.key, self.position.offset = int(seed) % 2**64, 0
         return super().manual_seed(seed)
 
     def seed(self) -> int:
+        if self.gpu is not None:
+            _refuse_in_capture("Cannot call CUDAGeneratorImpl::seed")
         self.manual_seed(found := super().seed())
         return found
 
@@ -73,20 +99,26 @@ class Generator(_raw_generator, metaclass=_GeneratorMeta):
         return super().initial_seed() if self.gpu is None else self.key
 
     def get_offset(self) -> int:
-        return super().get_offset() if self.gpu is None else self.offset
+        if self.gpu is None:
+            return super().get_offset()
+        _refuse_in_capture("Cannot call CUDAGeneratorImpl::get_offset")
+        return self.offset
 
     def set_offset(self, offset: int) -> None:
         if self.gpu is None:
             super().set_offset(offset)
-        elif offset % 4:
+            return
+        _refuse_in_capture("Cannot call CUDAGeneratorImpl::set_offset")
+        if offset % 4:
             raise RuntimeError("offset must be a multiple of 4")
-        else:
-            self.offset = offset
+        self.offset = offset
 
     def get_state(self) -> torch.Tensor:
         """On a GPU 16 bytes: the seed, then the offset."""
         if self.gpu is None:
             return super().get_state()
+        if not _STATES_ARE_FREE:
+            _refuse_in_capture("Cannot call CUDAGeneratorImpl::current_seed")
         state = struct.pack("<QQ", self.key, self.offset)
         return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 

@@ -7,6 +7,7 @@ since the next one needs its shape; what was in memory before is put back at the
 import weakref
 
 from simgpu import _runtime as state
+from simgpu._dispatch.device_asserts import harmless, is_found_by_kernel
 from simgpu._dispatch.named_devices import gpu_named
 from simgpu._dispatch.operation_call import Call
 
@@ -69,9 +70,25 @@ class CapturedCall(Call):
             return func(*args, **kwargs)
         self._is_running = True
         try:
-            return capture.steps.run(self.operation, func, args, kwargs, self._draw_of)
+            return capture.steps.run(
+                self.operation, func, args, kwargs, self._draw_of, self._compute
+            )
         finally:
             self._is_running = False
+
+    def _compute(self, func, args, kwargs):
+        """Compute it; values that only a kernel would refuse are none yet."""
+        __tracebackhide__ = True
+        name = self.operation.name
+        try:
+            return func(*args, **kwargs)
+        except (IndexError, RuntimeError) as error:
+            if not is_found_by_kernel(name, error):
+                raise
+        if name == "_assert_async":
+            return None
+        args, kwargs = harmless(name, args, kwargs)
+        return func(*args, **kwargs)
 
 
 class _Function:

@@ -70,7 +70,7 @@ def copy_(call: Call):
     target, source = call.gpus[:2]
     if target is None and source is not None:
         if cpp_tensors.is_of_this_call(call.runtime, into):
-            place(into, source)
+            cpp_tensors.place_made(into, source)
             target = source
     if source is None and target is not None:
         if cpp_tensors.is_of_this_call(call.runtime, tensor):

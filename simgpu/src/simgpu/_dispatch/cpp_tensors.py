@@ -105,10 +105,16 @@ def note(runtime, tensor) -> None:
     if call == "backward":
         known, gpu = gpu_of_node(current_autograd_node())
         if known:
-            place(tensor, gpu)
+            place_made(tensor, gpu)
             return
     storage_of(tensor)._simgpu_cpp_call = call
     runtime.thread.cpp_call = call
+
+
+def place_made(tensor: torch.Tensor, gpu) -> None:
+    """What C++ made by itself joins a GPU, with the values that it has already."""
+    place(tensor, gpu)
+    storage_of(tensor)._simgpu_filled = True
 
 
 def is_of_this_call(runtime, tensor) -> bool:
@@ -140,4 +146,4 @@ def place_results(runtime, function, out, args) -> None:
     for tensor in tensors_in(out if isinstance(out, (tuple, list)) else (out,)):
         if gpu_of(tensor) is None and is_plain(tensor):
             if getattr(storage_of(tensor), "_simgpu_cpp_call", None) == call:
-                place(tensor, gpu)
+                place_made(tensor, gpu)

@@ -250,12 +250,19 @@ def compute_as_cuda(call, error: NotImplementedError):
     wide = _WIDER.get(dtype)
     if wide is None or name not in wide.operations or call.operation.writes:
         raise _in_words_of_cuda(call, error) from None
-    args = _widened(tuple(call.args), dtype, wide.dtype)
-    out = call.func(*args, **_widened(call.kwargs, dtype, wide.dtype))
-    out = _widened(out, wide.dtype, dtype)
-    if dtype is torch.complex32:  # of angles
-        out = _widened(out, torch.float32, torch.float16)
-    return out
+    found = call.func
+
+    def compute(*args, **kwargs):
+        args = _widened(args, dtype, wide.dtype)
+        out = found(*args, **_widened(kwargs, dtype, wide.dtype))
+        out = _widened(out, wide.dtype, dtype)
+        if dtype is torch.complex32:  # of angles
+            out = _widened(out, torch.float32, torch.float16)
+        return out
+
+    compute.computes = found
+    call.func = compute
+    return call.func(*call.args, **call.kwargs)
 
 
 class _Wider(NamedTuple):

@@ -27,6 +27,7 @@ _GATHER = (
 )
 _PROBABILITY = "probability tensor contains either `inf`, `nan` or element < 0"
 _CLASS = "t >= 0 && t < n_classes"
+_INTEGERS = (torch.int64, torch.int32)
 _ERROR_ASSERT = 710  # cudaErrorAssert
 
 
@@ -131,26 +132,25 @@ def asserting(name: str, run: Callable) -> Callable:
             if gpu is None or not _FOUND_BY_KERNEL.search(str(error)):
                 raise
             out = _without_wrong_values(call, gpu, error)
-            _fail(call, gpu.index, assertion, error)
+            fail(call.runtime, gpu.index, name, error)
             return out
 
     return run_asserting
 
 
-def _fail(call, index: int, assertion: _Assertion, error: Exception) -> None:
-    """The kernel of a call asserts; the GPU will be of no use.
+def fail(runtime, index: int, name: str, error: Exception) -> None:
+    """The kernel of an operation asserts; the GPU will be of no use.
 
     Raises:
         torch.AcceleratorError: if the program asked that each launch waits.
     """
     __tracebackhide__ = True
-    runtime = call.runtime
     if index not in runtime.failed:
-        file, function, condition = assertion
+        file, function, condition = _ASSERTIONS[name]
         write_line(
             f"/pytorch/aten/src/ATen/native/cuda/{file}: {function}: block: [0,0,0], "
             f"thread: [0,0,0] Assertion `{condition}` failed.\n"
-            f"simgpu: on cuda:{index}, {call.operation.name} in {called_from()}: "
+            f"simgpu: on cuda:{index}, {name} in {called_from()}: "
             f"{str(error).splitlines()[0]}"
         )
         if not runtime.failed:
@@ -166,31 +166,40 @@ def _without_wrong_values(call, gpu, error: Exception):
     Raises:
         Exception: the CPU's, if it has none.
     """
-    integers = (torch.int64, torch.int32)
-
-    def harmless(value):
-        if isinstance(value, (list, tuple)):
-            return type(value)(harmless(item) for item in value)
-        if isinstance(value, torch.Tensor) and value.dtype in integers:
-            return torch.zeros_like(value) if call.tensors[0] is not value else value
-        return value
-
-    name = call.operation.name
-    if name == "_assert_async":
+    if call.operation.name == "_assert_async":
         return None
-    args = tuple(map(harmless, call.args))
-    kwargs = {key: harmless(value) for key, value in call.kwargs.items()}
-    if name == "embedding":  # its first tensor is the weight
-        args = (call.args[0], torch.zeros_like(call.args[1]), *args[2:])
-    if name in ("multinomial", "binary_cross_entropy", "binary_cross_entropy_backward"):
-        args = tuple(
-            torch.full_like(v, 0.5) if isinstance(v, torch.Tensor) else v for v in args
-        )
+    args, kwargs = harmless(call.operation.name, call.args, call.kwargs)
     again = type(call)(call.runtime, call.operation, call.operation.func, args, kwargs)
     try:
         return again.run_on(gpu)
     except (IndexError, RuntimeError):
         raise error from None
+
+
+def harmless(name: str, args, kwargs: dict) -> tuple[tuple, dict]:
+    """Arguments of an operation with which no kernel asserts, in the same shapes."""
+    first = next((a for a in args if isinstance(a, torch.Tensor)), None)
+
+    def without(value):
+        if isinstance(value, (list, tuple)):
+            return type(value)(without(item) for item in value)
+        if isinstance(value, torch.Tensor) and value.dtype in _INTEGERS:
+            return torch.zeros_like(value) if value is not first else value
+        return value
+
+    made = tuple(map(without, args))
+    if name == "embedding":  # its first tensor is the weight
+        made = (args[0], torch.zeros_like(args[1]), *made[2:])
+    if name in ("multinomial", "binary_cross_entropy", "binary_cross_entropy_backward"):
+        made = tuple(
+            torch.full_like(v, 0.5) if isinstance(v, torch.Tensor) else v for v in made
+        )
+    return made, {key: without(value) for key, value in kwargs.items()}
+
+
+def is_found_by_kernel(name: str, error: Exception) -> bool:
+    """Whether only a kernel of CUDA would find what the CPU says of an operation."""
+    return name in _ASSERTIONS and bool(_FOUND_BY_KERNEL.search(str(error)))
 
 
 def check(failed: dict[int, bool], gpus) -> None:

@@ -7,7 +7,8 @@ then, and writes its results where they were.
 
 Leaves out: that a graph whose input has been given back reads what others have put
 there, which is refused; that blocks of a private pool are used again within a graph
-(each result has memory of its own); sparse tensors.
+(each result has memory of its own); that a capture resizes what it has made; sparse
+tensors.
 """
 
 import contextlib
@@ -27,9 +28,12 @@ from simgpu._compat import (
     StorageBase,
     TensorBase,
     conj,
+    is_torch,
     neg_view,
     storage_of_weak_ref,
+    storage_use_count,
 )
+from simgpu._dispatch.device_asserts import is_found_by_kernel
 from simgpu._dispatch.operation import Operation
 from simgpu._dispatch.placement import (
     is_pinned,
@@ -44,6 +48,8 @@ from simgpu._errors import NotSimulated
 
 _data_ptr = StorageBase.data_ptr  # the host's; a program hears that of the GPU
 _WRITTEN_BESIDE = ("running_mean", "running_var")  # by batch norm, in no schema
+_OURS = 2  # who holds a storage that was shared: its `Memory`, and what shares it
+_REGISTERS_ITSELF = is_torch((2, 13))  # a generator, where a capture draws from it
 _UNREGISTERED = (
     "capturing_ INTERNAL ASSERT FAILED, please report a bug to PyTorch. Attempt to "
     "increase offset for a CUDA generator not in capture mode."
@@ -67,16 +73,14 @@ class Outside:
         words: which operation used it first, and as what.
     """
 
-    __slots__ = ("_ref", "nbytes", "words", "is_read", "is_written", "before")
+    __slots__ = ("_ref", "nbytes", "words", "before", "uses")
 
     def __init__(self, storage, words: str):
-        self._ref, self.nbytes, self.words = (
-            StorageWeakRef(storage),
-            storage.nbytes(),
-            words,
-        )
-        self.is_read = self.is_written = False
+        self._ref, self.nbytes = StorageWeakRef(storage), storage.nbytes()
+        self.words = words
         self.before: torch.Tensor | None = None  # its bytes, where the capture writes
+        # what of it is used, as dtype and place -> whether it is written
+        self.uses: dict[tuple, bool] = {}
 
     @property
     def is_gone(self) -> bool:
@@ -118,11 +122,13 @@ class Place(NamedTuple):
 class Step(NamedTuple):
     """One operation of a graph; tensors are the graph's own, or places outside."""
 
+    name: str
     func: Callable
     args: list
     kwargs: dict
     results: list[torch.Tensor | None]  # where its new tensors lie; None for others
     draw: tuple | None  # (generator, offset from the start, whether it is given)
+    grad: bool  # whether gradients were kept, by which some kernels decide
 
 
 class Steps:
@@ -130,11 +136,12 @@ class Steps:
 
     Args:
         memories: of all graphs of the process, by address.
+        pool: of blocks that the capture is given.
         generators: that the graph may draw from.
     """
 
-    def __init__(self, memories: weakref.WeakValueDictionary, generators: list):
-        self._memories = memories
+    def __init__(self, memories: weakref.WeakValueDictionary, pool, generators: list):
+        self._memories, self._pool = memories, pool
         self._steps: list[Step] = []
         self._outside: list[Outside] = []
         self._known: dict[int, Outside] = {}  # by the address of a storage in C++
@@ -143,7 +150,7 @@ class Steps:
         self._held: set[Memory] = set()  # of other graphs, too
         # of other graphs, where the capture writes: what it held before
         self._before: dict[Memory, torch.Tensor] = {}
-        self._begun = {id(g): (g, g.offset) for g in generators}
+        self._begun = {id(g.position): (g, g.offset) for g in generators}
         self._moves: list[tuple[Any, int]] = []  # generators, and how far
 
     # -- while it is captured ----------------------------------------------------------
@@ -154,37 +161,65 @@ class Steps:
         Raises:
             RuntimeError: if it is not registered with the graph, in PyTorch's words.
         """
-        if id(generator) not in self._begun:
-            raise RuntimeError(_UNREGISTERED)
-        return self._begun[id(generator)][1]
+        key = id(generator.position)
+        if key not in self._begun:
+            if not _REGISTERS_ITSELF:
+                raise RuntimeError(_UNREGISTERED)
+            self._begun[key] = generator, generator.offset
+        return self._begun[key][1]
 
-    def run(self, operation: Operation, func, args, kwargs, draw):
-        """Compute an operation and keep how; returns what it returns."""
+    def run(self, operation: Operation, func, args, kwargs, draw, compute):
+        """Compute an operation by `compute` and keep how; returns what it returns."""
         __tracebackhide__ = True
         given = tensors_in([*args, *kwargs.values()])
-        written = _written(operation, args, kwargs)
+        written, grad = _written(operation, args, kwargs), torch.is_grad_enabled()
         with _unseen():
             for tensor in given:
                 _check(tensor, operation)
+                self._take_over(tensor)
                 if not operation.silent:
                     is_written = any(tensor is t for t in written)
                     self._note_use(tensor, operation, is_written)
             before = {_address_of(t) for t in given}
-        out = func(*args, **kwargs)
+        out = compute(func, args, kwargs)
         with _unseen():
             made = tensors_in(out if isinstance(out, (tuple, list)) else (out,))
             seen: dict[int, Any] = {}  # address -> the storage that the program gets
-            results = [self._keep(t, before, seen, operation) for t in made]
+            for tensor in made:
+                _check(tensor, operation)
+            results = [self._keep(tensor, before, seen) for tensor in made]
             for tensor in written:  # one may have been empty before
-                self._keep(tensor, before, seen, operation)
+                self._keep(tensor, before, seen)
             if not operation.silent:
                 step = Step(
-                    getattr(func, "asks", func), _map(args, self._place),
+                    operation.name, getattr(func, "asks", func),
+                    _map(args, self._place),
                     {name: _map(v, self._place) for name, v in kwargs.items()},
-                    results, draw,
+                    results, draw, grad,
                 )  # fmt: skip
                 self._steps.append(step)
         return out
+
+    def _take_over(self, tensor) -> None:
+        """Memory that C++ has made and filled by itself in this capture is ours, too.
+
+        A replay begins with the same values.
+        """
+        storage = storage_of(tensor)
+        mark = getattr(storage, "_simgpu", None)
+        if mark is None or not hasattr(storage, "_simgpu_filled"):
+            return
+        if mark.block is None or mark.block.pool.owner is not self._pool:
+            return
+        if _data_ptr(storage) not in self._memories:
+            values = over(storage, torch.uint8).clone()
+            self._keep(tensor, set(), {})
+            if storage_use_count(storage._cdata) > _OURS:
+                storage._simgpu = mark  # others of C++ lie in it: on the GPU, too
+            own = over(self._memories[_address_of(tensor)].storage, torch.uint8)
+            self._steps.append(
+                Step("fill", _given, [values], {}, [own], None, grad=False)
+            )
 
     def _note_use(self, tensor, operation: Operation, is_written: bool) -> None:
         """Before an operation: it uses memory that may have been there before."""
@@ -202,19 +237,17 @@ class Steps:
             words = f"{operation.name} uses a tensor of {shape}, {tensor.dtype}"
             outside = self._known[storage._cdata] = Outside(storage, words)
             self._outside.append(outside)
-        if not is_written:
-            outside.is_read = True
-        elif not outside.is_written:
-            outside.is_written = True
+        if is_written and outside.before is None:
             outside.before = over(storage, torch.uint8).clone()
+        place = tensor.dtype, *_where(tensor)
+        outside.uses[place] = is_written or outside.uses.get(place, False)
 
     def _outside_of(self, storage) -> Outside | None:
         found = self._known.get(storage._cdata)
         return None if found is None or found.is_gone else found
 
-    def _keep(self, tensor, before: set, seen: dict, operation) -> torch.Tensor | None:
+    def _keep(self, tensor, before: set, seen: dict) -> torch.Tensor | None:
         """Memory that is new belongs to the graph; where a tensor lies in it."""
-        _check(tensor, operation)
         address = _address_of(tensor)
         if not address or address in before:
             return None
@@ -271,8 +304,12 @@ class Steps:
 
     # -- when it is replayed -----------------------------------------------------------
 
-    def replay(self) -> None:
+    def replay(self, fail: Callable[[str, Exception], None]) -> None:
         """Compute all of it again, from what lies in its memory now.
+
+        Args:
+            fail: called with the name of an operation of which a kernel would assert,
+                and what the CPU says; nothing is computed after it.
 
         Raises:
             NotSimulated: if memory is gone that it uses.
@@ -289,8 +326,14 @@ class Steps:
             for step in self._steps:
                 args = _map(step.args, tensor_at, Place)
                 kwargs = {k: _map(v, tensor_at, Place) for k, v in step.kwargs.items()}
-                with _numbers(step.draw):
-                    out = step.func(*args, **kwargs)
+                try:
+                    with _numbers(step.draw), torch.set_grad_enabled(step.grad):
+                        out = step.func(*args, **kwargs)
+                except (IndexError, RuntimeError) as error:
+                    if not is_found_by_kernel(step.name, error):
+                        raise
+                    fail(step.name, error)
+                    return
                 if any(own is not None for own in step.results):
                     made = tensors_in(out if isinstance(out, (tuple, list)) else (out,))
                     for own, tensor in zip(step.results, made, strict=True):
@@ -310,8 +353,9 @@ class Steps:
             for outside in self._outside:
                 storage = outside.storage()
                 if (memory := memory_of_storage(storage)) is not None:
-                    use = ("", over(storage, torch.uint8), memory.block)
-                    (writes if outside.is_written else reads).append(use)
+                    for place, is_written in outside.uses.items():
+                        use = "", over(storage, *place), memory.block
+                        (writes if is_written else reads).append(use)
             for _, ref in self._made:
                 storage = None if ref.expired() else storage_of_weak_ref(ref.cdata)
                 memory = None if storage is None else memory_of_storage(storage)
@@ -337,6 +381,10 @@ def _numbers(draw: tuple | None):
         return contextlib.nullcontext()
     generator, offset, is_given = draw
     return numbers(generator, generator.offset + offset, is_given)
+
+
+def _given(values: torch.Tensor) -> torch.Tensor:
+    return values
 
 
 def _check(tensor, operation: Operation) -> None:

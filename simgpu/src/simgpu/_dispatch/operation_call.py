@@ -17,7 +17,6 @@ from simgpu._dispatch.operation import Operation, handles
 from simgpu._dispatch.placement import (
     gpus_of,
     no_torch_function,
-    place,
     place_all,
     tensors_in,
 )
@@ -99,7 +98,7 @@ class Call:
         for i, (tensor, its) in enumerate(zip(self.tensors, self.gpus, strict=True)):
             if its is None and tensor.device.type != "meta":
                 if cpp_tensors.is_of_this_call(self.runtime, tensor):
-                    place(tensor, gpu)
+                    cpp_tensors.place_made(tensor, gpu)
                     self.gpus[i] = gpu
 
     def is_work_of(self, gpu: Gpu) -> None:

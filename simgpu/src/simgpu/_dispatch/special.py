@@ -75,13 +75,25 @@ def pack_padded_sequence(call: Call):
             f"{lengths.dim()}D {gpu_of_lengths.device} {scalar_type_name(lengths)} "
             "tensor"
         )
-    packed, batch_sizes = call.func(*call.args, **call.kwargs)
+    if gpu is not None:
+        call.is_work_of(gpu)
+    packed, batch_sizes = _packed(call)
     if gpu is not None:
         blocks = place_all([packed], gpu)
         if call.is_logged():
             call.tensors = [data]
             call.log(gpu, packed, [packed], blocks)
     return packed, batch_sizes
+
+
+def _packed(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """The data, and the batch sizes, which are the host's also in a CUDA graph."""
+    if not call.is_captured:
+        return call.func(*call.args, **call.kwargs)
+    _, batch_sizes = call.operation.func(*call.args, **call.kwargs)
+    found = call.func
+    call.func = lambda *args, **kwargs: found(*args, **kwargs)[0]
+    return call.func(*call.args, **call.kwargs), batch_sizes
 
 
 @handles("_linalg_check_errors")

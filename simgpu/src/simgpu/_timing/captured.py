@@ -325,12 +325,13 @@ class GraphClock(Clock):
 
     # -- what is forbidden -------------------------------------------------------------
 
-    def forbid_waiting(self) -> None:
+    def forbid_waiting(self, index: int | None = None) -> None:
+        here = threading.get_ident()
         for capture in self.captures.values():
-            if capture.mode == "relaxed":
-                continue
-            here = capture.thread == threading.get_ident()
-            if here or capture.mode == "global":
+            may = capture.mode == "relaxed" or (
+                capture.mode == "thread_local" and capture.thread != here
+            )
+            if not may or capture.gpu.index == index:
                 raise capture.lose()
 
     def forbid_waiting_for(self, index: int, stream: int) -> None:

@@ -291,8 +291,8 @@ class Clock:
 
     # -- waiting -----------------------------------------------------------------------
 
-    def forbid_waiting(self) -> None:
-        """The program is about to wait for a GPU, which captures forbid."""
+    def forbid_waiting(self, index: int | None = None) -> None:
+        """The program is about to wait, perhaps for a whole GPU: captures forbid it."""
 
     def forbid_waiting_for(self, index: int, stream: int) -> None:
         """The program is about to wait for a stream, which may be captured."""
