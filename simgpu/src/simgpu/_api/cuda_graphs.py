@@ -11,6 +11,7 @@ Source: aten/src/ATen/cuda/CUDAGraph.cpp of PyTorch.
 
 import functools
 import itertools
+import os
 import warnings
 from typing import Any
 
@@ -39,13 +40,14 @@ _launches = itertools.count(1)
 class _UseOfPool:
     """A graph's use of its pool of memory, which ends with it."""
 
-    __slots__ = ("_pools", "_id")
+    __slots__ = ("_pools", "_id", "_process")
 
     def __init__(self, pools, pool_id: tuple[int, int]):
-        self._pools, self._id = pools, pool_id
+        self._pools, self._id, self._process = pools, pool_id, os.getpid()
 
     def __del__(self) -> None:
-        self._pools.release(self._id)
+        if self._process == os.getpid():  # a forked child has none of the GPUs
+            self._pools.release(self._id)
 
 
 class _Graph:
