@@ -14,7 +14,7 @@ tensors.
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -34,6 +34,7 @@ from simgpu._compat import (
     storage_use_count,
 )
 from simgpu._dispatch.device_asserts import is_found_by_kernel
+from simgpu._dispatch.graph_memory import Memory, Outside, Place, Step
 from simgpu._dispatch.operation import Operation
 from simgpu._dispatch.placement import (
     is_pinned,
@@ -54,81 +55,6 @@ _UNREGISTERED = (
     "capturing_ INTERNAL ASSERT FAILED, please report a bug to PyTorch. Attempt to "
     "increase offset for a CUDA generator not in capture mode."
 )
-
-
-class Memory:
-    """Bytes of the host that belong to graphs, for as long as there are any."""
-
-    __slots__ = ("storage", "__weakref__")
-
-    def __init__(self, storage):
-        self.storage = storage
-
-
-class Outside:
-    """Memory that was there before a capture.
-
-    Args:
-        storage: of a tensor that an operation was given.
-        words: which operation used it first, and as what.
-    """
-
-    __slots__ = ("_ref", "nbytes", "words", "before", "uses")
-
-    def __init__(self, storage, words: str):
-        self._ref, self.nbytes = StorageWeakRef(storage), storage.nbytes()
-        self.words = words
-        self.before: torch.Tensor | None = None  # its bytes, where the capture writes
-        # what of it is used, as dtype and place -> whether it is written
-        self.uses: dict[tuple, bool] = {}
-
-    @property
-    def is_gone(self) -> bool:
-        return self._ref.expired()
-
-    @property
-    def is_there(self) -> bool:
-        """Whether the program still holds it, as large as it was."""
-        return not self.is_gone and self._storage().nbytes() == self.nbytes
-
-    def _storage(self):
-        return storage_of_weak_ref(self._ref.cdata)
-
-    def storage(self):
-        """Itself.
-
-        Raises:
-            NotSimulated: if the program has let go of it.
-        """
-        if not self.is_there:
-            raise NotSimulated(
-                f"Replaying a CUDA graph whose memory is gone ({self.words})",
-                "On a GPU it would use what lies at that address by now: keep the "
-                "tensors that a graph reads and writes for as long as the graph.",
-            )
-        return self._storage()
-
-
-class Place(NamedTuple):
-    """Where a tensor lies in memory that was there before, without the tensor."""
-
-    outside: Outside
-    dtype: torch.dtype
-    where: tuple  # offset, shape, strides
-    is_conj: bool
-    is_neg: bool
-
-
-class Step(NamedTuple):
-    """One operation of a graph; tensors are the graph's own, or places outside."""
-
-    name: str
-    func: Callable
-    args: list
-    kwargs: dict
-    results: list[torch.Tensor | None]  # where its new tensors lie; None for others
-    draw: tuple | None  # (generator, offset from the start, whether it is given)
-    grad: bool  # whether gradients were kept, by which some kernels decide
 
 
 class Steps:
