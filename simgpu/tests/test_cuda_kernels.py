@@ -247,6 +247,15 @@ def test_cublas_wants_no_setting_for_determinism(monkeypatch):
 # -- recurrent modules by cuDNN --------------------------------------------------------
 
 RECURRENT = pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+
+
+@RECURRENT
+def test_pytorch_for_the_cpu_moves_them_to_a_gpu(kind, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn.rnn, "_cudnn", None)  # as it is there
+    layer = kind(3, 4).cuda()
+    assert layer(torch.ones(2, 3, device="cuda"))[0].shape == (2, 4)
+
+
 TRAINING = "cudnn RNN backward can only be called in training mode"
 
 

@@ -14,6 +14,7 @@ from concurrent.futures.thread import _WorkItem
 
 import torch
 import torch.accelerator.memory
+import torch.backends.cudnn.rnn
 import torch.compiler
 import torch.cuda.nvtx
 import torch.utils.dlpack
@@ -322,6 +323,8 @@ def _cuda(runtime) -> list[Patch]:
         *patches(torch, "C++ has a CPU's weights below",
                  _use_cudnn_rnn_flatten_weight=lambda: True,
                  _cudnn_rnn_flatten_weight=recurrent.flatten_weight),
+        *patches(torch.backends.cudnn.rnn, "PyTorch for the CPU has no cuDNN to ask",
+                 get_cudnn_mode=recurrent.mode_of_cudnn),
         *patches(torch.backends.cudnn.m, "programs ask", version=backends.cudnn_version,
                  is_available=lambda: True, _init=lambda: True),
         *patches(torch.cuda, "waits in simulated time",

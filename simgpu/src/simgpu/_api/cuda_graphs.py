@@ -45,8 +45,8 @@ class _UseOfPool:
     def __init__(self, pools, pool_id: tuple[int, int]):
         self._pools, self._id, self._process = pools, pool_id, os.getpid()
 
-    def __del__(self) -> None:
-        if self._process == os.getpid():  # a forked child has none of the GPUs
+    def __del__(self, getpid=os.getpid) -> None:  # Python may be about to end
+        if self._process == getpid():  # a forked child has none of the GPUs
             self._pools.release(self._id)
 
 

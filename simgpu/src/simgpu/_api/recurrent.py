@@ -23,6 +23,7 @@ from simgpu._compat import (
 from simgpu._dispatch.placement import gpu_of, storage_of, tensors_in
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_MODES = ("RNN_RELU", "RNN_TANH", "LSTM", "GRU")  # in the order of cuDNN's numbers
 _NOT_FLAT = (
     "RNN module weights are not part of single contiguous chunk of memory. This means "
     "they need to be compacted at every call, possibly greatly increasing memory "
@@ -36,6 +37,17 @@ _DOUBLE_BACKWARD = (
     "with torch.backends.cudnn.flags(enabled=False):\n"
     "    output = model(inputs)"
 )
+
+
+def mode_of_cudnn(mode: str) -> int:
+    """The number that cuDNN has for a kind of recurrent layer.
+
+    Raises:
+        ValueError: for another kind.
+    """
+    if mode not in _MODES:
+        raise ValueError(f"Unknown mode: {mode}")
+    return _MODES.index(mode)
 
 
 def _run(raw, input, *args, **kwargs):
