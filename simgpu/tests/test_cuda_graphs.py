@@ -22,6 +22,8 @@ from torch.utils.checkpoint import checkpoint
 import simgpu
 from simgpu import NotSimulated
 from simgpu._compat import is_torch
+from simgpu._dispatch.captured_call import current_capture
+from simgpu._dispatch.operation import operation_of
 from simgpu._timing import captured
 
 pytestmark = pytest.mark.simulated_gpus(2, "H100")
@@ -838,3 +840,15 @@ def test_the_sanitizer_knows_what_a_replay_reads_and_writes():
     side.wait_stream(cuda.current_stream())
     with cuda.stream(side):
         assert made["y"].add(1)[0].item() == 7
+
+
+def test_a_step_keeps_no_values_of_the_host():
+    # which a handler would give it that computed something elsewhere, unseen
+    given = torch.ones(3, device=DEV), torch.ones(3)
+    add = torch.ops.aten.add.Tensor
+    with pytest.raises(
+        NotSimulated, match=r"add of \(3,\) on the host in a CUDA graph"
+    ):
+        with cuda.graph(cuda.CUDAGraph()):
+            run = current_capture().steps.run
+            run(operation_of(add), add, given, {}, None, lambda *_: torch.ones(3))

@@ -1,22 +1,24 @@
 """`torch.cuda.MemPool`, `use_mem_pool`, `graph_pool_handle`: C++'s part below them.
 
-A class stands for PyTorch's, which C++ makes; its functions stay, and what they call is
-answered by the allocators' private pools (`_device/private_pools.py`). As on a card, a
-pool takes what the thread allocates that has entered it, and not what a backward pass
-does, which runs in threads of its own there. Leaves out, and refuses: `use_on_oom`,
-`no_split`, an allocator of one's own.
+A class stands for C++'s, below PyTorch's own in Python; its functions stay, and what
+they call is answered by the allocators' private pools (`_device/private_pools.py`). As
+on a card, a pool takes what the thread allocates that has entered it, and not what a
+backward pass does, which runs in threads of its own there. Leaves out, and refuses:
+`use_on_oom`, `no_split`, an allocator of one's own.
 """
 
 import os
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.cuda.graphs
 
 from simgpu import _runtime as state
-from simgpu._api.memory import allocator_of, memory_snapshot
+from simgpu._api.memory import allocator_of
 from simgpu._api.patch import Patch, patches
+from simgpu._api.rebased import rebased
 from simgpu._compat import current_graph_task_id, torch_C
 from simgpu._device.gpu import Gpu
 from simgpu._device.private_pools import PoolId, new_pool_id
@@ -80,16 +82,7 @@ class CppMemPool:
             gpu.memory.private.retire(self._id, held=gpu is self._gpu)
 
 
-class MemPool(CppMemPool):
-    """A pool of memory, as `torch.cuda.use_mem_pool` takes it."""
-
-    def __init__(self, allocator=None, use_on_oom: bool = False,
-                 no_split: bool = False):  # fmt: skip
-        super().__init__(allocator, True, use_on_oom, no_split)
-
-    def snapshot(self, include_traces: bool = True) -> list[dict]:
-        """Its segments on all GPUs, as `torch.cuda.memory_snapshot` describes them."""
-        return memory_snapshot((*self.id, include_traces))["segments"]
+MemPool: Any = rebased(torch.cuda.MemPool, CppMemPool)
 
 
 # -- what allocates to a pool ----------------------------------------------------------

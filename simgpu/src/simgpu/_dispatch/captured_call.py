@@ -4,31 +4,20 @@ On a card nothing runs in a capture. Here the CPU computes each operation all th
 since the next one needs its shape; what was in memory before is put back at the end.
 """
 
-import weakref
-
 from simgpu import _runtime as state
 from simgpu._dispatch.device_asserts import harmless, is_found_by_kernel
 from simgpu._dispatch.named_devices import gpu_named
-from simgpu._dispatch.operation_call import Call
+from simgpu._dispatch.watched_call import WatchedCall
 
 
-class CapturedCall(Call):
+class CapturedCall(WatchedCall):
     """A call, while some stream is captured; whether its own is, it looks itself."""
 
-    __slots__ = ("_func", "_gpu", "_is_running", "_draw_of", "__weakref__")
+    __slots__ = ("_gpu", "_is_running", "_draw_of")
 
     def __init__(self, runtime, operation, func, args, kwargs):
         self._gpu, self._is_running, self._draw_of = None, False, None
         super().__init__(runtime, operation, func, args, kwargs)
-
-    @property
-    def func(self):
-        """What computes it: the operation's own, or what stands for it."""
-        return _Function(self, self._func)
-
-    @func.setter
-    def func(self, func) -> None:
-        self._func = func
 
     @property
     def capture(self):
@@ -89,30 +78,6 @@ class CapturedCall(Call):
             return None
         args, kwargs = harmless(name, args, kwargs)
         return func(*args, **kwargs)
-
-
-class _Function:
-    """What a handler finds as `call.func`: whoever calls it, the call computes it.
-
-    A replay calls what a handler has made of it, without the call.
-    """
-
-    __slots__ = ("_call", "_func")
-
-    def __init__(self, call: CapturedCall, func):
-        while isinstance(func, _Function):
-            func = func._func
-        self._call, self._func = weakref.ref(call), func
-
-    def __call__(self, *args, **kwargs):
-        __tracebackhide__ = True
-        call = self._call()
-        if call is None:
-            return self._func(*args, **kwargs)
-        return call.execute(self._func, args, kwargs)
-
-    def __getattr__(self, name: str):
-        return getattr(self._func, name)
 
 
 def current_capture():

@@ -12,6 +12,7 @@ tensors.
 """
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -49,6 +50,7 @@ from simgpu._errors import NotSimulated
 
 _data_ptr = StorageBase.data_ptr  # the host's; a program hears that of the GPU
 _WRITTEN_BESIDE = ("running_mean", "running_var")  # by batch norm, in no schema
+_ASK_THE_HOST = ("_pack_padded_sequence",)  # lengths, as on a card
 _OURS = 2  # who holds a storage that was shared: its `Memory`, and what shares it
 _REGISTERS_ITSELF = is_torch((2, 13))  # a generator, where a capture draws from it
 _UNREGISTERED = (
@@ -117,10 +119,10 @@ class Steps:
             for tensor in written:  # one may have been empty before
                 self._keep(tensor, before, seen)
             if not operation.silent:
+                place = functools.partial(self._place, operation.name)
                 step = Step(
-                    operation.name, getattr(func, "asks", func),
-                    _map(args, self._place),
-                    {name: _map(v, self._place) for name, v in kwargs.items()},
+                    operation.name, getattr(func, "asks", func), _map(args, place),
+                    {name: _map(v, place) for name, v in kwargs.items()},
                     results, draw, grad,
                 )  # fmt: skip
                 self._steps.append(step)
@@ -197,15 +199,19 @@ class Steps:
         self._made.append((memory, StorageWeakRef(shared)))
         return shared
 
-    def _place(self, tensor):
-        """What stands for a tensor in a step."""
+    def _place(self, name: str, tensor):
+        """What stands for a tensor in the step of operation `name`."""
         storage = storage_of(tensor)
         memory = self._memories.get(_data_ptr(storage)) if storage.nbytes() else None
         if memory is not None:
             self._held.add(memory)
             return _over(memory.storage, tensor)
-        if not _is_reached(tensor, storage):  # a number of the host, as it is now
-            with torch.inference_mode(False):
+        if not _is_reached(tensor, storage):
+            if tensor.dim() and name not in _ASK_THE_HOST:
+                # a copy would be what it is now at every replay
+                what = f"{name} of {tuple(tensor.shape)} on the host in a CUDA graph"
+                raise NotSimulated(what, "Make it a tensor of the GPU before.")
+            with torch.inference_mode(False):  # a number, as it is now
                 return tensor.clone()
         is_conj, is_neg = tensor.is_conj(), tensor.is_neg()
         outside = self._outside_of(storage)

@@ -3,7 +3,6 @@
 import functools
 import math
 import sys
-import weakref
 from types import FrameType
 
 import torch
@@ -18,8 +17,8 @@ from simgpu._compat import (
     torch_ops,
 )
 from simgpu._dispatch.operation import Operation, operation_of
-from simgpu._dispatch.operation_call import Call
 from simgpu._dispatch.placement import storage_of
+from simgpu._dispatch.watched_call import Watched, WatchedCall, unwatched
 from simgpu._dry import fed, values
 from simgpu._errors import NotSimulated
 from simgpu._frames import called_from
@@ -46,14 +45,14 @@ _MASKS = (torch.bool, torch.uint8)
 _is_meta = TensorBase.is_meta.__get__
 
 
-class DryCall(Call):
+class DryCall(WatchedCall):
     """A call of which nothing is computed if it is large, or comes of what is unknown.
 
     Raises:
         NotSimulated: where a shape depends on an unknown value.
     """
 
-    __slots__ = ("_func", "_fusing", "__weakref__")
+    __slots__ = ("_fusing",)
 
     def __init__(self, runtime, operation, func, args, kwargs):
         super().__init__(runtime, operation, func, args, kwargs)
@@ -61,15 +60,6 @@ class DryCall(Call):
         # what fuses it, if it is a part of compiled code, and no `with_tensors`
         asks = fusing is not None and (args or kwargs)
         self._fusing = fusing if asks and fusing.takes(self) else None
-
-    @property
-    def func(self):
-        """What computes it: the operation's own, or what stands for it."""
-        return _Function(self, self._func)
-
-    @func.setter
-    def func(self, func) -> None:
-        self._func = func
 
     def _run_on_gpu(self, gpu):
         __tracebackhide__ = True
@@ -83,7 +73,7 @@ class DryCall(Call):
         return out
 
     def computed(self, func, *args):
-        return self._execute(func, args, {})
+        return self.execute(func, args, {})
 
     def _run_on_host(self):
         __tracebackhide__ = True
@@ -105,7 +95,7 @@ class DryCall(Call):
             # a forward pass in backward: of an activation checkpoint
             dry.recomputed += dry.events[-1].flops if dry.events else 0
 
-    def _execute(self, func, args, kwargs):
+    def execute(self, func, args, kwargs):
         __tracebackhide__ = True
         if hasattr(func, "asks"):
             return func(*args, **kwargs)
@@ -166,8 +156,8 @@ class DryCall(Call):
 
     def _shaper(self, func):
         """What tells the shapes: the operation, or what computes it in its place."""
-        while isinstance(func, _Function) or hasattr(func, "computes"):
-            func = func._func if isinstance(func, _Function) else func.computes
+        while isinstance(func, Watched) or hasattr(func, "computes"):
+            func = unwatched(func) if isinstance(func, Watched) else func.computes
         return func
 
     # -- what is not -------------------------------------------------------------------
@@ -263,23 +253,6 @@ class DryCall(Call):
             value = bool(value)
         state.current().dry.note_read(value)
         return value
-
-
-class _Function:
-    """What a handler finds as `call.func`: all of the operation, but its kernel."""
-
-    __slots__ = ("_call", "_func")
-
-    def __init__(self, call: DryCall, func):
-        # weak: a handler may let the call's function hold this
-        self._call, self._func = weakref.ref(call), func
-
-    def __call__(self, *args, **kwargs):
-        __tracebackhide__ = True
-        return self._call()._execute(self._func, args, kwargs)
-
-    def __getattr__(self, name: str):
-        return getattr(self._func, name)
 
 
 @functools.cache
