@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import simgpu
-from simgpu import NotSimulated
+from simgpu import NotSimulated, _frames
 from support.limits import SHORT
 from support.waiting import wait
 
@@ -299,3 +299,12 @@ def test_detail_compares_collectives_before_they_run(simulated_ranks):
             "  Op type: BROADCASTvs BARRIER",
         )
     )
+
+
+def test_pytorch_is_no_code_of_the_program_wherever_it_lies(tmp_path, monkeypatch):
+    """A build from source is outside site-packages."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torch")
+    assert _frames._of_torch() == [f"{tmp_path / 'torch'}{os.sep}"]

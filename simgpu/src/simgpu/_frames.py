@@ -3,6 +3,7 @@
 Standard library only, because ranks use it before PyTorch is there.
 """
 
+import importlib.util
 import linecache
 import os
 import sys
@@ -11,7 +12,16 @@ from functools import cache
 from pathlib import Path
 from types import FrameType
 
+
+def _of_torch() -> list[str]:
+    """Where PyTorch is: a build from source lies outside site-packages."""
+    found = importlib.util.find_spec("torch")  # imports nothing
+    places = found and found.submodule_search_locations
+    return [str(Path(place)) + os.sep for place in places or ()]
+
+
 _FOREIGN = [
+    *_of_torch(),
     *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")},
     str(Path(__file__).parent) + os.sep,
     "<frozen",

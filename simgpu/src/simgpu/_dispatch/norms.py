@@ -12,6 +12,7 @@ Source: aten/src/ATen/native/cuda/layer_norm_kernel.cu of torch 2.13.
 """
 
 import torch
+from torch import Tensor
 
 from simgpu._compat import DispatchKey, has_kernel, is_torch
 from simgpu._dispatch.errors import scalar_type_name
@@ -19,7 +20,6 @@ from simgpu._dispatch.low_precision import is_half, widened
 from simgpu._dispatch.operation import handles
 from simgpu._dispatch.operation_call import Call
 
-_group_norm_backward = torch.ops.aten.native_group_norm_backward.default
 _layer_norm = torch.ops.aten.native_layer_norm.default
 _PARTS = DispatchKey.CompositeImplicitAutograd
 _KEYS = ("CPU", "Meta")  # of tensors with values, and without: `simgpu.estimate`
@@ -78,24 +78,26 @@ def layer_norm(call: Call):
     return call.run_on(gpu)
 
 
-def _without_for_x(*args):
-    """GroupNorm's gradients of its weight and bias; that of its input is dropped."""
-    *others, (_, *mask) = args
-    return None, *_group_norm_backward(*others, [True, *mask])[1:]
+def _of_contiguous(func):
+    """GroupNorm of tensors whose channels do not lie last."""
+
+    def run(*args):
+        return func(*(t.contiguous() if isinstance(t, Tensor) else t for t in args))
+
+    return run
 
 
-@handles("native_group_norm_backward")
-def group_norm_backward(call: Call):
-    """GroupNorm's backward, where the layer before it is frozen, too.
+@handles("native_group_norm", "native_group_norm_backward")
+def group_norm(call: Call):
+    """GroupNorm, which has channels last on a GPU since PyTorch 2.15.
 
-    Until PyTorch 2.14, the kernel of the CPU ends the process if channels lie last and
-    the gradient of the input is not asked for; CUDA's has no such case.
+    Until then CUDA's code copies what it is given (`take_to_copy` has the memory; the
+    time is left out).
     """
     __tracebackhide__ = True
     gpu = call.common_gpu()
-    last = not call.args[1].is_contiguous()
-    if gpu is not None and last and not call.args[-1][0] and not is_torch((2, 15)):
-        call.func = _without_for_x
+    if gpu is not None and not is_torch((2, 15)):
+        call.func = _of_contiguous(call.func)
     return call.run_on(gpu)
 
 

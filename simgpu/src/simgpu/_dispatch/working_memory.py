@@ -15,7 +15,7 @@ import math
 
 import torch
 
-from simgpu._compat import current_autograd_node
+from simgpu._compat import current_autograd_node, is_torch
 from simgpu._device.cards import Card
 from simgpu._device.gpu import Gpu
 from simgpu._device.workspaces import OF_AUTOGRAD
@@ -124,6 +124,14 @@ def take_to_sort(call, gpu: Gpu, outputs: list) -> None:
     _take(call, gpu, [8 * count] * lists + [1])
 
 
+def take_to_copy(call, gpu: Gpu, outputs: list) -> None:
+    """Until PyTorch 2.15, GroupNorm copies tensors whose channels lie last."""
+    __tracebackhide__ = True
+    if not is_torch((2, 15)):
+        wide = [t for t in call.tensors if t.dim() > 2 and not t.is_contiguous()]
+        _take(call, gpu, [t.numel() * t.element_size() for t in wide])
+
+
 def _take(call, gpu: Gpu, sizes: list[int]) -> None:
     """Take memory, and give it back."""
     __tracebackhide__ = True
@@ -139,4 +147,5 @@ TAKES = {
     **dict.fromkeys(_CALL_CUBLAS, take_workspace),
     **dict.fromkeys(("sum", "mean"), take_for_sum),
     **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_"), take_to_sort),
+    **dict.fromkeys(("native_group_norm", "native_group_norm_backward"), take_to_copy),
 }
