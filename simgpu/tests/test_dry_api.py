@@ -2,6 +2,7 @@
 
 import gc
 import json
+import multiprocessing
 import os
 import pickle
 import re
@@ -214,6 +215,20 @@ def test_the_json_has_what_programs_need_and_no_pictures():
     values = json.loads(json.dumps(report.as_dict()))
     assert values.keys() >= KEYS and "drawn" not in values
     assert pickle.loads(pickle.dumps(report)).drawn == report.drawn
+
+
+def test_ranks_are_forked_before_there_is_a_store(monkeypatch):
+    """Its thread may hold a lock of the C library, which a forked process keeps."""
+    made, alive = dist.TCPStore, []
+
+    def store(*args, **options):
+        if options["is_master"]:
+            alive.append(len(multiprocessing.active_children()))
+        return made(*args, **options)
+
+    monkeypatch.setattr(dist, "TCPStore", store)
+    simgpu.dry_run(pipeline, world=2, kinds="pp=2", tokens=16)
+    assert alive == [2]
 
 
 def test_stages_are_on_one_axis():

@@ -7,6 +7,7 @@ they call together they meet, as ranks on simulated GPUs do.
 
 import multiprocessing
 import os
+import socket
 import sys
 import threading
 import time
@@ -19,6 +20,7 @@ import torch
 
 from simgpu import _failures as failures
 from simgpu._frames import is_program_code
+from simgpu._loopback import listen, loopback_store
 
 SAME = "same"
 # That a rank may take to end once it has answered, or what all took if that is longer.
@@ -102,24 +104,31 @@ def run_all(ranks: tuple[int, ...], run: Callable[[int, tuple[str, int]], Any]) 
             "ranks of several kinds run in processes that are forked, which this "
             "system cannot; leave --kinds out, or use Linux"
         )
-    import torch.distributed as dist
-
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("fork")
     processes, ends, begun = [], {}, time.monotonic()
     sys.stdout.flush(), sys.stderr.flush()
+    listener = listen()
+    where = listener.getsockname()
     try:
         for rank in ranks:
-            ours, theirs = context.Pipe(duplex=False)
+            ours, theirs = context.Pipe()
             process = context.Process(
-                target=_become, args=(run, rank, ("localhost", store.port), theirs)
+                target=_become, args=(run, rank, where, theirs, listener)
             )
             process.start()
             theirs.close()
             processes.append(process)
             ends[ours] = rank
-        return _collect(ranks, ends)
+        # not before: its thread asks for names of hosts, under a lock of the C library,
+        # and a process that is forked meanwhile would wait for that lock for ever
+        store = loopback_store(listener)
+        for end in ends:
+            end.send("begin")
+        found = _collect(ranks, ends)
+        del store  # until here it is needed
+        return found
     finally:
+        listener.close()
         took = time.monotonic() - begun
         for process in processes:
             to_end = max(_SECONDS_TO_END, took) if sys.exc_info()[0] is None else 0
@@ -137,9 +146,12 @@ def own_part(error: BaseException):
     return failures.of_program(own or error.__traceback__)
 
 
-def _become(run: Callable, rank: int, store: tuple[str, int], end: Connection) -> None:
+def _become(run: Callable, rank: int, store: tuple[str, int], end: Connection,
+            listener: socket.socket) -> None:  # fmt: skip
     """In a process of its own, which ends when the one that started it does."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    listener.close()
+    end.recv()  # the store is there
     torch.set_num_threads(1)  # OpenMP's pool does not survive a fork
     try:
         end.send(("done", run(rank, store)))
