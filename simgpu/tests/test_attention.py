@@ -284,6 +284,27 @@ def test_the_operations_return_what_cuda_returns():
     assert all(tensor.is_cuda for tensor in (out, lse, seed, state, unused, debug))
 
 
+@pytest.mark.parametrize(("queries", "keys"), [(3, 5), (5, 3)])
+def test_the_last_query_of_flash_attention_sees_the_last_key(queries, keys):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, n, 16, device="cuda", dtype=torch.bfloat16)
+               for n in (queries, keys, keys))  # fmt: skip
+    aten = torch.ops.aten
+    out, lse, *rest = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
+    grads = aten._scaled_dot_product_flash_attention_backward(
+        out, q, k, v, out, lse, *rest[:4], 0.0, True, *rest[4:6]
+    )
+    inputs = [t.cpu().float().requires_grad_() for t in (q, k, v)]
+    seen = torch.ones(queries, keys).tril(keys - queries).bool()
+    whole, blind = F.scaled_dot_product_attention(*inputs, seen), ~seen.any(1)
+    whole = whole.masked_fill(blind[:, None], 0.0)  # flash attention: 0, not nan
+    assert lse.isinf()[0, 0].tolist() == blind.tolist()
+    torch.testing.assert_close(out.cpu().float(), whole, rtol=0.02, atol=0.02)
+    wanted = torch.autograd.grad(whole, inputs, whole.detach())
+    for mine, theirs in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(mine.cpu().float(), theirs, rtol=0.05, atol=0.05)
+
+
 def test_inputs_that_do_not_fit_together_are_refused():
     x = heads()
     for key, words in (

@@ -8,6 +8,7 @@ logsumexp of memory-efficient attention is padded to a multiple of 32 queries. W
 the two a program gets, `_api/attention.py` decides.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -69,7 +70,10 @@ def _flash(
 ):  # fmt: skip
     if return_debug_mask:
         raise NotSimulated("the weights of flash attention")
-    out = attend(query, key, value, dropout_p, is_causal, None, scale)
+    how = _as_flash_sees(query, key, is_causal)
+    out = attend(query, key, value, dropout_p, *how, scale)
+    if is_causal and (blind := max(0, query.shape[2] - key.shape[2])):
+        out[0][:, :, :blind], out[1][:, :, :blind] = 0.0, math.inf
     random_state = [query.new_zeros(n, dtype=torch.uint64) for n in ((2,), ())]
     lengths = query.shape[2], key.shape[2]
     return *out, None, None, *lengths, *random_state, query.new_empty(0)
@@ -79,8 +83,20 @@ def _flash_backward(
     grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k,
     dropout_p, is_causal, philox_seed, philox_offset, *, scale=None,
 ):  # fmt: skip
-    results = out, logsumexp, is_causal, None, scale
+    results = out, logsumexp, *_as_flash_sees(query, key, is_causal), scale
     return gradients(grad_out, query, key, value, *results)
+
+
+def _as_flash_sees(query, key, is_causal: bool):
+    """(whether causal, mask) of the CPU's kernel, whose first query sees the first key.
+
+    The last query of flash attention sees the last key.
+    """
+    more = key.shape[2] - query.shape[2]
+    if not is_causal or not more:
+        return is_causal, None
+    mask = query.new_full((query.shape[2], key.shape[2]), -math.inf)
+    return False, mask.triu_(1 + more)
 
 
 def _efficient(
