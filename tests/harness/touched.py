@@ -77,10 +77,11 @@ def _tree(file: str) -> ast.Module:
     return ast.Module(body, [])
 
 
-def _imports(file: str) -> set[str]:
+@functools.cache
+def _imports(file: str) -> frozenset[str]:
     """The project's files that a file imports, wherever in it; none of simgpu."""
     if not file.endswith((".py", ".ipynb")):
-        return set()
+        return frozenset()
     modules = set()
     for node in ast.walk(_tree(file)):
         if isinstance(node, ast.Import):
@@ -91,13 +92,13 @@ def _imports(file: str) -> set[str]:
     paths = [module.replace(".", "/") for module in modules]
     beside = f"{PurePosixPath(file).parent}/"
     known = set(files())
-    return {
+    return frozenset(
         name
         for path in paths
         for root in (*ROOTS, beside)
         for name in (f"{root}{path}.py", f"{root}{path}/__init__.py")
         if name in known
-    }
+    )
 
 
 @functools.cache
@@ -118,7 +119,7 @@ def uses(file: str) -> frozenset[str]:
     """What a file imports, and what it calls by name: a script, its data."""
     if not file.endswith((".py", ".ipynb")):
         return frozenset()
-    found = _imports(file)
+    found = {*_imports(file)}
     for word in set(re.findall(r"[\w-]+(?:\.\w+)+", source(file))):
         if not (word.endswith(".py") and file.startswith("helpers/")):  # only imports
             found |= set(_base_names().get(word, ()))
