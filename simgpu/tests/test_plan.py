@@ -3,16 +3,20 @@
 import json
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 
 import simgpu
 from simgpu._device import overhead
 from simgpu._device.cards import find_card
 from simgpu._pictures import plans
-from simgpu._plan import command, flags, parts, schedule, show
+from simgpu._plan import command, flags, parts, ring, schedule, show
 from simgpu._plan.compose import Layout, blocks_of
 from simgpu._plan.schedule import Pass, Stage
 from simgpu._plan.search import AXES, plan
 from simgpu._plan.shapes import MODELS, Shape, shape_of
+from simgpu._ranks.run_ranks import run_ranks
 
 SMALL = Shape(6, 1024, 16, 8, 64, 4096, 16_384)
 TEXT = "layers=6,hidden=1024,heads=16,kv_heads=8,intermediate=4096,vocab=16384"
@@ -27,11 +31,15 @@ CONFIG = {
 
 def planned(of: Layout, shape: Shape = SMALL, **options) -> simgpu.Plan:
     """A plan of one layout."""
-    only = dict(zip(AXES, (of.slices, of.stages, of.spread, of.shards, of.micro,
-                           of.chunks, of.zero, of.recompute), strict=True))  # fmt: skip
+    only = dict(zip(AXES, (of.slices, of.stages, of.context, of.spread, of.shards,
+                           of.micro, of.chunks, of.zero, of.recompute),
+                    strict=True))  # fmt: skip
     only = {axis: [its] for axis, its in only.items()}
-    tokens = TOKENS * of.micro * of.accumulate * of.replicas * of.shards
-    found = plan(shape, of.gpus, tokens=tokens, sequence=TOKENS, only=only, **options)
+    copies = of.replicas * of.shards // of.context
+    # of parts, a host's launches take longer than a part of so few tokens
+    sequence = TOKENS * (4 if of.context > 1 else 1)
+    tokens = sequence * of.micro * of.accumulate * copies
+    found = plan(shape, of.gpus, tokens=tokens, sequence=sequence, only=only, **options)
     assert [its.layout for its in found.layouts] == [of]
     return found
 
@@ -44,27 +52,34 @@ def whole_over_plan(found: simgpu.Plan) -> tuple[float, float]:
     return time, memory
 
 
-# replicas, shards, slices, stages, chunks, micro, accumulate, zero, recompute, spread
+# replicas, shards, slices, stages, chunks, micro, accumulate, zero, recompute, spread,
+# context
 ALONE = [
     Layout(1, 8, 1, 1, 1, 2, 1, 3, "none"),
     Layout(1, 4, 2, 1, 1, 2, 2, 2, "full"),
     Layout(2, 8, 1, 1, 1, 2, 1, 3, "selective"),
     Layout(1, 1, 1, 1, 1, 4, 1, 3, "none"),
 ]
+IN_PARTS = [
+    Layout(1, 8, 1, 1, 1, 1, 1, 3, "none", 1, 4),
+    Layout(2, 4, 2, 1, 1, 2, 2, 2, "selective", 1, 4),
+]
 EXPERTS = [
     Layout(1, 8, 1, 1, 1, 2, 1, 3, "none", 8),
     Layout(2, 8, 1, 1, 1, 2, 1, 3, "none", 1),
     Layout(1, 4, 2, 1, 1, 2, 2, 2, "full", 4),
+    Layout(1, 8, 1, 1, 1, 2, 1, 3, "full", 4, 2),
 ]
 PIPELINES = [
     Layout(1, 4, 1, 2, 1, 1, 4, 2, "none"),
     Layout(1, 2, 2, 2, 2, 2, 4, 2, "full"),
     Layout(2, 2, 1, 4, 1, 1, 8, 2, "selective"),
     Layout(1, 4, 1, 2, 1, 1, 4, 2, "none", 4),
+    Layout(1, 4, 1, 2, 1, 1, 4, 2, "full", 1, 2),
 ]
 
 
-@pytest.mark.parametrize("of", ALONE, ids=lambda of: "-".join(map(str, of)))
+@pytest.mark.parametrize("of", ALONE + IN_PARTS, ids=lambda of: "-".join(map(str, of)))
 def test_the_whole_program_takes_what_is_planned(of):
     time, memory = whole_over_plan(planned(of))
     assert time == pytest.approx(1.0, abs=0.05)
@@ -91,6 +106,8 @@ def test_experts_take_what_is_planned(of):
     (Layout(2, 4, 1, 1, 1, 1, 1, 3, "none"), True, 2),
     (Layout(2, 4, 1, 1, 1, 1, 1, 3, "none", 2), True, 5),
     (Layout(2, 2, 1, 2, 1, 1, 2, 2, "none", 2), True, 5),
+    (Layout(1, 4, 1, 1, 1, 1, 1, 3, "none", 1, 4), False, 2),  # both of all ranks
+    (Layout(1, 4, 2, 1, 1, 1, 1, 3, "none", 1, 2), False, 3),
 ])  # fmt: skip
 def test_buffers_of_nccl_are_those_of_the_groups_that_the_whole_program_has(
     of, experts, count
@@ -206,7 +223,8 @@ def test_a_model_that_cannot_be_is_refused(model, words, tmp_path):
      r"nothing divides 3 sequences, 16 heads .* with pp \(1,\)"),
     ({"card": "H1000"}, "H1000"), ({"network": "fast"}, "'fast' as a bandwidth"),
     ({"only": {"tp": [3]}}, r"among 8 GPUs with tp \(3,\)"),
-    ({"only": {"cp": [3]}}, "no axis is called cp"),
+    ({"only": {"dp": [3]}}, "no axis is called dp"),
+    ({"only": {"cp": [3]}}, r"among 8 GPUs with cp \(3,\)"),
     ({"only": {"ep": [2]}}, r"among 8 GPUs with ep \(2,\)"),
     ({"only": {"recompute": ["all"]}}, "recompute='all'"), ({"host": "x"}, "host='x'"),
 ], ids=str)  # fmt: skip
@@ -240,6 +258,54 @@ def test_the_fastest_that_fits_comes_first(found):
         assert min(its.seconds) >= -1e-9
         assert its.tokens_per_second * its.step_seconds == pytest.approx(found.tokens)
         assert 0 < its.mfu < 1
+
+
+def test_a_sequence_is_cut_where_it_is_long_or_where_that_is_asked_for(capsys):
+    asked = ["--model", TEXT, "--gpus", "8", "--tokens", "131072", "--tp", "1",
+             "--pp", "1", "--micro", "1", "--zero", "3", "--shards", "8",
+             "--recompute", "full"]  # fmt: skip
+    held = ["--sequence", "16384", "--cp", "2", "4"]
+    for more, expected in ((["--sequence", "8192"], [1]), (held, [2, 4]),
+                           (["--sequence", "32768"], [2, 4])):  # fmt: skip
+        assert command.main([*asked, *more, "--json", "-"]) == command.FITS
+        rows = json.loads(capsys.readouterr().out)["layouts"]
+        assert sorted(its["layout"]["context"] for its in rows) == expected
+        for its in rows:
+            assert (its["seconds"]["ring"] > 0) == (its["layout"]["context"] > 1)
+    assert command.main([*asked, *held]) == command.FITS
+    (line,) = (it for it in capsys.readouterr().out.splitlines() if "GiB" in it)
+    assert line.split()[:2] == ["cp", "count"]
+
+
+def _in_parts() -> list[torch.Tensor]:
+    """What a rank makes of its part: attention, and its three gradients."""
+    dist.init_process_group("nccl")
+    torch.cuda.set_device(dist.get_rank())
+    here = ring.places(PARTED, dist.group.WORLD)
+    mine = [x[:, :, here].cuda().requires_grad_() for x in _whole()]
+    out = ring.attention(*mine, dist.group.WORLD)
+    grads = torch.autograd.grad(out, mine, out.detach())
+    return [here, *(its.detach().cpu() for its in (out, *grads))]
+
+
+PARTED = 8  # tokens of a rank
+
+
+def _whole() -> list[torch.Tensor]:
+    """Queries, keys and values of 4 ranks; two heads share one of keys."""
+    torch.manual_seed(0)
+    return [torch.randn(2, heads, 4 * PARTED, 16).bfloat16() for heads in (4, 2, 2)]
+
+
+@pytest.mark.parametrize("card", ["A100", "H100"])  # flash attention, and cuDNN's
+def test_attention_in_parts_is_that_of_the_whole(card):
+    whole = [x.float().requires_grad_() for x in _whole()]
+    out = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
+    wanted = [out, *torch.autograd.grad(out, whole, out.detach())]
+    for here, *found in run_ranks(_in_parts, 4, card=card):
+        for mine, theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(mine.float(), theirs[:, :, here],
+                                       rtol=0.05, atol=0.05)  # fmt: skip
 
 
 def test_recomputing_takes_time_and_less_memory(found):
@@ -330,6 +396,12 @@ def test_trainers_are_told_the_layout():
     assert expert in flags.torchtitan(spread, 128 * 4096, 4096)
     expert = "--expert-model-parallel-size 8 --expert-tensor-parallel-size 1"
     assert expert in flags.megatron(spread, 128 * 4096, 4096)
+    in_parts = Layout(1, 8, 1, 1, 1, 2, 1, 3, "none", 1, 4)
+    degrees = {"--parallelism.data_parallel_shard_degree=2",
+               "--parallelism.context_parallel_degree=4"}  # fmt: skip
+    assert degrees <= set(flags.torchtitan(in_parts, 4 * 65_536, 65_536))
+    parts = "--context-parallel-size 4 --cp-comm-type all_gather"
+    assert parts in flags.megatron(in_parts, 4 * 65_536, 65_536)
     plain = Layout(1, 8, 1, 1, 1, 2, 1, 3, "none")
     assert "--use-torch-fsdp2 " in flags.megatron(plain, 16 * 4096, 4096)[-1]
     assert "--training.local_batch_size=2" in flags.torchtitan(plain, 16 * 4096, 4096)

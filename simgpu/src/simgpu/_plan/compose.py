@@ -39,6 +39,7 @@ class Layout(NamedTuple):
     zero: int  # 3: whole parameters are freed between forward and backward; 2: kept
     recompute: str  # "none", "selective", "full"
     spread: int = 1  # ranks, of slices and shards, over which experts are spread
+    context: int = 1  # of the shards: ranks that have parts of each sequence
 
     @property
     def gpus(self) -> int:
@@ -56,10 +57,11 @@ class Layout(NamedTuple):
             sizes += self.replicas, rest, self.spread  # of a mesh of their own
         parts = [size for size in sizes if 1 < size < self.gpus]
         whole = self.gpus > 1 and self.gpus in sizes  # PyTorch has one of all ranks
-        return len(parts) + whole
+        return len(parts) + whole + (self.context > 1)
 
     def key(self, tokens: int) -> Key:
-        return Key(self.micro, tokens, self.slices, self.recompute, self.spread)
+        return Key(self.micro, tokens, self.slices, self.recompute, self.spread,
+                   self.context)  # fmt: skip
 
 
 class Seconds(NamedTuple):
@@ -70,6 +72,7 @@ class Seconds(NamedTuple):
         again: what it recomputes.
         slices: messages of tensor parallelism.
         experts: messages to experts and back.
+        ring: messages between ranks that have parts of a sequence.
         shards: messages of FSDP beside which nothing is computed.
         bubble: in which the rank waits for another stage.
         optimizer: of the step, with clipping.
@@ -80,6 +83,7 @@ class Seconds(NamedTuple):
     again: float
     slices: float
     experts: float
+    ring: float
     shards: float
     bubble: float
     optimizer: float
@@ -117,7 +121,8 @@ class Composed:
 
     def __init__(self, shape: Shape, of: Layout, tokens: int, machine: Machine,
                  parts: Parts, plain: Parts, rates: Rates, host: Launches):  # fmt: skip
-        self.shape, self.of, self.tokens, self.machine = shape, of, tokens, machine
+        self.shape, self.of, self.machine = shape, of, machine
+        self.tokens = tokens // of.context  # of a sequence, on a rank
         self.parts, self.plain, self.rates, self.host = parts, plain, rates, host
         nodes = max(1, of.gpus // machine.node)
         self.place = Topology(machine.card, machine.node, nodes, machine.network)
@@ -224,15 +229,16 @@ class Composed:
         computing = (plain.seconds - plain.messages) * of.accumulate
         again = (own.seconds - own.messages) * of.accumulate - computing
         experts = own.exchanges * of.accumulate
-        slices = own.messages * of.accumulate - experts
+        ring = own.ring * of.accumulate
+        slices = own.messages * of.accumulate - experts - ring
         busy = own.seconds * of.accumulate
         if of.stages == 1:
             forward, backward = self._with_shards(0)
             once = (forward + backward - own.seconds) * of.accumulate
             launched = (self._host(own) + self._host(self._sharding())) * of.accumulate
             host = max(0.0, launched - busy - once)
-            return Seconds(computing, again, slices, experts, once, 0.0, optimizer,
-                           host)  # fmt: skip
+            return Seconds(computing, again, slices, experts, ring, once, 0.0,
+                           optimizer, host)  # fmt: skip
         stages = [self._stage(i) for i in range(of.stages * of.chunks)]
         message = self._message()
         passes = schedule.seconds(tuple(stages), of.accumulate, message, of.chunks)
@@ -242,7 +248,7 @@ class Composed:
         # the first pass through all stages, and the last one back
         shards = sum(sum(self._with_shards(rank)) - self._own(rank, self.parts).seconds
                      for rank in range(of.stages))  # fmt: skip
-        return Seconds(computing + adding, again, slices, experts, shards,
+        return Seconds(computing + adding, again, slices, experts, ring, shards,
                        alone - busy - adding, optimizer, passes - alone)  # fmt: skip
 
     def _own(self, rank: int, parts: Parts) -> Cost:

@@ -13,9 +13,10 @@ def torchtitan(of: Layout, tokens: int, sequence: int) -> list[str]:
     """
     made = [
         f"--parallelism.data_parallel_replicate_degree={of.replicas}",
-        f"--parallelism.data_parallel_shard_degree={of.shards}",
+        f"--parallelism.data_parallel_shard_degree={of.shards // of.context}",
         f"--parallelism.tensor_parallel_degree={of.slices}",
         f"--parallelism.pipeline_parallel_degree={of.stages}",
+        *([f"--parallelism.context_parallel_degree={of.context}"] * (of.context > 1)),
         *([f"--parallelism.expert_parallel_degree={of.spread}"] * (of.spread > 1)),
         f"--training.seq_len={sequence}",
         f"--training.global_batch_size={tokens // sequence}",
@@ -47,6 +48,8 @@ def megatron(of: Layout, tokens: int, sequence: int) -> list[str]:
     ]
     if of.slices > 1:
         made.append("--sequence-parallel")
+    if of.context > 1:
+        made.append(f"--context-parallel-size {of.context} --cp-comm-type all_gather")
     if of.spread > 1:
         made.append(f"--expert-model-parallel-size {of.spread} "
                     "--expert-tensor-parallel-size 1")  # fmt: skip

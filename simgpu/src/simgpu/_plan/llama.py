@@ -15,6 +15,7 @@ from torch import nn
 from torch.autograd import Function
 from torch.utils import checkpoint as recomputing
 
+from simgpu._plan import ring
 from simgpu._plan.shapes import Shape
 
 RECOMPUTE = ("none", "selective", "full")
@@ -162,11 +163,14 @@ class Block(nn.Module):
         group: among whose ranks layers are sliced, or None.
         recompute: "none", "selective" or "full".
         spread: the group over whose ranks experts are spread, or None.
+        context: the group whose ranks have parts of each sequence, or None.
     """
 
-    def __init__(self, of: Shape, group, recompute: str = "none", spread=None):
+    def __init__(self, of: Shape, group, recompute: str = "none", spread=None,
+                 context=None):  # fmt: skip
         super().__init__()
         self.group, self.recompute, self.size = group, recompute, of.head_size
+        self.context = context
         n, width = group.size() if group else 1, of.hidden
         queries, keys = of.heads * of.head_size // n, of.kv_heads * of.head_size // n
         self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
@@ -181,24 +185,40 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
         if self.recompute == "none":
             return self._compute(x, angles)
-        more: dict[str, Any] = {}
-        if self.recompute == "selective":
-            more["context_fn"] = _saving
-        return recomputing.checkpoint(self._compute, x, angles, use_reentrant=False,
-                                      preserve_rng_state=False, **more)  # fmt: skip
+        if self.recompute == "full":
+            return _again(self._compute, x, angles)
+        if self.context is None:
+            return _again(self._compute, x, angles, context_fn=_saving)
+        # what attention keeps is kept by itself: it is several operations
+        inner = _again(self._project, x, angles, context_fn=_saving)
+        return _again(self._finish, x, self._attend(*inner), context_fn=_saving)
 
     def _compute(self, x, angles):
-        x = x + self._attend(gather(self.norm1(x), self.group), angles)
-        return x + self.mlp(self.norm2(x))
+        return self._finish(x, self._attend(*self._project(x, angles)))
 
-    def _attend(self, y, angles):
+    def _project(self, x, angles):
+        y = gather(self.norm1(x), self.group)
         q, k, v = (layer(y).unflatten(-1, (-1, self.size))
                    for layer in (self.query, self.key, self.value))  # fmt: skip
         q, k = _turned(self.norm_q(q), angles), _turned(self.norm_k(k), angles)
-        q, k, v = (its.permute(1, 2, 0, 3) for its in (q, k, v))
+        return tuple(its.permute(1, 2, 0, 3) for its in (q, k, v))
+
+    def _attend(self, q, k, v):
+        if self.context is not None:
+            return ring.attention(q, k, v, self.context)
         shared = q.shape[1] != k.shape[1]
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
-        return scatter(self.out(y.permute(2, 0, 1, 3).flatten(2)), self.group)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True,
+                                              enable_gqa=shared)  # fmt: skip
+
+    def _finish(self, x, y):
+        x = x + scatter(self.out(y.permute(2, 0, 1, 3).flatten(2)), self.group)
+        return x + self.mlp(self.norm2(x))
+
+
+def _again(run, *inputs, **more: Any):
+    """What a part of a block makes, of which little is kept for backward."""
+    return recomputing.checkpoint(run, *inputs, use_reentrant=False,
+                                  preserve_rng_state=False, **more)  # fmt: skip
 
 
 def _saving():
@@ -282,8 +302,15 @@ class Last(nn.Module):
         return _CrossEntropy.apply(scores, labels, self.group)
 
 
-def angles_of(of: Shape, tokens: int) -> torch.Tensor:
-    """Of rotary positions: (tokens, 1, 1, half the size of a head), complex."""
+def angles_of(of: Shape, tokens: int, context=None) -> torch.Tensor:
+    """Of rotary positions: (tokens, 1, 1, half the size of a head), complex.
+
+    Args:
+        of: the model.
+        tokens: of a sequence that this rank has.
+        context: the group whose ranks have the others, or None.
+    """
     speeds = 1e4 ** -(torch.arange(0, of.head_size, 2).float() / of.head_size)
-    turns = torch.arange(tokens).float()[:, None] * speeds
+    places = ring.places(tokens, context) if context else torch.arange(tokens)
+    turns = places.float()[:, None] * speeds
     return torch.polar(torch.ones_like(turns), turns)[:, None, None]

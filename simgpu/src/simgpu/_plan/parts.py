@@ -31,10 +31,11 @@ class Key(NamedTuple):
     """What decides what a part costs."""
 
     micro: int  # sequences
-    tokens: int  # of each
+    tokens: int  # of each, on all ranks that have a part of it
     slices: int
     recompute: str
     spread: int = 1  # ranks over which experts are spread
+    context: int = 1  # ranks that have parts of each sequence
 
 
 class Parts(NamedTuple):
@@ -79,18 +80,24 @@ def parts_of(shape: Shape, keys: list[Key], machine: Machine,
         def run() -> None:
             dist.init_process_group("nccl")
             torch.cuda.set_device(0)
-            groups = {1: None}
+            groups: dict[range, dist.ProcessGroup] = {}
             for done, key in enumerate(missing):
                 if progress is not None:
                     progress(done, len(missing))
-                for size in (key.slices, key.spread):
-                    if size not in groups:
-                        groups[size] = dist.new_group(range(size))
-                both = groups[key.slices], groups[key.spread]
+                of_parts = range(0, key.slices * key.context, key.slices)
+                own = []
+                for ranks in (range(key.slices), range(key.spread), of_parts):
+                    if len(ranks) == 1:
+                        own.append(None)
+                        continue
+                    if ranks not in groups:
+                        groups[ranks] = dist.new_group(ranks)
+                    own.append(groups[ranks])
                 with on_card():
-                    known[key] = _measured(shape, key, *both, machine)
+                    known[key] = _measured(shape, key, *own, machine)
 
-        _alone(run, machine, max(machine.node, *(key.spread for key in missing)))
+        most = (max(key.spread, key.slices * key.context) for key in missing)
+        _alone(run, machine, max(machine.node, *most))
     return known
 
 
@@ -98,15 +105,17 @@ _KNOWN: dict[tuple[Shape, str], dict[Key, Parts]] = {}
 _RATES: dict[str, Rates] = {}
 
 
-def _measured(shape: Shape, key: Key, group, spread, machine: Machine) -> Parts:
-    ids = torch.zeros(key.tokens, key.micro, dtype=torch.int64)
-    x = torch.empty(key.tokens // key.slices, key.micro, shape.hidden)
+def _measured(shape: Shape, key: Key, group, spread, context,
+              machine: Machine) -> Parts:  # fmt: skip
+    tokens = key.tokens // key.context
+    ids = torch.zeros(tokens, key.micro, dtype=torch.int64)
+    x = torch.empty(tokens // key.slices, key.micro, shape.hidden)
     x.requires_grad_()
     with torch.device("cpu"):
-        angles = angles_of(shape, key.tokens).to("cuda")
+        angles = angles_of(shape, tokens, context).to("cuda")
     parts = {
         "first": (First(shape, group), (ids,)),
-        "block": (Block(shape, group, key.recompute, spread), (x, angles)),
+        "block": (Block(shape, group, key.recompute, spread, context), (x, angles)),
         "last": (Last(shape, group), (x, ids)),
     }
     if machine.compiled:
@@ -114,7 +123,7 @@ def _measured(shape: Shape, key: Key, group, spread, machine: Machine) -> Parts:
     made = {}
     for name in ("block", *parts):  # the first of all has what libraries take
         part, inputs = parts[name]
-        forward, backward = passes(part, *inputs)
+        forward, backward = passes(part, *inputs, ring=context)
         made[name] = Piece(
             forward, backward, tuple(p.numel() for p in part.parameters())
         )

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from simgpu import _runtime as state
 
@@ -21,6 +22,7 @@ class Cost(NamedTuple):
         seconds: of the card.
         messages: of these, in which collectives ran, behind which everything waits.
         exchanges: of these, those between the ranks of experts.
+        ring: of these, those between ranks that have parts of a sequence.
         launches: of kernels and copies by the host in forward.
         back_launches: in backward.
         calls: of collectives.
@@ -32,6 +34,7 @@ class Cost(NamedTuple):
     seconds: float = 0.0
     messages: float = 0.0
     exchanges: float = 0.0
+    ring: float = 0.0
     launches: int = 0
     back_launches: int = 0
     calls: int = 0
@@ -40,14 +43,14 @@ class Cost(NamedTuple):
     most: int = 0
 
     def __add__(self, other: "Cost") -> "Cost":
-        figures = [a + b for a, b in zip(self[:8], other[:8], strict=True)]
+        figures = [a + b for a, b in zip(self[:9], other[:9], strict=True)]
         return Cost(*figures, max(self.most, self.kept + other.most))
 
     def times(self, count: int) -> "Cost":
         if not count:
             return Cost()
         most = max(self.most, (count - 1) * self.kept + self.most)
-        return Cost(*(count * its for its in self[:8]), most)
+        return Cost(*(count * its for its in self[:9]), most)
 
 
 class Piece(NamedTuple):
@@ -58,8 +61,15 @@ class Piece(NamedTuple):
     weights: tuple[int, ...] = ()
 
 
-def measured(run: Callable[[], object], backward: bool = False) -> tuple[Cost, object]:
-    """What a call costs, and what it returns."""
+def measured(run: Callable[[], object], backward: bool = False,
+             ring: str = "") -> tuple[Cost, object]:  # fmt: skip
+    """What a call costs, and what it returns.
+
+    Args:
+        run: the call.
+        backward: whether it is a backward pass.
+        ring: what events call the group whose ranks have parts of a sequence.
+    """
     runtime = state.current()
     clock, gpu = runtime.clock, runtime.gpus[0]
     torch.cuda.synchronize()
@@ -78,10 +88,11 @@ def measured(run: Callable[[], object], backward: bool = False) -> tuple[Cost, o
     sent = [event for event in events if event.kind == "collective"]
     messages = sum(event.end - event.start for event in sent)
     exchanges = sum(e.end - e.start for e in sent if e.name.startswith("all_to_all"))
+    around = sum(e.end - e.start for e in sent if ring and e.group == ring)
     calls, launches = len(sent), len(events) - len(sent)
     kept = torch.cuda.memory_allocated() - before
     most = torch.cuda.max_memory_allocated() - before
-    cost = Cost(end - start, messages, exchanges, launches * (not backward),
+    cost = Cost(end - start, messages, exchanges, around, launches * (not backward),
                 launches * backward, calls, functions[0], kept, most)  # fmt: skip
     return cost, made
 
@@ -105,9 +116,24 @@ class _counted:  # noqa: N801 - used as a context
         torch.autograd.Function.apply = self.apply
 
 
-def passes(run: Callable, *inputs: torch.Tensor) -> tuple[Cost, Cost]:
-    """Both passes of a part, of which gradients of the parameters stay."""
-    forward, out = measured(lambda: run(*inputs))
+def _called(group) -> str:
+    """What events call a group."""
+    one = torch.empty(1, device="cuda")
+    dist.broadcast(one, group_src=0, group=group)
+    torch.cuda.synchronize()
+    return state.current().dry.events[-1].group
+
+
+def passes(run: Callable, *inputs: torch.Tensor, ring=None) -> tuple[Cost, Cost]:
+    """Both passes of a part, of which gradients of the parameters stay.
+
+    Args:
+        run: the part.
+        inputs: of it.
+        ring: the group whose ranks have parts of a sequence, or None.
+    """
+    name = ring and _called(ring)
+    forward, out = measured(lambda: run(*inputs), ring=name)
     if out.dim() == 0:
         grad = None
     else:
@@ -119,5 +145,5 @@ def passes(run: Callable, *inputs: torch.Tensor) -> tuple[Cost, Cost]:
     def back():
         torch.autograd.backward(ends.pop(0), ends.pop())
 
-    backward, _ = measured(back, True)
+    backward, _ = measured(back, True, name)
     return forward, backward._replace(functions=functions)

@@ -1,5 +1,6 @@
 """All layouts of a model on so many cards, the fastest that fit first."""
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,10 +19,12 @@ from simgpu._timing.topology import Topology
 
 _MICRO = (1, 2, 4, 8, 16)
 _CHUNKS = (1, 2, 4)
-AXES = ("tp", "pp", "ep", "shards", "micro", "chunks", "zero", "recompute")
+_LEAST = 8192  # tokens of a sequence on a rank, where the search may cut it
+AXES = ("tp", "pp", "cp", "ep", "shards", "micro", "chunks", "zero", "recompute")
 LOST = {
     "again": "recomputing", "slices": "messages of tp",
-    "experts": "messages of experts", "shards": "messages of FSDP",
+    "experts": "messages of experts", "ring": "messages of cp",
+    "shards": "messages of FSDP",
     "bubble": "the bubble", "optimizer": "the optimizer", "host": "the host",
 }  # fmt: skip
 _DAY = 24 * 60 * 60
@@ -166,10 +169,12 @@ def plan(
         best = found.layouts[0]
 
     Layouts are FSDP2 (over all ranks, or in groups with replicas; whole parameters
-    freed behind forward or kept), slices of layers with sequence parallelism, experts
-    spread over ranks, stages of a pipeline (1F1B, interleaved), micro-batches, and
-    recomputing. What the parts of the model do is dry-run, once for each micro-batch,
-    number of slices and number of ranks of experts, all of which get as many tokens.
+    freed behind forward or kept), slices of layers with sequence parallelism, parts of
+    each sequence (context parallelism, of the shards; where a rank keeps 8,192 tokens
+    or `only` asks for it), experts spread over ranks, stages of a pipeline (1F1B,
+    interleaved), micro-batches, and recomputing. What the parts of the model do is
+    dry-run, once for each micro-batch, number of slices, number of parts of a sequence
+    and number of ranks of experts, all of which get as many tokens.
 
     Args:
         model: "llama3-8b" or another of `simgpu plan --help`, a Hugging Face
@@ -182,7 +187,7 @@ def plan(
         network: of a node, such as "400 GB/s"; None is 200 Gbit/s for each card.
         compile: whether blocks are compiled.
         host: what launches cost, as in `simgpu.dry_run`.
-        only: values of "tp", "pp", "ep", "shards", "micro", "chunks", "zero" and
+        only: values of "tp", "pp", "cp", "ep", "shards", "micro", "chunks", "zero" and
             "recompute" to which the search is held.
         progress: is told how many of all parts are measured.
 
@@ -213,7 +218,7 @@ def plan(
 
 def _row(its: Composed, tokens: int, gpus: int) -> PlannedLayout:
     seconds = its.seconds.total
-    flops = its.shape.flops(its.tokens) * tokens
+    flops = its.shape.flops(its.tokens * its.of.context) * tokens
     peak = gpus * its.machine.card.flops["bfloat16"]
     return PlannedLayout(its.of, its.peak, its.used, its.fits, seconds, its.seconds,
                          tokens / seconds, flops / seconds / peak)  # fmt: skip
@@ -261,42 +266,52 @@ def _layouts(shape: Shape, gpus: int, node: int, batch: int, sequence: int,
     sizes = [shape.kv_heads, shape.heads, shape.vocab, sequence]
     if not shape.experts:
         sizes.append(shape.intermediate)
-    for tp in axis("tp", _divisors(node)):
-        if any(size % tp for size in sizes):
+    spreads = [n for n in _divisors(shape.experts or 1)
+               if n <= node or n % node == 0]  # fmt: skip
+    for tp, pp, cp in itertools.product(
+        axis("tp", _divisors(node)), axis("pp", _divisors(gpus)),
+        only.get("cp") or _parts(sequence),
+    ):  # fmt: skip
+        if any(size % tp for size in sizes) or gpus % (tp * pp) or pp > shape.layers:
             continue
-        for pp in axis("pp", _divisors(gpus // tp)):
-            dp = gpus // tp // pp
-            if batch % dp or pp > shape.layers:
+        if cp < 1 or gpus // (tp * pp) % cp or (cp > 1 and sequence % (2 * cp * tp)):
+            continue
+        dp = gpus // (tp * pp)
+        if batch % (dp // cp):
+            continue
+        of_each = batch // (dp // cp)
+        near = max(1, node // tp)
+        groups = only.get("shards") or (dp, near, 8 * near)
+        whole = {n for n in groups if n > 0 and dp % n == 0 and n % cp == 0}
+        for shards, micro, chunks in itertools.product(
+            sorted(whole)[::-1], axis("micro", _MICRO), axis("chunks", _CHUNKS)
+        ):
+            count, left = divmod(of_each, micro)
+            if left or chunks > 1 and (pp == 1 or count % pp):
                 continue
-            near = max(1, node // tp)
-            spreads = [n for n in _divisors(shape.experts or 1)
-                       if n <= node or n % node == 0]  # fmt: skip
-            groups = only.get("shards") or (dp, near, 8 * near)
-            for shards in sorted({n for n in groups if n > 0 and dp % n == 0})[::-1]:
-                for micro in axis("micro", _MICRO):
-                    if batch // dp % micro:
-                        continue
-                    count = batch // dp // micro
-                    for chunks in axis("chunks", _CHUNKS):
-                        if chunks > 1 and (pp == 1 or count % pp):
-                            continue
-                        if pp > 1 and (count < pp or pp * chunks > shape.layers):
-                            continue
-                        for zero in axis("zero", (3, 2) if pp == 1 else (2,)):
-                            for again in axis("recompute", RECOMPUTE):
-                                its = Layout(dp // shards, shards, tp, pp, chunks,
-                                             micro, count, zero, again)  # fmt: skip
-                                for ep in axis("ep", spreads):
-                                    if _can_spread(shape, its, sequence, ep):
-                                        yield its._replace(spread=ep)
+            if pp > 1 and (count < pp or pp * chunks > shape.layers):
+                continue
+            for zero, again, ep in itertools.product(
+                axis("zero", (3, 2) if pp == 1 else (2,)),
+                axis("recompute", RECOMPUTE), axis("ep", spreads),
+            ):  # fmt: skip
+                its = Layout(dp // shards, shards, tp, pp, chunks, micro, count, zero,
+                             again, ep, cp)  # fmt: skip
+                if _can_spread(shape, its, sequence):
+                    yield its
 
 
-def _can_spread(shape: Shape, of: Layout, sequence: int, ranks: int) -> bool:
+def _parts(sequence: int) -> list[int]:
+    """Among how many ranks the search cuts a sequence."""
+    return [1] + [2**i for i in range(1, 16) if sequence >> i >= _LEAST]
+
+
+def _can_spread(shape: Shape, of: Layout, sequence: int) -> bool:
     """Whether experts can be on so many ranks, and get as many tokens from each."""
     if not shape.experts:
         return True
-    choices = of.micro * sequence // of.slices * shape.chosen
-    return of.shards * of.slices % ranks == 0 and choices % shape.experts == 0
+    choices = of.micro * sequence // of.context // of.slices * shape.chosen
+    return of.shards * of.slices % of.spread == 0 and choices % shape.experts == 0
 
 
 def _divisors(number: int) -> list[int]:

@@ -19,6 +19,7 @@ _AXES: list[Column] = [
     ("replicas", lambda its: its.layout.replicas),
     ("shards", lambda its: its.layout.shards),
     ("tp", lambda its: its.layout.slices),
+    ("cp", lambda its: its.layout.context),
     ("ep", lambda its: its.layout.spread),
     ("pp", lambda its: its.layout.stages),
     ("chunks", lambda its: its.layout.chunks),
@@ -64,7 +65,8 @@ def lines(found: Plan, top: int, total: int | None, price: float | None) -> list
         "",
     ]
     rows = (found.fitting or found.layouts)[:top]
-    axes = [its for its in _AXES if shape.experts or its[0] != "ep"]
+    asked = {"ep": shape.experts, "cp": any(its.layout.context > 1 for its in rows)}
+    axes = [its for its in _AXES if asked.get(its[0], True)]
     columns = [its for its in axes if len({its[1](row) for row in rows}) > 1]
     same = [f"{name} {of(rows[0])}" for name, of in axes
             if name not in [its[0] for its in columns]]  # fmt: skip

@@ -24,22 +24,22 @@ class Stage(nn.Module):
     slices, sequences, width).
     """
 
-    def __init__(self, of: Shape, tokens: int, group, spread, recompute: str,
+    def __init__(self, of: Shape, tokens: int, group, spread, context, recompute: str,
                  count: int, is_first: bool, is_last: bool):  # fmt: skip
         super().__init__()
         self.first = First(of, group) if is_first else None
         self.blocks = nn.ModuleList(
-            Block(of, group, recompute, spread) for _ in range(count)
+            Block(of, group, recompute, spread, context) for _ in range(count)
         )
         self.last = Last(of, group) if is_last else None
         if of.tied and is_first and is_last:
             self.last.head.weight = self.first.weight
         self.register_buffer("angles", torch.empty(0), persistent=False)
-        self.of, self.tokens = of, tokens
+        self.of, self.tokens, self.context = of, tokens, context
 
     def to_card(self) -> None:
         self.to_empty(device="cuda")
-        self.angles = angles_of(self.of, self.tokens).cuda()
+        self.angles = angles_of(self.of, self.tokens, self.context).cuda()
 
     def forward(self, x, labels=None):
         if self.first is not None:
@@ -72,6 +72,8 @@ def train(shape: Shape, of: Layout, tokens: int, compiled: bool = False) -> None
         )  # fmt: skip
         spread = both["ep"].get_group() if of.spread > 1 else None
         experts = both["replicas", "shards"] if of.replicas > 1 else both["shards"]
+    tokens //= of.context  # those of a sequence that a rank has
+    context = _context(of)
     counts = blocks_of(shape.layers, of.stages * of.chunks)
     rank = mesh.get_local_rank("pp")
     mine = range(rank, len(counts), of.stages)
@@ -84,8 +86,9 @@ def train(shape: Shape, of: Layout, tokens: int, compiled: bool = False) -> None
     stages = []
     for number in mine:
         with torch.device("meta"):
-            stage = Stage(shape, tokens, group, spread, of.recompute, counts[number],
-                          number == 0, number == len(counts) - 1)  # fmt: skip
+            stage = Stage(shape, tokens, group, spread, context, of.recompute,
+                          counts[number], number == 0,
+                          number == len(counts) - 1)  # fmt: skip
         for block in stage.blocks:
             if compiled:
                 block.compile()
@@ -110,6 +113,15 @@ def train(shape: Shape, of: Layout, tokens: int, compiled: bool = False) -> None
             nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
         optimizer.zero_grad()
+
+
+def _context(of: Layout):
+    """The group whose ranks have parts of the sequences that this rank has."""
+    if of.context == 1:
+        return None
+    sizes = of.stages * of.replicas, of.shards // of.context, of.context, of.slices
+    ranks = torch.arange(of.gpus).view(sizes).transpose(2, 3).reshape(-1, of.context)
+    return dist.new_subgroups_by_enumeration(ranks.tolist())[0]
 
 
 def _one(model: Stage, of: Layout):
