@@ -1,64 +1,18 @@
-"""The exercises of lesson 08: how dense a matmul is, what binds, how to find it."""
+"""The exercises of lesson 08: what binds, how to find it, and a graph of one's own."""
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 import simgpu
-from exercises.counted import is_near, listed, name_mistake, number, word
+from exercises.counted import listed, word
 from exercises.exercise import Wrong, call, exercise, solution
+from exercises.results import a, near, tensor
 from simgpu import CARDS
 from simgpu.costs import LAUNCH, OF_BANDWIDTH
 
 FLOPS = CARDS["A100"].reached["float32"] * CARDS["A100"].flops["float32"]
 BYTES = OF_BANDWIDTH * CARDS["A100"].memory_bandwidth
-
-
-@exercise(
-    "08.1",
-    hints=(
-        "Count both for one matmul. How many multiplications and additions does one "
-        "element of the result take, and how many elements does the result have?",
-        "Three matrices move: both factors and the result, and an element of float32 "
-        "has 4 bytes. Divide the FLOPs by all these bytes.",
-    ),
-)
-def intensity(function) -> None:
-    """A function (rows, inner, columns) -> FLOPs a byte of a float32 matmul."""
-    for rows, inner, columns in ((64, 64, 64), (1, 512, 2048), (4096, 64, 10)):
-        found = number(call(function, rows, inner, columns))
-        flops = 2 * rows * inner * columns
-        left, right, result = rows * inner, inner * columns, rows * columns
-        wanted = flops / (4 * (left + right + result))
-        if is_near(found, wanted, 1e-6):
-            continue
-        mistakes = {
-            wanted / 2: "a multiplication and an addition are two FLOPs",
-            4 * wanted: "an element of float32 has 4 bytes, and you divide by elements",
-            2 * wanted: "4 bytes for each element of float32, not 2",
-            flops / (4 * (left + right)): "the result is written, too",
-            flops / (4 * result): "both factors are read, too",
-            1 / wanted: "FLOPs for each byte, not bytes for each FLOP",
-        }
-        when = f"({rows}, {inner}) by ({inner}, {columns}): "
-        name_mistake(found, mistakes, 1e-6, when)
-        raise Wrong(f"{when}you say {found:g} FLOPs a byte; count both once more")
-
-
-@solution("08.1")
-def solution_1():
-    """Divide the FLOPs by the bytes of all three matrices.
-
-    Each of the `rows * columns` results takes `inner` multiplications and as many
-    additions. Both factors are read once, and the result is written once.
-    """
-
-    def intensity(rows, inner, columns):
-        flops = 2 * rows * inner * columns
-        elements = rows * inner + inner * columns + rows * columns
-        return flops / (4 * elements)
-
-    return intensity
 
 
 _LIMITS = ("launches", "memory", "compute")
@@ -72,7 +26,7 @@ def _limit(answer) -> str | None:
 
 
 @exercise(
-    "08.2",
+    "08.1",
     hints=(
         "The longest of three times binds: those of the launches, the bytes and the "
         "FLOPs. What are the three numbers for each of these programs, if every "
@@ -110,8 +64,8 @@ def five_bounds(*answers) -> None:
     listed(answers, expected, what="answers", read=_limit, say=say)
 
 
-@solution("08.2")
-def solution_2():
+@solution("08.1")
+def solution_1():
     """Compute all three times; the longest one is the bound.
 
     A product of two large matrices reads each element once and uses it 4096 times, so
@@ -236,7 +190,7 @@ def _peak() -> float:
 
 
 @exercise(
-    "08.3",
+    "08.2",
     hints=(
         "Three measurements, which the lesson has in three cells: two events around a "
         "step, the profiler's sum, and the counter of FLOPs. Which of them are in µs "
@@ -259,8 +213,8 @@ def what_binds(function) -> None:
             raise Wrong(f"{name}: you say {said}; {reasons[said]}")
 
 
-@solution("08.3")
-def solution_3():
+@solution("08.2")
+def solution_2():
     """Measure the time alone, then the kernels, then the FLOPs.
 
     The first call may set things up, so it is not measured. The time of the step comes
@@ -294,3 +248,85 @@ def solution_3():
         return "compute" if rate > peak / 2 else "memory"
 
     return what_binds
+
+
+@exercise(
+    "08.3",
+    hints=(
+        "A graph always reads the memory with which it was captured, and writes its "
+        "result into the same place. What must happen before a replay, and what after "
+        "it?",
+        "Capture `function` with a tensor that you keep, such as `x.clone()`. Before "
+        "each replay, `copy_` the new numbers into it. After it, return a `clone()` of "
+        "what `function` returned in the capture.",
+    ),
+)
+def graphed(function) -> None:
+    """A function (function, x) -> a function of other tensors, by replays."""
+    called = []
+
+    def step(x):
+        called.append(x)
+        for _ in range(8):
+            x = (x + 1).sin()
+        return x
+
+    given = [torch.full((4,), fill, device="cuda") for fill in (0.1, 0.2, 0.3)]
+    before = step(given[0])
+    called.clear()
+    replay = call(function, step, given[0].clone())
+    if not callable(replay):
+        raise Wrong(f"return a function, not {a(type(replay).__name__)}")
+    if not called:
+        raise Wrong("`function` is not called, so nothing is captured")
+    captured = len(called)
+    found = [tensor(call(replay, x), "your function returns") for x in given[1:]]
+    if len(called) > captured:
+        raise Wrong(
+            "for each tensor, `function` is called again, with all its launches; only "
+            "`replay()` is a single launch"
+        )
+    wanted = [step(x) for x in given[1:]]
+    if near(found[1], before):
+        raise Wrong(
+            "it gives what `x` gives: the graph reads the memory of its capture, so "
+            "copy each tensor there"
+        )
+    if near(found[0], wanted[1]):
+        raise Wrong(
+            "the second call writes over the result of the first: the graph has one "
+            "place for it, so return a copy"
+        )
+    if not all(map(near, found, wanted)):
+        raise Wrong("for another tensor, it does not give what `function` gives")
+
+
+@solution("08.3")
+def solution_3():
+    """Keep one tensor for the input, and copy into it and out of the result.
+
+    The graph knows two addresses: of what it reads, and of what it writes. So each new
+    tensor is copied into the first, and the result is copied before the next replay
+    writes over it. Both copies are launches, too: that is worth it where the function
+    has many.
+    """
+
+    def graphed(function, x):
+        read = x.clone()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # warm up
+            function(read)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            written = function(read)
+
+        def replay(new):
+            read.copy_(new)
+            graph.replay()
+            return written.clone()
+
+        return replay
+
+    return graphed

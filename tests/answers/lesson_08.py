@@ -6,11 +6,6 @@ from torch.profiler import profile
 from torch.utils.flop_counter import FlopCounterMode
 
 
-def dense(rows, inner, columns):
-    elements = rows * inner + inner * columns + rows * columns
-    return rows * inner * columns / 2 / elements
-
-
 def measured(step, *, warm=True, of_time=1e-3, of_kernels=1e-6, wait=True):
     """Seconds of a step and of its kernels, and its FLOPs, measured right or wrong."""
     if warm:
@@ -57,25 +52,43 @@ def busy_or_not(step, peak):
     return "launches" if busy < 0.8 * took else "compute"
 
 
+def graph_of(copied_in=True, copied_out=True, replayed=True, again=False):
+    """A function of `function` and `x` that captures, right or wrong."""
+
+    def answer(function, x):
+        read, graph = x.clone(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            written = function(read)
+
+        def replay(new):
+            if copied_in:
+                read.copy_(new)
+            if replayed:
+                graph.replay()
+            if again:
+                return function(new)
+            return written.clone() if copied_out else written
+
+        return replay
+
+    return answer
+
+
+def by_pytorch(function, x):
+    graphed = torch.cuda.make_graphed_callables(function, (x,))
+    return lambda new: graphed(new).clone()
+
+
 RIGHT = {
-    "intensity": [dense],
     "five_bounds": [
         ("compute", "memory", "memory", "launches", "memory"),
         ("Arithmetic", "memory", "memory", "launch", "memory"),
     ],
     "what_binds": [judge()],
+    "graphed": [graph_of(), by_pytorch],
 }
 
 WRONG = {
-    "intensity": [
-        (lambda m, k, n: dense(m, k, n) / 2, "are two FLOPs"),
-        (lambda m, k, n: dense(m, k, n) * 4, "divide by elements"),
-        (lambda m, k, n: dense(m, k, n) * 2, "not 2"),
-        (lambda m, k, n: m * k * n / 2 / (m * k + k * n), "is written, too"),
-        (lambda m, k, n: k / 2, "are read, too"),
-        (lambda m, k, n: 1 / dense(m, k, n), "not bytes for each FLOP"),
-        (lambda m, k, n: 7, "count both once more"),
-    ],
     "five_bounds": [
         (("memory", "memory", "memory", "launches", "memory"), "number 1"),
         (("arithmetic",) * 5, "number 2"),
@@ -96,5 +109,14 @@ WRONG = {
         (judge(warm=False), "run the step once before you measure"),
         (judge(of_peak=1), "above half of the peak"),
         (lambda step, peak: "the host", "say launches, memory or compute"),
+    ],
+    "graphed": [
+        (lambda function, x: 3, "return a function, not an int"),
+        (lambda function, x: function, "is not called, so nothing is captured"),
+        (graph_of(again=True), "with all its launches"),
+        (graph_of(copied_in=False), "it gives what `x` gives"),
+        (graph_of(copied_in=False, copied_out=False), "it gives what `x` gives"),
+        (graph_of(copied_out=False), "writes over the result of the first"),
+        (graph_of(replayed=False), "does not give what `function` gives"),
     ],
 }
