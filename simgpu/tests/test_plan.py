@@ -59,6 +59,7 @@ ALONE = [
     Layout(1, 4, 2, 1, 1, 2, 2, 2, "full"),
     Layout(2, 8, 1, 1, 1, 2, 1, 3, "selective"),
     Layout(1, 1, 1, 1, 1, 4, 1, 3, "none"),
+    Layout(2, 4, 1, 1, 1, 2, 4, 1, "full"),
 ]
 IN_PARTS = [
     Layout(1, 8, 1, 1, 1, 1, 1, 3, "none", 1, 4),
@@ -71,11 +72,11 @@ EXPERTS = [
     Layout(1, 8, 1, 1, 1, 2, 1, 3, "full", 4, 2),
 ]
 PIPELINES = [
-    Layout(1, 4, 1, 2, 1, 1, 4, 2, "none"),
-    Layout(1, 2, 2, 2, 2, 2, 4, 2, "full"),
-    Layout(2, 2, 1, 4, 1, 1, 8, 2, "selective"),
-    Layout(1, 4, 1, 2, 1, 1, 4, 2, "none", 4),
-    Layout(1, 4, 1, 2, 1, 1, 4, 2, "full", 1, 2),
+    Layout(1, 4, 1, 2, 1, 1, 4, 1, "none"),
+    Layout(1, 2, 2, 2, 2, 2, 4, 1, "full"),
+    Layout(2, 2, 1, 4, 1, 1, 8, 1, "selective"),
+    Layout(1, 4, 1, 2, 1, 1, 4, 1, "none", 4),
+    Layout(1, 4, 1, 2, 1, 1, 4, 1, "full", 1, 2),
 ]
 
 
@@ -105,7 +106,7 @@ def test_experts_take_what_is_planned(of):
     (Layout(1, 4, 2, 1, 1, 1, 1, 3, "none", 8), True, 3),
     (Layout(2, 4, 1, 1, 1, 1, 1, 3, "none"), True, 2),
     (Layout(2, 4, 1, 1, 1, 1, 1, 3, "none", 2), True, 5),
-    (Layout(2, 2, 1, 2, 1, 1, 2, 2, "none", 2), True, 5),
+    (Layout(2, 2, 1, 2, 1, 1, 2, 1, "none", 2), True, 5),
     (Layout(1, 4, 1, 1, 1, 1, 1, 3, "none", 1, 4), False, 2),  # both of all ranks
     (Layout(1, 4, 2, 1, 1, 1, 1, 3, "none", 1, 2), False, 3),
 ])  # fmt: skip
@@ -375,14 +376,14 @@ def test_stages_share_the_blocks_and_the_ends():
 
 def test_a_stage_may_be_the_head_alone():
     """The step of the whole program was 0.93 of it, its memory 1.00."""
-    of = Layout(1, 4, 1, 6, 1, 1, 12, 2, "none")
+    of = Layout(1, 4, 1, 6, 1, 1, 12, 1, "none")
     assert blocks_of(6, 6) == [1, 2, 1, 1, 1, 0]
     its = planned(of).layouts[0]
     assert min(its.seconds) >= -1e-9 and its.seconds.computing > 0
 
 
 def test_trainers_are_told_the_layout():
-    of = Layout(2, 8, 2, 4, 2, 1, 8, 2, "full")
+    of = Layout(2, 8, 2, 4, 2, 1, 8, 1, "full")
     words = flags.torchtitan(of, 128 * 4096, 4096)
     assert "--parallelism.pipeline_parallel_schedule=Interleaved1F1B" in words
     assert "--training.local_batch_size=8" in words
@@ -396,6 +397,9 @@ def test_trainers_are_told_the_layout():
     assert expert in flags.torchtitan(spread, 128 * 4096, 4096)
     expert = "--expert-model-parallel-size 8 --expert-tensor-parallel-size 1"
     assert expert in flags.megatron(spread, 128 * 4096, 4096)
+    assert flags.torchtitan(Layout(1, 8, 1, 1, 1, 1, 4, 1, "none"), 2**20, 4096) == []
+    two = flags.megatron(Layout(1, 8, 1, 1, 1, 1, 4, 2, "none"), 2**20, 4096)
+    assert "--data-parallel-sharding-strategy optim_grads " in two[-1]
     in_parts = Layout(1, 8, 1, 1, 1, 2, 1, 3, "none", 1, 4)
     degrees = {"--parallelism.data_parallel_shard_degree=2",
                "--parallelism.context_parallel_degree=4"}  # fmt: skip
@@ -421,7 +425,7 @@ def test_the_command_prints_a_table_and_json(capsys, tmp_path):
     assert "check: the whole program of 1, as simgpu dry-run has it" in said
     assert len(rows) == 4  # and one of --why
     assert (
-        "6 of 6 layouts fit" in said and its["model"]["parameters"] == SMALL.parameters
+        "9 of 9 layouts fit" in said and its["model"]["parameters"] == SMALL.parameters
     )
     assert f"{its['layouts'][0]['tokens_per_second']:,.0f}" in rows[0]
     days = 1e9 / its["layouts"][0]["tokens_per_second"] / 86_400

@@ -14,7 +14,8 @@ FITS, WRONG, FULL = 0, 2, 3
 _UNITS = {"": 1, "k": 10**3, "M": 2**20, "B": 10**9, "T": 10**12}
 _HELP = """\
 what is planned: FSDP2 over all ranks, or in groups with replicas (shards: ranks of such
-a group; ZeRO 3 frees whole parameters between forward and backward, ZeRO 2 keeps them),
+a group; ZeRO 3 frees whole parameters between forward and backward, ZeRO 2 keeps them,
+ZeRO 1, as every pipeline, adds gradients up whole and sends them once a step),
 slices of layers with sequence parallelism (tp), parts of each sequence (cp, of the
 shards; where a rank keeps 8,192 tokens, or --cp asks for it), experts spread over ranks
 (ep; of tp and shards, all get as many tokens), stages of a pipeline (pp; 1F1B, or
@@ -78,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
         ("ep", "ranks over which experts are spread"),
         ("shards", "ranks that share parameters and states"),
         ("micro", "sequences of a micro-batch"),
-        ("chunks", "stages on a rank of a pipeline"), ("zero", "3 or 2"),
+        ("chunks", "stages on a rank of a pipeline"), ("zero", "3, 2 or 1"),
     ):  # fmt: skip
         add(f"--{axis}", type=int, nargs="+", metavar="N", help=f"only these: {what}")
     add("--recompute", nargs="+", metavar="HOW",

@@ -1,12 +1,13 @@
 """A step of a layout, put together from its parts.
 
-Models: FSDP2 in bfloat16 with gradients reduced in float32, AdamW in float32; blocks by
+Models: FSDP2 in bfloat16, gradients reduced in float32, AdamW in float32; blocks by
 themselves, embedding and head together. A block's all-gather runs beside the block
 before it, its reduce-scatter beside the block behind it in backward, and the two beside
-each other. With a pipeline, whole parameters stay, gradients are added up whole in
-float32, and both messages are sent once a step. Messages of FSDP take multiprocessors
-from what runs beside them. Leaves out: the fragments of a caching allocator (there is
-`RESERVE` for them), and what the host of a pipeline launches for FSDP.
+each other. With ZeRO 1, as in every pipeline, whole parameters stay, gradients are
+added up whole in float32, and both messages are sent once a step. Messages of FSDP take
+multiprocessors from what runs beside them. Leaves out: the fragments of a caching
+allocator (there is `RESERVE` for them), and what the host of a pipeline launches for
+FSDP.
 """
 
 import functools
@@ -36,7 +37,9 @@ class Layout(NamedTuple):
     chunks: int  # stages of each of them
     micro: int  # sequences of a micro-batch
     accumulate: int  # micro-batches of a step
-    zero: int  # 3: whole parameters are freed between forward and backward; 2: kept
+    # 3: whole parameters are freed between forward and backward; 2: they are kept, and
+    # gradients sent with each micro-batch; 1: these are added up whole, and sent once
+    zero: int
     recompute: str  # "none", "selective", "full"
     spread: int = 1  # ranks, of slices and shards, over which experts are spread
     context: int = 1  # of the shards: ranks that have parts of each sequence
@@ -169,9 +172,9 @@ class Composed:
         last = parts.last if is_last else Piece(Cost(), Cost())
         loss = max(last.forward.most, last.forward.kept + last.backward.most)
         head = 2 * sum(last.weights)  # whole gradients, until all of both ends are
-        if of.stages > 1:
+        if of.zero == 1:
             whole = 2 * (blocks + ends) + 4 * (blocks + ends)
-            if is_last:  # scores stay as long as the stage's pass
+            if is_last and of.stages > 1:  # scores stay as long as the stage's pass
                 loss += 2 * of.micro * self.tokens * self.shape.vocab // of.slices
             waiting = int(self._waiting(rank) * kept)
             return static + whole + waiting + max(loss, head + back)
@@ -232,19 +235,22 @@ class Composed:
         ring = own.ring * of.accumulate
         slices = own.messages * of.accumulate - experts - ring
         busy = own.seconds * of.accumulate
+        adding = 0.0
+        if of.zero == 1:
+            adding = sum(self._held(slowest)) * self.rates.add * of.accumulate
         if of.stages == 1:
-            forward, backward = self._with_shards(0)
-            once = (forward + backward - own.seconds) * of.accumulate
-            launched = (self._host(own) + self._host(self._sharding())) * of.accumulate
-            host = max(0.0, launched - busy - once)
-            return Seconds(computing, again, slices, experts, ring, once, 0.0,
-                           optimizer, host)  # fmt: skip
+            sent = 1 if of.zero == 1 else of.accumulate  # times in a step
+            shards = (sum(self._with_shards(0)) - own.seconds) * sent
+            launched = self._host(own) * of.accumulate
+            launched += self._host(self._sharding()) * sent
+            host = max(0.0, launched - busy - adding - shards)
+            return Seconds(computing + adding, again, slices, experts, ring, shards,
+                           0.0, optimizer, host)  # fmt: skip
         stages = [self._stage(i) for i in range(of.stages * of.chunks)]
         message = self._message()
         passes = schedule.seconds(tuple(stages), of.accumulate, message, of.chunks)
         idle = [Stage(*(Pass(its.card, 0.0) for its in stage)) for stage in stages]
         alone = schedule.seconds(tuple(idle), of.accumulate, message, of.chunks)
-        adding = sum(self._held(slowest)) * self.rates.add * of.accumulate
         # the first pass through all stages, and the last one back
         shards = sum(sum(self._with_shards(rank)) - self._own(rank, self.parts).seconds
                      for rank in range(of.stages))  # fmt: skip

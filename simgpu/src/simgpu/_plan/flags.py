@@ -4,13 +4,15 @@ from simgpu._plan.compose import Layout
 
 
 def torchtitan(of: Layout, tokens: int, sequence: int) -> list[str]:
-    """Options of torchtitan's command line.
+    """Options of torchtitan's command line; none for what it cannot do.
 
     Args:
         of: the layout.
         tokens: of a step of the whole job.
         sequence: tokens of a sequence.
     """
+    if of.zero == 1 and of.stages == 1:
+        return []
     made = [
         f"--parallelism.data_parallel_replicate_degree={of.replicas}",
         f"--parallelism.data_parallel_shard_degree={of.shards // of.context}",
@@ -66,4 +68,8 @@ def megatron(of: Layout, tokens: int, sequence: int) -> list[str]:
     if of.zero == 3:
         return [*made, "--use-torch-fsdp2 --no-gradient-accumulation-fusion "
                 "--ckpt-format torch_dist"]  # fmt: skip
+    if of.zero == 2:
+        return [*made, "--use-megatron-fsdp --data-parallel-sharding-strategy "
+                "optim_grads --no-gradient-accumulation-fusion "
+                "--ckpt-format fsdp_dtensor --use-distributed-optimizer"]  # fmt: skip
     return [*made, "--use-distributed-optimizer"]

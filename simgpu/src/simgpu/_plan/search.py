@@ -169,12 +169,13 @@ def plan(
         best = found.layouts[0]
 
     Layouts are FSDP2 (over all ranks, or in groups with replicas; whole parameters
-    freed behind forward or kept), slices of layers with sequence parallelism, parts of
-    each sequence (context parallelism, of the shards; where a rank keeps 8,192 tokens
-    or `only` asks for it), experts spread over ranks, stages of a pipeline (1F1B,
-    interleaved), micro-batches, and recomputing. What the parts of the model do is
-    dry-run, once for each micro-batch, number of slices, number of parts of a sequence
-    and number of ranks of experts, all of which get as many tokens.
+    freed behind forward or kept, gradients sent with each micro-batch or once a step),
+    slices of layers with sequence parallelism, parts of each sequence (context
+    parallelism, of the shards; where a rank keeps 8,192 tokens or `only` asks for it),
+    experts spread over ranks, stages of a pipeline (1F1B, interleaved), micro-batches,
+    and recomputing. What the parts of the model do is dry-run, once for each
+    micro-batch, number of slices, number of parts of a sequence and number of ranks of
+    experts, all of which get as many tokens.
 
     Args:
         model: "llama3-8b" or another of `simgpu plan --help`, a Hugging Face
@@ -292,7 +293,7 @@ def _layouts(shape: Shape, gpus: int, node: int, batch: int, sequence: int,
             if pp > 1 and (count < pp or pp * chunks > shape.layers):
                 continue
             for zero, again, ep in itertools.product(
-                axis("zero", (3, 2) if pp == 1 else (2,)),
+                axis("zero", (1,) if pp > 1 else (3, 2, 1) if count > 1 else (3, 2)),
                 axis("recompute", RECOMPUTE), axis("ep", spreads),
             ):  # fmt: skip
                 its = Layout(dp // shards, shards, tp, pp, chunks, micro, count, zero,

@@ -112,7 +112,9 @@ def _told(found: Plan, best) -> list[str]:
         ("Megatron-LM", flags.megatron),
     ):
         made.append(f"1 for {name}:")
-        made += [f"  {word}" for word in words(best, found.tokens, found.sequence)]
+        told = words(best, found.tokens, found.sequence)
+        told = told or ["(sends gradients with each micro-batch: try --zero 2 3)"]
+        made += [f"  {word}" for word in told]
     return made
 
 

@@ -126,7 +126,11 @@ def _context(of: Layout):
 
 def _one(model: Stage, of: Layout):
     def passes(ids):
-        for part in ids.split(of.micro):
+        for i, part in enumerate(ids.split(of.micro), 1):
+            if of.zero == 1:
+                is_last = i == of.accumulate
+                model.set_requires_gradient_sync(is_last)
+                model.set_reshard_after_backward(is_last)
             (model(part, part) / of.accumulate).backward()
 
     return passes
