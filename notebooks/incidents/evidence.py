@@ -94,7 +94,7 @@ def analyse(prefix: str, folder: str, first: int = 0) -> None:
         r"^(Not all ranks|Collective seq).*", said.getvalue(), re.M | re.S
     )
     left_out = "internal|group info|output|world size|expected ranks|stack trace"
-    left_out += "|site-packages|dist-packages|<module>"
+    left_out += f"|{re.escape(torch.__path__[0])}|<module>"
     for line in report[0].splitlines() if report else [said.getvalue()]:
         if line.strip() and not re.search(left_out, line):
             line = re.sub(r"/\S*ipykernel\S*py:", "this notebook:", line)
