@@ -475,6 +475,27 @@ def test_ranks_may_meet_again_at_the_same_port(tmp_path):
     assert done.stderr.splitlines() == [SAID.format("2 ranks")]
 
 
+def meet_after_one_was_alone(folder: str) -> list[float]:
+    rank = int(os.environ["RANK"])
+    torch.cuda.set_device(rank)
+    jobs = [("alone", 1)] * (rank == 0) + [("both", 2), ("both again", 2)]
+    found = []
+    for name, size in jobs:
+        where = f"file://{folder}/{name}"
+        dist.init_process_group("nccl", where, rank=rank, world_size=size)
+        x = torch.ones(1, device="cuda")
+        dist.all_reduce(x)
+        found.append(x.item())
+        dist.destroy_process_group()
+    return found
+
+
+def test_a_rank_may_have_had_a_job_by_itself(simulated_ranks, tmp_path):
+    """Another number of jobs before was a hang without a name."""
+    found = simulated_ranks(meet_after_one_was_alone, 2, str(tmp_path))
+    assert found == [[1.0, 2.0, 2.0], [2.0, 2.0]]
+
+
 @pytest.mark.parametrize(("end", "status", "shown"), [
     ("raise ValueError('enough')", 1, ["[rank0]: ValueError: enough"]),
     ("sys.exit(7)", 7, []),

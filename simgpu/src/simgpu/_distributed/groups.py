@@ -213,9 +213,9 @@ def rendezvous(*args, **kwargs):
         yield dist.HashStore(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         return
     for store, rank, size in _raw_rendezvous(*args, **kwargs):
-        runtime.meetings += 1
-        if runtime.meetings > 1:
-            store = dist.PrefixStore(f"meeting {runtime.meetings}", store)
+        runtime.meetings[place := _place_of(store)] += 1
+        if (number := runtime.meetings[place]) > 1:
+            store = dist.PrefixStore(f"meeting {number}", store)
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         if restarts != "0" and os.environ.get("GROUP_WORLD_SIZE") == "1":
             # torchrun keeps its store; several agents count restarts differently
@@ -237,8 +237,9 @@ def _begin_job(runtime, store, rank: int, size: int) -> None:
     here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     nodes = size // here if size % here == 0 else 1
     topology = Topology(runtime.request.card, size // nodes, nodes, runtime.network)
-    prefix = f"simgpu {runtime.jobs}"
-    runtime.jobs += 1
+    place = _place_of(store)
+    prefix = f"simgpu {runtime.jobs[place]}"
+    runtime.jobs[place] += 1
     runtime.lives.clear()  # names count from 0 again, and not on all ranks alike before
     if runtime.peers is None:
         job = Cluster(dist.PrefixStore(prefix, store), rank, size, topology)
@@ -248,9 +249,19 @@ def _begin_job(runtime, store, rank: int, size: int) -> None:
     runtime.sanitizer.is_first = runtime.cluster.board.is_first
     atexit.unregister(_warn_of_leak)
     atexit.register(_warn_of_leak)
-    if rank == 0 and runtime.jobs == 1 and runtime.peers is None:
+    if rank == 0 and runtime.jobs.total() == 1 and runtime.peers is None:
         ranks = "1 rank" if size == 1 else f"{size} ranks"
         write_line(f"{ranks} on simulated GPUs: no NCCL, one simulated time for all")
+
+
+def _place_of(store) -> tuple:
+    """Where a store is kept: jobs that meet there have numbers.
+
+    Those of other places do not count: a rank may have had a job by itself.
+    """
+    while (within := getattr(store, "underlying_store", None)) is not None:
+        store = within
+    return type(store), *(getattr(store, its, None) for its in ("path", "host", "port"))
 
 
 def _warn_of_leak() -> None:
