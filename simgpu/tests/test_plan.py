@@ -13,6 +13,7 @@ from simgpu._device.cards import find_card
 from simgpu._pictures import plans
 from simgpu._plan import command, flags, parts, ring, schedule, show
 from simgpu._plan.compose import Layout, blocks_of
+from simgpu._plan.llama import RECOMPUTE
 from simgpu._plan.schedule import Pass, Stage
 from simgpu._plan.search import AXES, plan
 from simgpu._plan.shapes import MODELS, Shape, shape_of
@@ -228,6 +229,7 @@ def test_a_model_that_cannot_be_is_refused(model, words, tmp_path):
     ({"only": {"cp": [3]}}, r"among 8 GPUs with cp \(3,\)"),
     ({"only": {"ep": [2]}}, r"among 8 GPUs with ep \(2,\)"),
     ({"only": {"recompute": ["all"]}}, "recompute='all'"), ({"host": "x"}, "host='x'"),
+    ({"imbalance": 0.5}, "imbalance is 0.5; the fullest rank has at least 1"),
 ], ids=str)  # fmt: skip
 def test_a_job_that_cannot_be_is_refused(more, words):
     asked = {"gpus": 8, "tokens": 16 * TOKENS, "sequence": TOKENS} | more
@@ -259,6 +261,22 @@ def test_the_fastest_that_fits_comes_first(found):
         assert min(its.seconds) >= -1e-9
         assert its.tokens_per_second * its.step_seconds == pytest.approx(found.tokens)
         assert 0 < its.mfu < 1
+
+
+def test_all_wait_for_the_rank_whose_experts_get_most():
+    for recompute in RECOMPUTE:
+        of = Layout(1, 8, 1, 1, 1, 2, 1, 3, recompute, 8)
+        even, uneven, twice = (planned(of, ROUTED, imbalance=by).layouts[0]
+                               for by in (1.0, 1.5, 2.0))  # fmt: skip
+        assert uneven.seconds.experts == pytest.approx(1.5 * even.seconds.experts)
+        more = [its.seconds.computing - even.seconds.computing
+                for its in (uneven, twice)]  # fmt: skip
+        assert 0 < more[0] and more[1] == pytest.approx(2 * more[0])
+        assert recompute != "none" or uneven.peak_bytes > even.peak_bytes
+    alone = of._replace(spread=1)  # each rank has all experts: no other to wait for
+    assert (
+        planned(alone, ROUTED, imbalance=2.0).layouts == planned(alone, ROUTED).layouts
+    )
 
 
 def test_a_sequence_is_cut_where_it_is_long_or_where_that_is_asked_for(capsys):

@@ -18,7 +18,8 @@ a group; ZeRO 3 frees whole parameters between forward and backward, ZeRO 2 keep
 ZeRO 1, as every pipeline, adds gradients up whole and sends them once a step),
 slices of layers with sequence parallelism (tp), parts of each sequence (cp, of the
 shards; where a rank keeps 8,192 tokens, or --cp asks for it), experts spread over ranks
-(ep; of tp and shards, all get as many tokens), stages of a pipeline (pp; 1F1B, or
+(ep; of tp and shards; all get as many tokens, or the fullest --imbalance times the
+mean), stages of a pipeline (pp; 1F1B, or
 interleaved, chunks of blocks on each rank), micro-batches, and recomputing (none;
 selective: all but attention and every second product; full). Parameters are bfloat16,
 gradients are reduced in float32, AdamW's states are float32.
@@ -49,7 +50,8 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="simgpu plan", allow_abbrev=False,
         usage="%(prog)s --model MODEL --gpus N --tokens N [--sequence N] [--card CARD] "
-        "[--node N] [--network BANDWIDTH] [--compile] [--host KIND] [--AXIS N ...] "
+        "[--node N] [--network BANDWIDTH] [--compile] [--host KIND] "
+        "[--imbalance F] [--AXIS N ...] "
         "[--top N] [--why A B] [--check [A]] [--total-tokens N] [--price DOLLARS] "
         "[--picture FILE] [--json FILE]",
         description="All layouts of a decoder on so many cards: which fit, how fast "
@@ -73,6 +75,8 @@ def parser() -> argparse.ArgumentParser:
     add("--compile", action="store_true", help="blocks are compiled")
     add("--host", default="bare", metavar="KIND",
         help="what a launch costs, as in simgpu dry-run")  # fmt: skip
+    add("--imbalance", type=float, default=1.0, metavar="F",
+        help="of tokens, for the fullest rank of experts: times the mean")  # fmt: skip
     for axis, what in (
         ("tp", "ranks among which layers are sliced"), ("pp", "stages of a pipeline"),
         ("cp", "ranks that have parts of each sequence"),
@@ -130,7 +134,7 @@ def main(words: Sequence[str]) -> int:
             options.model, options.gpus, tokens=options.tokens,
             sequence=options.sequence, card=options.card, node=options.node,
             network=options.network, compile=options.compile, host=options.host,
-            only=only, progress=show.progress,
+            imbalance=options.imbalance, only=only, progress=show.progress,
         )  # fmt: skip
         lines = show.lines(found, options.top, options.total_tokens, options.price)
         if options.why:

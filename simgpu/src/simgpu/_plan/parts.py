@@ -45,6 +45,27 @@ class Parts(NamedTuple):
     experts: int = 0  # numbers of a block's weights that are experts'
     routed: Piece = Piece(Cost(), Cost())  # of a block, the experts and the way there
 
+    def crowded(self, by: float, recompute: str) -> "Parts":
+        """Where the fullest rank's experts get `by` times as many tokens as the mean.
+
+        All wait for it: in the messages to the experts and back as in their products.
+        What selective recomputing keeps of the experts counts as if it kept all.
+        """
+        more, (first, then) = by - 1, self.routed[:2]
+        kept = first if recompute != "full" else first._replace(kept=0, most=0)
+        if recompute == "none":
+            again = then
+        else:
+            again = then.stretched(1, first)._replace(most=first.kept + then.most)
+        block = self.block._replace(
+            forward=self.block.forward.stretched(more, kept),
+            backward=self.block.backward.stretched(more, again._replace(kept=0)),
+        )
+        routed = self.routed._replace(
+            forward=first.stretched(more, first), backward=then.stretched(more, then)
+        )
+        return self._replace(block=block, routed=routed)
+
 
 class Rates(NamedTuple):
     """Seconds of the card for a number."""

@@ -46,6 +46,15 @@ class Cost(NamedTuple):
         figures = [a + b for a, b in zip(self[:9], other[:9], strict=True)]
         return Cost(*figures, max(self.most, self.kept + other.most))
 
+    def stretched(self, by: float, part: "Cost") -> "Cost":
+        """Where `part` of it takes so much more time and memory; launches stay."""
+        longer = (self[i] + by * part[i] for i in range(3))
+        kept, most = (int(by * size) for size in (part.kept, part.most))
+        return self._replace(
+            **dict(zip(self._fields[:3], longer, strict=True)),
+            kept=self.kept + kept, most=self.most + most,
+        )  # fmt: skip
+
     def times(self, count: int) -> "Cost":
         if not count:
             return Cost()

@@ -160,7 +160,8 @@ def plan(
     model: str | Mapping[str, Any] | Shape, gpus: int, *, tokens: int,
     sequence: int = 4096, card: str | Card = "H100", node: int = 8,
     network: float | str | None = None, compile: bool = False,
-    host: str = "bare", only: Mapping[str, Sequence[Any]] | None = None,
+    host: str = "bare", imbalance: float = 1.0,
+    only: Mapping[str, Sequence[Any]] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Plan:  # fmt: skip
     """The layouts of a decoder on so many cards, and which of them are the fastest.
@@ -188,6 +189,7 @@ def plan(
         network: of a node, such as "400 GB/s"; None is 200 Gbit/s for each card.
         compile: whether blocks are compiled.
         host: what launches cost, as in `simgpu.dry_run`.
+        imbalance: tokens of the rank whose experts get most of them, over the mean.
         only: values of "tp", "pp", "cp", "ep", "shards", "micro", "chunks", "zero" and
             "recompute" to which the search is held.
         progress: is told how many of all parts are measured.
@@ -200,15 +202,22 @@ def plan(
     shape = shape_of(model)
     machine = Machine(find_card(card), min(node, gpus) if gpus > 0 else node,
                       network, compile)  # fmt: skip
+    if not imbalance >= 1:
+        raise ValueError(f"imbalance is {imbalance!r}; the fullest rank has at least 1")
     found = _checked(shape, gpus, machine, tokens, sequence, dict(only or {}))
     keys = [its.key(sequence) for its in found]
     keys += [key._replace(recompute="none") for key in keys]
     known = parts.parts_of(shape, keys, machine, progress)
     rates = parts.rates_of(machine)
     call, collective, _ = launch_times(host, machine.card)
+
+    def filled(key: parts.Key) -> parts.Parts:
+        its = known[key]
+        return its.crowded(imbalance, key.recompute) if key.spread > 1 else its
+
     rows = [
-        _row(Composed(shape, of, sequence, machine, known[of.key(sequence)],
-                      known[of.key(sequence)._replace(recompute="none")], rates,
+        _row(Composed(shape, of, sequence, machine, filled(of.key(sequence)),
+                      filled(of.key(sequence)._replace(recompute="none")), rates,
                       Launches(call, collective)), tokens, gpus)
         for of in found
     ]  # fmt: skip
