@@ -475,14 +475,18 @@ def test_ranks_may_meet_again_at_the_same_port(tmp_path):
     assert done.stderr.splitlines() == [SAID.format("2 ranks")]
 
 
-def meet_after_one_was_alone(folder: str) -> list[float]:
+def meet_after_one_was_alone(folder: str, in_one: bool) -> list[float]:
     rank = int(os.environ["RANK"])
+    within = dist.FileStore(f"{folder}/store", 2) if in_one else None
     torch.cuda.set_device(rank)
     jobs = [("alone", 1)] * (rank == 0) + [("both", 2), ("both again", 2)]
     found = []
     for name, size in jobs:
-        where = f"file://{folder}/{name}"
-        dist.init_process_group("nccl", where, rank=rank, world_size=size)
+        if within is None:
+            where = {"init_method": f"file://{folder}/{name}"}
+        else:
+            where = {"store": dist.PrefixStore(name, within)}
+        dist.init_process_group("nccl", rank=rank, world_size=size, **where)
         x = torch.ones(1, device="cuda")
         dist.all_reduce(x)
         found.append(x.item())
@@ -490,9 +494,10 @@ def meet_after_one_was_alone(folder: str) -> list[float]:
     return found
 
 
-def test_a_rank_may_have_had_a_job_by_itself(simulated_ranks, tmp_path):
+@pytest.mark.parametrize("in_one", [False, True])
+def test_a_rank_may_have_had_a_job_by_itself(simulated_ranks, tmp_path, in_one):
     """Another number of jobs before was a hang without a name."""
-    found = simulated_ranks(meet_after_one_was_alone, 2, str(tmp_path))
+    found = simulated_ranks(meet_after_one_was_alone, 2, str(tmp_path), in_one)
     assert found == [[1.0, 2.0, 2.0], [2.0, 2.0]]
 
 

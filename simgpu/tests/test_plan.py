@@ -226,6 +226,12 @@ def test_a_model_that_cannot_be_is_refused(model, words, tmp_path):
     ({"card": "H1000"}, "H1000"), ({"network": "fast"}, "'fast' as a bandwidth"),
     ({"only": {"tp": [3]}}, r"among 8 GPUs with tp \(3,\)"),
     ({"only": {"dp": [3]}}, "no axis is called dp"),
+    ({"only": {"cp": 2}}, "cp is 2; give its values as a list"),
+    ({"only": {"cp": []}}, "give its values as a list"),
+    ({"only": {"cp": [0]}}, "cp is 0; it is a whole number above 0"),
+    ({"only": {"tp": [True]}}, "tp is True; it is a whole"),
+    ({"only": {"zero": [4]}}, "zero is 4; it is 1, 2 or 3"),
+    ({"only": {"zero": [2], "pp": [2]}}, "a pipeline is ZeRO 1"),
     ({"only": {"cp": [3]}}, r"among 8 GPUs with cp \(3,\)"),
     ({"only": {"ep": [2]}}, r"among 8 GPUs with ep \(2,\)"),
     ({"only": {"recompute": ["all"]}}, "recompute='all'"), ({"host": "x"}, "host='x'"),
@@ -406,27 +412,42 @@ def test_trainers_are_told_the_layout():
     assert "--parallelism.pipeline_parallel_schedule=Interleaved1F1B" in words
     assert "--training.local_batch_size=8" in words
     assert "--training.global_batch_size=128" in words
-    words = flags.megatron(of, 128 * 4096, 4096)
+    words = flags.megatron(of, 128 * 4096, 4096, tied=False)
     assert {"--tensor-model-parallel-size 2", "--sequence-parallel",
-            "--pipeline-model-parallel-size 4",
+            "--pipeline-model-parallel-size 4", "--use-distributed-optimizer",
+            "--num-distributed-optimizer-instances 2",
+            "--untie-embeddings-and-output-weights",
+            "(with CUDA_DEVICE_MAX_CONNECTIONS=1)",
             "--num-virtual-stages-per-pipeline-rank 2"} <= set(words)  # fmt: skip
     spread = of._replace(spread=8)
     expert = "--parallelism.expert_parallel_degree=8"
     assert expert in flags.torchtitan(spread, 128 * 4096, 4096)
     expert = "--expert-model-parallel-size 8 --expert-tensor-parallel-size 1"
-    assert expert in flags.megatron(spread, 128 * 4096, 4096)
-    assert flags.torchtitan(Layout(1, 8, 1, 1, 1, 1, 4, 1, "none"), 2**20, 4096) == []
-    two = flags.megatron(Layout(1, 8, 1, 1, 1, 1, 4, 2, "none"), 2**20, 4096)
-    assert "--data-parallel-sharding-strategy optim_grads " in two[-1]
+    assert expert in flags.megatron(spread, 128 * 4096, 4096, tied=False)
     in_parts = Layout(1, 8, 1, 1, 1, 2, 1, 3, "none", 1, 4)
     degrees = {"--parallelism.data_parallel_shard_degree=2",
                "--parallelism.context_parallel_degree=4"}  # fmt: skip
     assert degrees <= set(flags.torchtitan(in_parts, 4 * 65_536, 65_536))
     parts = "--context-parallel-size 4 --cp-comm-type all_gather"
-    assert parts in flags.megatron(in_parts, 4 * 65_536, 65_536)
+    assert parts in flags.megatron(in_parts, 4 * 65_536, 65_536, tied=False)
     plain = Layout(1, 8, 1, 1, 1, 2, 1, 3, "none")
-    assert "--use-torch-fsdp2 " in flags.megatron(plain, 16 * 4096, 4096)[-1]
     assert "--training.local_batch_size=2" in flags.torchtitan(plain, 16 * 4096, 4096)
+    once = plain._replace(accumulate=4, zero=1)
+    assert flags.torchtitan(once, 2**18, 4096) == []
+
+
+@pytest.mark.parametrize(("more", "tied", "words"), [
+    ({}, False, "--use-torch-fsdp2"), ({}, True, "optim_grads_params"),
+    ({"spread": 8}, False, "optim_grads_params"),  # torch-fsdp2 has no experts
+    ({"replicas": 2}, False, "--outer-dp-sharding-strategy no_shard"),
+    ({"zero": 2}, False, "optim_grads"),
+    ({"zero": 1}, False, "--use-distributed-optimizer"),
+], ids=str)  # fmt: skip
+def test_megatron_is_told_what_its_checks_let_through(more, tied, words):
+    of = Layout(1, 8, 1, 1, 1, 2, 2, 3, "none")._replace(**more)
+    said = " ".join(flags.megatron(of, 2**18, 4096, tied))
+    assert f"{words} " in f"{said} "
+    assert ("--untie-embeddings" in said) is not tied
 
 
 ASKED = ["--model", TEXT, "--gpus", "8", "--tokens", "64k", "--sequence", "2000",

@@ -3,6 +3,7 @@
 Standard library only, because ranks use it before PyTorch is there.
 """
 
+import contextlib
 import importlib.util
 import linecache
 import os
@@ -15,7 +16,9 @@ from types import FrameType
 
 def _of_torch() -> list[str]:
     """Where PyTorch is: a build from source lies outside site-packages."""
-    found = importlib.util.find_spec("torch")  # imports nothing
+    found = None
+    with contextlib.suppress(ValueError):  # a stand-in that has no spec
+        found = importlib.util.find_spec("torch")  # imports nothing
     places = found and found.submodule_search_locations
     return [str(Path(place)) + os.sep for place in places or ()]
 

@@ -6,7 +6,6 @@ its GPUs is kept elsewhere: HOW-IT-WORKS.md lists it ("State").
 
 import threading
 import weakref
-from collections import Counter
 from typing import Any
 
 from simgpu._device import ledger, overhead
@@ -142,8 +141,7 @@ class Runtime:
 
         # torch.distributed
         self.cluster = None  # the job, once it has a process group
-        self.jobs: Counter[tuple] = Counter()  # so far, by the place of their store
-        self.meetings: Counter[tuple] = Counter()  # the same, of `rendezvous`
+        self.jobs = 0  # so far
         self.network = None  # between nodes, as `Topology` takes it
         self.communicators: dict[str, object] = {}  # by the name of the process group
         self.flight_recorder: Any = None  # False where nothing is to be recorded

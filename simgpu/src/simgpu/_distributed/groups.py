@@ -4,6 +4,7 @@ import atexit
 import functools
 import operator
 import os
+import socket
 
 import torch
 import torch.distributed as dist
@@ -213,8 +214,7 @@ def rendezvous(*args, **kwargs):
         yield dist.HashStore(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         return
     for store, rank, size in _raw_rendezvous(*args, **kwargs):
-        runtime.meetings[place := _place_of(store)] += 1
-        if (number := runtime.meetings[place]) > 1:
+        if (number := _times_at(store, "meetings", rank)) > 1:
             store = dist.PrefixStore(f"meeting {number}", store)
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         if restarts != "0" and os.environ.get("GROUP_WORLD_SIZE") == "1":
@@ -237,9 +237,9 @@ def _begin_job(runtime, store, rank: int, size: int) -> None:
     here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     nodes = size // here if size % here == 0 else 1
     topology = Topology(runtime.request.card, size // nodes, nodes, runtime.network)
-    place = _place_of(store)
-    prefix = f"simgpu {runtime.jobs[place]}"
-    runtime.jobs[place] += 1
+    runtime.jobs += 1
+    number = _times_at(store, "jobs", rank) if runtime.peers is None else runtime.jobs
+    prefix = f"simgpu {number}"
     runtime.lives.clear()  # names count from 0 again, and not on all ranks alike before
     if runtime.peers is None:
         job = Cluster(dist.PrefixStore(prefix, store), rank, size, topology)
@@ -249,19 +249,17 @@ def _begin_job(runtime, store, rank: int, size: int) -> None:
     runtime.sanitizer.is_first = runtime.cluster.board.is_first
     atexit.unregister(_warn_of_leak)
     atexit.register(_warn_of_leak)
-    if rank == 0 and runtime.jobs.total() == 1 and runtime.peers is None:
+    if rank == 0 and runtime.jobs == 1 and runtime.peers is None:
         ranks = "1 rank" if size == 1 else f"{size} ranks"
         write_line(f"{ranks} on simulated GPUs: no NCCL, one simulated time for all")
 
 
-def _place_of(store) -> tuple:
-    """Where a store is kept: jobs that meet there have numbers.
+def _times_at(store, what: str, rank: int) -> int:
+    """How often this process has had such a thing at a store, this time included.
 
-    Those of other places do not count: a rank may have had a job by itself.
+    All ranks have had as many there, and not in all: one may have had a job by itself.
     """
-    while (within := getattr(store, "underlying_store", None)) is not None:
-        store = within
-    return type(store), *(getattr(store, its, None) for its in ("path", "host", "port"))
+    return store.add(f"{what} of {rank}, {socket.gethostname()} {os.getpid()}", 1)
 
 
 def _warn_of_leak() -> None:

@@ -5,6 +5,7 @@ as the stages of a pipeline do, one of each kind runs, in a process of its own; 
 they call together they meet, as ranks on simulated GPUs do.
 """
 
+import contextlib
 import multiprocessing
 import os
 import socket
@@ -123,7 +124,8 @@ def run_all(ranks: tuple[int, ...], run: Callable[[int, tuple[str, int]], Any]) 
         # and a process that is forked meanwhile would wait for that lock for ever
         store = loopback_store(listener)
         for end in ends:
-            end.send("begin")
+            with contextlib.suppress(OSError):  # it has ended: `_collect` will say so
+                end.send("begin")
         found = _collect(ranks, ends)
         del store  # until here it is needed
         return found

@@ -15,14 +15,14 @@ _UNITS = {"": 1, "k": 10**3, "M": 2**20, "B": 10**9, "T": 10**12}
 _HELP = """\
 what is planned: FSDP2 over all ranks, or in groups with replicas (shards: ranks of such
 a group; ZeRO 3 frees whole parameters between forward and backward, ZeRO 2 keeps them,
-ZeRO 1, as every pipeline, adds gradients up whole and sends them once a step),
-slices of layers with sequence parallelism (tp), parts of each sequence (cp, of the
-shards; where a rank keeps 8,192 tokens, or --cp asks for it), experts spread over ranks
-(ep; of tp and shards; all get as many tokens, or the fullest --imbalance times the
-mean), stages of a pipeline (pp; 1F1B, or
-interleaved, chunks of blocks on each rank), micro-batches, and recomputing (none;
-selective: all but attention and every second product; full). Parameters are bfloat16,
-gradients are reduced in float32, AdamW's states are float32.
+ZeRO 1, as every pipeline, adds gradients up whole and sends them once a step), slices
+of layers with sequence parallelism (tp), parts of each sequence (cp, of the shards;
+where a rank keeps at least 8,192 tokens, or --cp asks for it), experts spread over
+ranks (ep; of tp and shards; all get as many tokens, or the fullest --imbalance times
+the mean), stages of a pipeline (pp; 1F1B, or interleaved, chunks of blocks on each
+rank), micro-batches, and recomputing (none; selective: all but attention and every
+second product; full). Parameters are bfloat16, gradients are reduced in float32,
+AdamW's states are float32.
 models: {models}; a config.json of Hugging Face ({families}); or sizes:
 layers=32,hidden=4096,heads=32,kv_heads=8,intermediate=14336,vocab=128256 (and
 experts=128,chosen=8, of a token)

@@ -38,8 +38,15 @@ def torchtitan(of: Layout, tokens: int, sequence: int) -> list[str]:
     ]  # fmt: skip
 
 
-def megatron(of: Layout, tokens: int, sequence: int) -> list[str]:
-    """Options of Megatron-LM's command line, whose FSDP and recomputing are its own."""
+def megatron(of: Layout, tokens: int, sequence: int, tied: bool) -> list[str]:
+    """Options of Megatron-LM's command line, whose FSDP and recomputing are its own.
+
+    Args:
+        of: the layout.
+        tokens: of a step of the whole job.
+        sequence: tokens of a sequence.
+        tied: whether the head has the embedding's weights.
+    """
     made = [
         f"--tensor-model-parallel-size {of.slices}",
         f"--pipeline-model-parallel-size {of.stages}",
@@ -48,6 +55,8 @@ def megatron(of: Layout, tokens: int, sequence: int) -> list[str]:
         f"--seq-length {sequence}",
         "--bf16",
     ]
+    if not tied:
+        made.append("--untie-embeddings-and-output-weights")
     if of.slices > 1:
         made.append("--sequence-parallel")
     if of.context > 1:
@@ -65,11 +74,25 @@ def megatron(of: Layout, tokens: int, sequence: int) -> list[str]:
                     "--recompute-num-layers 1")  # fmt: skip
     elif of.recompute == "selective":
         made.append("--recompute-granularity selective")
-    if of.zero == 3:
-        return [*made, "--use-torch-fsdp2 --no-gradient-accumulation-fusion "
-                "--ckpt-format torch_dist"]  # fmt: skip
-    if of.zero == 2:
-        return [*made, "--use-megatron-fsdp --data-parallel-sharding-strategy "
-                "optim_grads --no-gradient-accumulation-fusion "
-                "--ckpt-format fsdp_dtensor --use-distributed-optimizer"]  # fmt: skip
-    return [*made, "--use-distributed-optimizer"]
+    return made + _sharding(of, tied)
+
+
+def _sharding(of: Layout, tied: bool) -> list[str]:
+    """Of these, the ones for parameters, gradients and states."""
+    copies = []
+    if of.replicas > 1:
+        copies = [f"--num-distributed-optimizer-instances {of.replicas}"]
+    if of.zero == 1:
+        alone = of.slices == of.context == 1
+        before = [] if alone else ["(with CUDA_DEVICE_MAX_CONNECTIONS=1)"]
+        return ["--use-distributed-optimizer", *copies, *before]
+    more = "--no-gradient-accumulation-fusion"
+    if of.zero == 3 and not tied and of.spread == of.replicas == 1:
+        return [f"--use-torch-fsdp2 {more} --ckpt-format torch_dist"]
+    what = "optim_grads_params" if of.zero == 3 else "optim_grads"
+    if copies:
+        copies.append("--outer-dp-sharding-strategy no_shard")
+    return [
+        f"--use-megatron-fsdp --data-parallel-sharding-strategy {what} {more} "
+        "--ckpt-format fsdp_dtensor --use-distributed-optimizer", *copies,
+    ]  # fmt: skip

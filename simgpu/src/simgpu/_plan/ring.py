@@ -3,8 +3,9 @@
 Rank r of n has parts r and 2n - 1 - r of 2n, so that a causal mask leaves each rank the
 same work. Keys and values of all are gathered, and a rank attends to those of one rank
 after the other, as PyTorch's `context_parallel` does by default; the results are merged
-in float32. Backward gathers again, and sums the gradients by a reduce-scatter; PyTorch
-hands them round, which are as many bytes.
+in float32. Backward gathers again, and sums gradients in float32 by a reduce-scatter.
+PyTorch hands them round, in n messages of one part each where n - 1 would do, and
+computes beside all of these messages; here nothing is computed meanwhile.
 """
 
 import torch
@@ -62,16 +63,17 @@ class _Attention(Function):
         q, k, v, out, sums = ctx.saved_tensors
         group = ctx.group
         whole = _gathered(k, v, group)
-        for_q, for_whole = torch.zeros_like(q), torch.zeros_like(whole)
+        for_q, for_whole = (torch.zeros_like(its, dtype=torch.float32)
+                            for its in (q, whole))  # fmt: skip
         for queries, keys, values, causal, (source, seen) in _steps(q, whole, group):
             part = (its[:, :, queries] for its in (grad, q, out, sums))
             found = _gradients(*part, keys, values, causal)
             for_q[:, :, queries] += found[0]
             for_whole[source, 0][:, :, seen] += found[1]
             for_whole[source, 1][:, :, seen] += found[2]
-        mine = torch.empty_like(whole[0])
+        mine = torch.empty_like(for_whole[0])
         dist.reduce_scatter_tensor(mine, for_whole, group=group)
-        return for_q, mine[0], mine[1], None
+        return *(its.to(q.dtype) for its in (for_q, *mine)), None
 
 
 def _gathered(k, v, group) -> torch.Tensor:
@@ -122,7 +124,7 @@ def _gradients(grad, q, out, sums, k, v, causal: bool):
     """Of queries, keys and values."""
     state = (q.new_zeros((), dtype=torch.int64) for _ in range(2))  # no dropout
     lengths = None, None, q.shape[2], k.shape[2], 0.0, causal
+    sums = sums.contiguous()  # the kernels take it to be
     if _is_cudnns():
-        sums = sums[..., None].contiguous()
-        return _cudnn_back(grad, q, k, v, out, sums, *state, None, *lengths)
+        return _cudnn_back(grad, q, k, v, out, sums[..., None], *state, None, *lengths)
     return _flash_back(grad, q, k, v, out, sums, *lengths, *state)

@@ -247,8 +247,8 @@ def _checked(shape: Shape, gpus: int, machine: Machine, tokens: int, sequence: i
         raise ValueError(
             f"no axis is called {min(unknown)}; there are {', '.join(AXES)}"
         )
-    if wrong := set(only.get("recompute", ())) - set(RECOMPUTE):
-        raise ValueError(f"recompute={min(wrong)!r}; use {', '.join(RECOMPUTE)}")
+    for name, values in only.items():
+        _check_values(name, values)
     if tokens % sequence:
         raise ValueError(
             f"a step of {tokens:,} tokens is no whole number of sequences of "
@@ -263,8 +263,23 @@ def _checked(shape: Shape, gpus: int, machine: Machine, tokens: int, sequence: i
             f"nothing divides {tokens // sequence} sequences, {shape.heads} heads "
             f"({shape.kv_heads} of keys) and {shape.layers} blocks among {gpus} GPUs"
             + (f" with {held}" if held else "")
+            + "; a pipeline is ZeRO 1, which needs two micro-batches; cp divides "
+            "shards, and 2 * cp * tp the sequence"
         )
     return found
+
+
+def _check_values(axis: str, values: Any) -> None:
+    if isinstance(values, str) or not isinstance(values, Iterable) or not [*values]:
+        raise ValueError(f"{axis} is {values!r}; give its values as a list")
+    for value in values:
+        if axis == "recompute":
+            if value not in RECOMPUTE:
+                raise ValueError(f"recompute={value!r}; use {', '.join(RECOMPUTE)}")
+        elif type(value) is not int or value < 1:
+            raise ValueError(f"{axis} is {value!r}; it is a whole number above 0")
+        elif axis == "zero" and value > 3:
+            raise ValueError(f"zero is {value}; it is 1, 2 or 3")
 
 
 def _layouts(shape: Shape, gpus: int, node: int, batch: int, sequence: int,

@@ -107,14 +107,14 @@ def _table(columns: list[Column], rows: list[PlannedLayout]) -> list[str]:
 
 def _told(found: Plan, best) -> list[str]:
     made = []
+    job = best, found.tokens, found.sequence
     for name, words in (
-        ("torchtitan", flags.torchtitan),
-        ("Megatron-LM", flags.megatron),
+        ("torchtitan", flags.torchtitan(*job)),
+        ("Megatron-LM", flags.megatron(*job, found.shape.tied)),
     ):
         made.append(f"1 for {name}:")
-        told = words(best, found.tokens, found.sequence)
-        told = told or ["(sends gradients with each micro-batch: try --zero 2 3)"]
-        made += [f"  {word}" for word in told]
+        words = words or [f"({name} has no ZeRO 1: try --zero 2 3)"]
+        made += [f"  {word}" for word in words]
     return made
 
 
