@@ -19,10 +19,12 @@ LIMITS = {
     (8, 9): (1536, 100),
     (9, 0): (2048, 228),
     (10, 0): (2048, 228),
+    (10, 3): (2048, 228),
 }
 SOLD = {  # GB of memory, as they are sold
     "A100-40GB": 40, "V100-32GB": 32, "V100-16GB": 16, "RTX4090": 24, "RTX3090": 24,
     "A10G": 24, "L4": 24, "H100-PCIE": 80, "H20": 96,
+    "B300": 288, "GB200": 192, "GB300": 288,
 }  # fmt: skip
 
 
@@ -57,7 +59,7 @@ def test_a_program_sees_the_card(name):
     # what CUDA reports is less than what is sold, by what the driver keeps
     assert 0.9 < found.total_memory / (SOLD[name] * GIB) < 1.0
     with pytest.raises(torch.OutOfMemoryError) as raised:
-        torch.empty(2**38, dtype=torch.uint8, device="cuda")
+        torch.empty(2**39, dtype=torch.uint8, device="cuda")
     assert f"a total capacity of {card.total_memory / GIB:.2f} GiB" in str(raised.value)
 
 

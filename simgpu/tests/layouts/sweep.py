@@ -306,7 +306,7 @@ class Predicted:
         message += 2 * collective_seconds("send", 64, ends, place)
         message += 6 * self.host.call
         stages = tuple(self._stage(i) for i in range(of.pp))
-        passes = schedule.seconds(stages, of.accumulate, message)
+        passes = schedule.seconds(stages, of.accumulate, message, waits=True)
         return passes + max(self._end(i, stages[i], place) for i in range(of.pp))
 
     def _end(self, stage: int, its: Stage, place: Topology) -> float:

@@ -37,7 +37,7 @@ _RTX_PRO_6000 = _datasheet(
     128 * MIB,
 )
 
-# NVIDIA's datasheets: V100 and A100 (PCIe), P4, P100 (PCIe, 16 GB), A40, GB200,
+# NVIDIA's datasheets: V100 and A100 (PCIe), P4, P100 (PCIe, 16 GB), A40,
 # RTX PRO 6000 Blackwell (Server Edition)
 VARIANTS = {
     "A100-80GB-PCIE": replace(_A100, memory_bandwidth=1935e9, nvlink_bandwidth=0),
@@ -50,7 +50,6 @@ VARIANTS = {
     "P4": _datasheet("Tesla P4", CARDS["T4"], 20, 5.5e12, 5.5e12, 192, (6, 1), 2 * MIB),
     "P100": _datasheet("Tesla P100", _V100, 56, 9.3e12, 18.7e12, 732, (6, 0), 4 * MIB),
     "A40": _datasheet("NVIDIA A40", _A100, 84, 37.4e12, 149.7e12, 696, (8, 6), 6 * MIB),
-    "GB200": replace(CARDS["B200"], name="NVIDIA GB200", multi_processors=152),
     "RTX PRO 6000": replace(_RTX_PRO_6000, pcie_bandwidth=64e9),
 }
 

@@ -55,6 +55,7 @@ class Card:
     memory_clock: int  # kHz
     memory_bus: int  # bits
     host: Host | None = None  # None: the constants of `_timing/cost.py`
+    domain: int = 8  # cards that NVLink connects, at most
 
 
 # Shares of the peak that the largest matrix products reach. Fitted to recorded products
@@ -240,7 +241,27 @@ CARDS = {
 # whose clock is below theirs). Assumed: NVLink bridges of RTX 3090 and H100 PCIe, which
 # are sold apart, are not there; GeForce cards reach each other as L40S do, and so do
 # H20's in its machine as H100's; clocks of A10G and H20's memory, from their bandwidth.
-_A100, _V100, _H100, _L40S = (CARDS[name] for name in ("A100", "V100", "H100", "L40S"))
+# Blackwell: datasheets of HGX B300, GB200 NVL72 and GB300 NVL72 (2025), whose figures
+# are of 8 and 72 cards, with sparsity. What nvidia-smi and out-of-memory messages of
+# 2026 print: B300 275040 MiB, 267.69 GiB; GB200 189471 MiB, 184.31 GiB; GB300 284208
+# MiB, 276.50 GiB. That is 15/16 of B300's memory, as of B200's, whose bus is so much
+# narrower, and all of the others': so is their bus, at B200's clock. GB200 and GB300
+# have 152 multiprocessors (flashinfer); B300's, clocks and shares of the peak as B200:
+# assumed. A Grace is connected by NVLink-C2C.
+_A100, _V100, _H100, _L40S, _B200 = (
+    CARDS[name] for name in ("A100", "V100", "H100", "L40S", "B200")
+)
+_GB200 = replace(
+    _B200,
+    name="NVIDIA GB200",
+    total_memory=int(184.31 * GIB),
+    multi_processors=152,
+    flops=_rates(80e12, 2500e12, 40e12, 1250e12, 2500e12, 5000e12),
+    memory_bandwidth=8184e9,
+    pcie_bandwidth=450e9,
+    memory_bus=8192,
+    domain=72,
+)
 _GA102 = replace(  # without rates: of RTX 3090 and A10G
     _L40S,
     capability=(8, 6),
@@ -327,6 +348,21 @@ MORE_CARDS = {
         l2_cache=60 * MIB,
         memory_clock=2_604_000,
         memory_bus=6144,
+    ),
+    "B300": replace(
+        _B200,
+        name="NVIDIA B300 SXM6 AC",
+        total_memory=int(267.69 * GIB),
+        capability=(10, 3),
+        flops=_rates(75e12, 2250e12, 1.25e12, 1125e12, 2250e12, 4500e12),
+    ),
+    "GB200": _GB200,
+    "GB300": replace(
+        _GB200,
+        name="NVIDIA GB300",
+        total_memory=int(276.50 * GIB),
+        capability=(10, 3),
+        flops=_rates(83e12, 2500e12, 1.39e12, 1250e12, 2500e12, 5000e12),
     ),
 }
 """The same: found by name like those of `CARDS`."""

@@ -68,8 +68,12 @@ def parser() -> argparse.ArgumentParser:
         help="tokens of a sequence (default 4096)")  # fmt: skip
     add("--card", default="H100",
         help="of every rank (default H100), or a file of simgpu measure")  # fmt: skip
-    add("--node", type=int, default=8, metavar="N",
-        help="cards that NVLink connects (default 8)")  # fmt: skip
+    add(
+        "--node",
+        type=int,
+        metavar="N",
+        help="cards that NVLink connects (default 8; of GB200 and GB300, 72)",
+    )
     add("--network", metavar="BANDWIDTH",
         help='of a node: "400 GB/s" (default: 200 Gbit/s for each card)')  # fmt: skip
     add("--compile", action="store_true", help="blocks are compiled")

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from simgpu._device import overhead
 from simgpu._plan import schedule
-from simgpu._plan.parts import Key, Machine, Parts, Rates
+from simgpu._plan.layout import Layout, blocks_of
+from simgpu._plan.parts import Machine, Parts, Rates
 from simgpu._plan.pieces import Cost, Piece
 from simgpu._plan.schedule import Pass, Stage
 from simgpu._plan.shapes import Shape
@@ -25,46 +26,6 @@ from simgpu._timing.topology import Topology
 
 WORKSPACES = 2 * 32 * 2**20  # bytes of cuBLAS, for forward and backward
 RESERVE = 0.05  # of the card, for fragments
-
-
-class Layout(NamedTuple):
-    """How a model is spread, and what a rank computes at a time."""
-
-    replicas: int  # of the shards' group
-    shards: int  # ranks that share parameters, gradients and states (FSDP2)
-    slices: int  # tensor parallelism, with sequence parallelism
-    stages: int  # ranks of a pipeline
-    chunks: int  # stages of each of them
-    micro: int  # sequences of a micro-batch
-    accumulate: int  # micro-batches of a step
-    # 3: whole parameters are freed between forward and backward; 2: they are kept, and
-    # gradients sent with each micro-batch; 1: these are added up whole, and sent once
-    zero: int
-    recompute: str  # "none", "selective", "full"
-    spread: int = 1  # ranks, of slices and shards, over which experts are spread
-    context: int = 1  # of the shards: ranks that have parts of each sequence
-
-    @property
-    def gpus(self) -> int:
-        return self.replicas * self.shards * self.slices * self.stages
-
-    def apart(self, shape: Shape) -> bool:
-        """Whether experts lie on the ranks in another way than all else."""
-        return shape.experts > 0 and self.spread != self.slices
-
-    def groups(self, shape: Shape) -> int:
-        """Those of a rank that send messages, each of which has NCCL's buffers."""
-        sizes = list(self[:4])
-        if self.apart(shape):
-            rest = self.shards * self.slices // self.spread
-            sizes += self.replicas, rest, self.spread  # of a mesh of their own
-        parts = [size for size in sizes if 1 < size < self.gpus]
-        whole = self.gpus > 1 and self.gpus in sizes  # PyTorch has one of all ranks
-        return len(parts) + whole + (self.context > 1)
-
-    def key(self, tokens: int) -> Key:
-        return Key(self.micro, tokens, self.slices, self.recompute, self.spread,
-                   self.context)  # fmt: skip
 
 
 class Seconds(NamedTuple):
@@ -235,13 +196,12 @@ class Composed:
         ring = own.ring * of.accumulate
         slices = own.messages * of.accumulate - experts - ring
         busy = own.seconds * of.accumulate
-        adding = 0.0
-        if of.zero == 1:
-            adding = sum(self._held(slowest)) * self.rates.add * of.accumulate
+        added = self._added(self._pieces(slowest, self.parts))
+        adding = added.card * of.accumulate
         if of.stages == 1:
             sent = 1 if of.zero == 1 else of.accumulate  # times in a step
             shards = (sum(self._with_shards(0)) - own.seconds) * sent
-            launched = self._host(own) * of.accumulate
+            launched = (self._host(own) + added.host) * of.accumulate
             launched += self._host(self._sharding()) * sent
             host = max(0.0, launched - busy - adding - shards)
             return Seconds(computing + adding, again, slices, experts, ring, shards,
@@ -273,14 +233,27 @@ class Composed:
         """One of all stages, `chunks` of which lie on a rank."""
         parts, count = self.parts, self.blocks[number]
         forward, backward = (its.times(count) for its in parts.block[:2])
-        numbers = count * sum(parts.block.weights)
+        pieces = [(parts.block, count)]
         for part, at in ((parts.first, 0), (parts.last, len(self.blocks) - 1)):
             if number == at:
                 forward, backward = forward + part.forward, backward + part.backward
-                numbers += sum(part.weights)
-        adding = numbers * self.rates.add
+                pieces.append((part, 1))
+        added = self._added(pieces)
         return Stage(Pass(forward.seconds, self._host(forward)),
-                     Pass(backward.seconds + adding, self._host(backward)))  # fmt: skip
+                     Pass(backward.seconds + added.card,
+                          self._host(backward) + added.host))  # fmt: skip
+
+    def _added(self, pieces: list[tuple[Piece, int]]) -> Pass:
+        """A micro-batch's gradients to those before it, one by one: ZeRO 1 adds whole
+        ones; else shards are added beside other work, but for the first ones."""
+        numbers = sum(count * sum(piece.weights) for piece, count in pieces)
+        if self.shape.tied and self.of.stages == 1:
+            numbers -= sum(self.parts.first.weights)
+        adds = sum(count * len(piece.weights) for piece, count in pieces)
+        if self.of.zero == 1:
+            return Pass(numbers * self.rates.add, adds * self.host.launch)
+        others = 1 - 1 / self.of.accumulate
+        return Pass(0.0, others * adds * self.host.launch)
 
     def _message(self) -> float:
         """Seconds from one stage to the next."""
@@ -406,14 +379,3 @@ class Composed:
     def _host(self, cost: Cost) -> float:
         launches = cost.launches + cost.back_launches
         return launches * self.host.launch + cost.calls * self.host.call
-
-
-def blocks_of(layers: int, stages: int) -> list[int]:
-    """Blocks of each stage; the embedding counts as one, and so does the head."""
-    if stages == 1:
-        return [layers]
-    each, more = divmod(layers + 2, stages)
-    made = [each + (i < more) for i in range(stages)]
-    made[0] -= 1
-    made[-1] -= 1
-    return made

@@ -1,6 +1,6 @@
 """What a trainer is told for a layout: torchtitan's words, and Megatron-LM's."""
 
-from simgpu._plan.compose import Layout
+from simgpu._plan.layout import Layout
 
 
 def torchtitan(of: Layout, tokens: int, sequence: int) -> list[str]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from simgpu._device.cards import Card
 from simgpu._dry.api import dry_run
 from simgpu._plan.llama import Block, First, Last, angles_of
-from simgpu._plan.pieces import Cost, Piece, measured, passes
+from simgpu._plan.pieces import Cost, Piece, called, measured, passes
 from simgpu._plan.shapes import Shape
 
 _ROOM = 2**50  # bytes: what has no room on the card is found out later
@@ -141,10 +141,11 @@ def _measured(shape: Shape, key: Key, group, spread, context,
     }
     if machine.compiled:
         parts["block"][0].compile()
+    ring = called(context) if context else None
     made = {}
     for name in ("block", *parts):  # the first of all has what libraries take
         part, inputs = parts[name]
-        forward, backward = passes(part, *inputs, ring=context)
+        forward, backward = passes(part, *inputs, ring=ring)
         made[name] = Piece(
             forward, backward, tuple(p.numel() for p in part.parameters())
         )

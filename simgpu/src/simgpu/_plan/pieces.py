@@ -71,7 +71,7 @@ class Piece(NamedTuple):
 
 
 def measured(run: Callable[[], object], backward: bool = False,
-             ring: str = "") -> tuple[Cost, object]:  # fmt: skip
+             ring: str | None = None) -> tuple[Cost, object]:  # fmt: skip
     """What a call costs, and what it returns.
 
     Args:
@@ -97,7 +97,7 @@ def measured(run: Callable[[], object], backward: bool = False,
     sent = [event for event in events if event.kind == "collective"]
     messages = sum(event.end - event.start for event in sent)
     exchanges = sum(e.end - e.start for e in sent if e.name.startswith("all_to_all"))
-    around = sum(e.end - e.start for e in sent if ring and e.group == ring)
+    around = sum(e.end - e.start for e in sent if e.group == ring)
     calls, launches = len(sent), len(events) - len(sent)
     kept = torch.cuda.memory_allocated() - before
     most = torch.cuda.max_memory_allocated() - before
@@ -125,7 +125,7 @@ class _counted:  # noqa: N801 - used as a context
         torch.autograd.Function.apply = self.apply
 
 
-def _called(group) -> str:
+def called(group) -> str:
     """What events call a group."""
     one = torch.empty(1, device="cuda")
     dist.broadcast(one, group_src=0, group=group)
@@ -133,16 +133,17 @@ def _called(group) -> str:
     return state.current().dry.events[-1].group
 
 
-def passes(run: Callable, *inputs: torch.Tensor, ring=None) -> tuple[Cost, Cost]:
+def passes(
+    run: Callable, *inputs: torch.Tensor, ring: str | None = None
+) -> tuple[Cost, Cost]:
     """Both passes of a part, of which gradients of the parameters stay.
 
     Args:
         run: the part.
         inputs: of it.
-        ring: the group whose ranks have parts of a sequence, or None.
+        ring: what events call the group whose ranks have parts of a sequence.
     """
-    name = ring and _called(ring)
-    forward, out = measured(lambda: run(*inputs), ring=name)
+    forward, out = measured(lambda: run(*inputs), ring=ring)
     if out.dim() == 0:
         grad = None
     else:
@@ -154,5 +155,5 @@ def passes(run: Callable, *inputs: torch.Tensor, ring=None) -> tuple[Cost, Cost]
     def back():
         torch.autograd.backward(ends.pop(0), ends.pop())
 
-    backward, _ = measured(back, True, name)
+    backward, _ = measured(back, True, ring)
     return forward, backward._replace(functions=functions)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.autograd import Function
 from torch.nn.functional import logsigmoid
 
+from simgpu._device.cards import Card
 from simgpu._dispatch import cudnn_attention
 
 _aten = torch.ops.aten
@@ -20,6 +21,12 @@ _flash = _aten._scaled_dot_product_flash_attention.default
 _flash_back = _aten._scaled_dot_product_flash_attention_backward.default
 _cudnn = _aten._scaled_dot_product_cudnn_attention.default
 _cudnn_back = _aten._scaled_dot_product_cudnn_attention_backward.default
+WIDEST = 256  # of a head, for flash attention
+
+
+def takes(width: int, card: Card) -> bool:
+    """Whether a card has a kernel for heads of such a width."""
+    return width <= WIDEST and card.capability >= (8, 0)
 
 
 def places(tokens: int, group) -> torch.Tensor:
@@ -108,13 +115,16 @@ def _merge(out, sums, new, its) -> None:
     sums.sub_(logsigmoid(sums - its))
 
 
-def _is_cudnns() -> bool:
-    return cudnn_attention.is_preferred(torch.cuda.get_device_capability())
+def _is_cudnns(q, k, v) -> bool:
+    capability = torch.cuda.get_device_capability()
+    return cudnn_attention.is_preferred(capability) and cudnn_attention.takes(
+        q, k, v, True, capability
+    )
 
 
 def _attend(q, k, v, causal: bool):
     """The result, and (B, heads, S) logarithms of sums."""
-    if _is_cudnns():
+    if _is_cudnns(q, k, v):
         out, sums = _cudnn(q, k, v, None, True, 0.0, causal)[:2]
         return out, sums[..., 0]
     return _flash(q, k, v, 0.0, causal)[:2]
@@ -125,6 +135,6 @@ def _gradients(grad, q, out, sums, k, v, causal: bool):
     state = (q.new_zeros((), dtype=torch.int64) for _ in range(2))  # no dropout
     lengths = None, None, q.shape[2], k.shape[2], 0.0, causal
     sums = sums.contiguous()  # the kernels take it to be
-    if _is_cudnns():
+    if _is_cudnns(q, k, v):
         return _cudnn_back(grad, q, k, v, out, sums[..., None], *state, None, *lengths)
     return _flash_back(grad, q, k, v, out, sums, *lengths, *state)

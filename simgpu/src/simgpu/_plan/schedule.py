@@ -1,9 +1,9 @@
 """A step of a pipeline, from what its stages take: one forward, one backward.
 
-Each stage has a host, which launches, and a card, which works. Before and after a
-message the host waits for its card, as both trainers do (one reads the shape that came
-with it, the other synchronizes). So a pass takes the longer of the two, counted from
-the message.
+Each stage has a host, which launches, and a card, which works. PyTorch's schedules let
+the host run ahead of the card. In nanotron and Megatron-LM it waits for its card before
+and after a message (one reads the shape that came with it, the other synchronizes): a
+pass then takes the longer of the two, counted from the message.
 """
 
 import functools
@@ -56,8 +56,9 @@ def order(
 
 @functools.lru_cache(4096)
 def seconds(
-    stages: tuple[Stage, ...], count: int, message: float, chunks: int = 1
-) -> float:
+    stages: tuple[Stage, ...], count: int, message: float, chunks: int = 1,
+    waits: bool = False,
+) -> float:  # fmt: skip
     """Until the last backward pass of the slowest stage has ended.
 
     Args:
@@ -66,6 +67,7 @@ def seconds(
         count: micro-batches.
         message: seconds from the end of a pass to its arrival at the next stage.
         chunks: stages of a rank.
+        waits: whether hosts wait for their cards before and after a message.
     """
     if len(stages) == 1:
         (only,) = stages
@@ -75,7 +77,7 @@ def seconds(
     last, ranks = len(stages) - 1, len(stages) // chunks
     orders = [iter(order(i, ranks, count, chunks)) for i in range(ranks)]
     todo = [next(its, None) for its in orders]
-    free = [0.0] * ranks
+    free, hosts = [0.0] * ranks, [0.0] * ranks
     arrived: dict[tuple[bool, int, int], float] = {}
     waiting = set(range(ranks))
     while waiting:
@@ -89,7 +91,9 @@ def seconds(
                     if given is None:
                         break
                 its = stages[i].forward if ahead else stages[i].backward
-                free[rank] = max(free[rank], given) + its.seconds
+                begun = max(free[rank], given)
+                hosts[rank] = (begun if waits else hosts[rank]) + its.host
+                free[rank] = max(begun + its.card, hosts[rank])
                 to = i + 1 if ahead else i - 1
                 if 0 <= to <= last:
                     arrived[ahead, to, which] = free[rank] + message

@@ -9,8 +9,9 @@ from typing import Any
 from simgpu._device.cards import Card, find_card
 from simgpu._pictures import plans
 from simgpu._pictures.picture import Picture
-from simgpu._plan import parts
-from simgpu._plan.compose import Composed, Layout, Seconds
+from simgpu._plan import parts, ring
+from simgpu._plan.compose import Composed, Seconds
+from simgpu._plan.layout import Layout
 from simgpu._plan.llama import RECOMPUTE
 from simgpu._plan.parts import Machine
 from simgpu._plan.shapes import Shape, shape_of
@@ -78,6 +79,7 @@ class Plan:
         tokens: of a step of the whole job.
         sequence: tokens of a sequence.
         host: what launches cost it.
+        imbalance: tokens of the rank whose experts get most of them, over the mean.
         layouts: all of them: those that fit first, the fastest of them first.
         took: seconds that it took here.
     """
@@ -88,6 +90,7 @@ class Plan:
     tokens: int
     sequence: int
     host: str
+    imbalance: float
     layouts: list[PlannedLayout] = field(repr=False)
     took: float
 
@@ -140,6 +143,7 @@ class Plan:
             },
             "card": self.machine.card.name, "node": self.machine.node,
             "gpus": self.gpus, "tokens": self.tokens, "sequence": self.sequence,
+            "imbalance": self.imbalance,
             "layouts": [
                 {**vars(its), "layout": its.layout._asdict(),
                  "seconds": its.seconds._asdict()} for its in self.layouts
@@ -158,7 +162,7 @@ def _faster(a: int, b: int, one: PlannedLayout, two: PlannedLayout) -> str:
 
 def plan(
     model: str | Mapping[str, Any] | Shape, gpus: int, *, tokens: int,
-    sequence: int = 4096, card: str | Card = "H100", node: int = 8,
+    sequence: int = 4096, card: str | Card = "H100", node: int | None = None,
     network: float | str | None = None, compile: bool = False,
     host: str = "bare", imbalance: float = 1.0,
     only: Mapping[str, Sequence[Any]] | None = None,
@@ -185,7 +189,8 @@ def plan(
         tokens: of a step of the whole job.
         sequence: tokens of a sequence.
         card: a key of `simgpu.CARDS`, a file of `simgpu measure`, or a `Card`.
-        node: cards that NVLink connects.
+        node: cards that NVLink connects; None is what the card has, 8, or of the 72 of
+            GB200 and GB300 so many that they divide the job.
         network: of a node, such as "400 GB/s"; None is 200 Gbit/s for each card.
         compile: whether blocks are compiled.
         host: what launches cost, as in `simgpu.dry_run`.
@@ -200,8 +205,8 @@ def plan(
     """
     began = time.perf_counter()
     shape = shape_of(model)
-    machine = Machine(find_card(card), min(node, gpus) if gpus > 0 else node,
-                      network, compile)  # fmt: skip
+    its = find_card(card)
+    machine = Machine(its, _node(its, gpus, node), network, compile)
     if not imbalance >= 1:
         raise ValueError(f"imbalance is {imbalance!r}; the fullest rank has at least 1")
     found = _checked(shape, gpus, machine, tokens, sequence, dict(only or {}))
@@ -223,7 +228,16 @@ def plan(
     ]  # fmt: skip
     rows.sort(key=lambda its: (not its.fits, its.step_seconds, its.used_bytes))
     took = time.perf_counter() - began
-    return Plan(shape, machine, gpus, tokens, sequence, host, rows, took)
+    return Plan(shape, machine, gpus, tokens, sequence, host, imbalance, rows, took)
+
+
+def _node(card: Card, gpus: Any, node: int | None) -> int:
+    """Cards that NVLink connects."""
+    if type(gpus) is not int or gpus < 1:
+        return node or card.domain  # refused later
+    if node is None and card.domain > 8:  # a rack, of which a job takes a part
+        return max(its for its in _divisors(gpus) if its <= card.domain)
+    return min(node or card.domain, gpus)
 
 
 def _row(its: Composed, tokens: int, gpus: int) -> PlannedLayout:
@@ -254,9 +268,12 @@ def _checked(shape: Shape, gpus: int, machine: Machine, tokens: int, sequence: i
             f"a step of {tokens:,} tokens is no whole number of sequences of "
             f"{sequence:,}"
         )
-    found = list(
-        _layouts(shape, gpus, machine.node, tokens // sequence, sequence, only)
-    )
+    if max(only.get("cp", [1])) > 1 and not ring.takes(shape.head_size, machine.card):
+        raise ValueError(
+            f"cp needs flash attention, which takes no heads of {shape.head_size} on "
+            f"{machine.card.name}: up to {ring.WIDEST}, from compute capability 8.0 on"
+        )
+    found = list(_layouts(shape, gpus, machine, tokens // sequence, sequence, only))
     if not found:
         held = ", ".join(f"{axis} {tuple(its)}" for axis, its in only.items())
         raise ValueError(
@@ -282,8 +299,10 @@ def _check_values(axis: str, values: Any) -> None:
             raise ValueError(f"zero is {value}; it is 1, 2 or 3")
 
 
-def _layouts(shape: Shape, gpus: int, node: int, batch: int, sequence: int,
+def _layouts(shape: Shape, gpus: int, machine: Machine, batch: int, sequence: int,
              only: Mapping[str, Sequence[Any]]) -> Iterator[Layout]:  # fmt: skip
+    node = machine.node
+
     def axis(name: str, values: Iterable[Any]) -> list[Any]:
         held = only.get(name)
         return [its for its in values if held is None or its in held]
@@ -295,7 +314,7 @@ def _layouts(shape: Shape, gpus: int, node: int, batch: int, sequence: int,
                if n <= node or n % node == 0]  # fmt: skip
     for tp, pp, cp in itertools.product(
         axis("tp", _divisors(node)), axis("pp", _divisors(gpus)),
-        only.get("cp") or _parts(sequence),
+        only.get("cp") or _parts(shape, machine.card, sequence),
     ):  # fmt: skip
         if any(size % tp for size in sizes) or gpus % (tp * pp) or pp > shape.layers:
             continue
@@ -309,10 +328,12 @@ def _layouts(shape: Shape, gpus: int, node: int, batch: int, sequence: int,
         groups = only.get("shards") or (dp, near, 8 * near)
         whole = {n for n in groups if n > 0 and dp % n == 0 and n % cp == 0}
         for shards, micro, chunks in itertools.product(
-            sorted(whole)[::-1], axis("micro", _MICRO), axis("chunks", _CHUNKS)
+            sorted(whole)[::-1],
+            only.get("micro") or _MICRO,
+            only.get("chunks") or _CHUNKS,
         ):
             count, left = divmod(of_each, micro)
-            if left or chunks > 1 and (pp == 1 or count % pp):
+            if left or not count or chunks > 1 and (pp == 1 or count % pp):
                 continue
             if pp > 1 and (count < pp or pp * chunks > shape.layers):
                 continue
@@ -326,8 +347,10 @@ def _layouts(shape: Shape, gpus: int, node: int, batch: int, sequence: int,
                     yield its
 
 
-def _parts(sequence: int) -> list[int]:
+def _parts(shape: Shape, card: Card, sequence: int) -> list[int]:
     """Among how many ranks the search cuts a sequence."""
+    if not ring.takes(shape.head_size, card):
+        return [1]
     return [1] + [2**i for i in range(1, 16) if sequence >> i >= _LEAST]
 
 

@@ -55,12 +55,15 @@ def lines(found: Plan, top: int, total: int | None, price: float | None) -> list
     """
     shape, count = found.shape, len(found.fitting)
     name = shape.name or f"{shape.layers} blocks of {shape.hidden}"
+    uneven = f"; the fullest rank of experts gets {found.imbalance:g} times the mean"
     made = [
         f"{name}, {shape.parameters / 1e9:.2f} billion parameters"
         + (f" ({shape.active / 1e9:.2f} active)" if shape.experts else "")
-        + f", on {found.gpus:,} {found.machine.card.name}, simulated",
+        + f", on {found.gpus:,} {found.machine.card.name}"
+        + f" ({found.machine.node} in a node)" * (found.machine.node > 8)
+        + ", simulated",
         f"{found.tokens:,} tokens a step: {found.tokens // found.sequence:,} sequences "
-        f"of {found.sequence:,}",
+        f"of {found.sequence:,}" + uneven * (shape.experts > 0 and found.imbalance > 1),
         f"{count:,} of {len(found.layouts):,} layouts fit",
         "",
     ]
@@ -126,9 +129,14 @@ def whole(found: Plan, place: int = 1) -> DryReport:
         place: of the layout; 1 is the best.
 
     Raises:
-        ValueError: for a place that there is not.
+        ValueError: for a place that there is not, and for one with uneven routing.
     """
     row, machine = found.at(place), found.machine
+    if found.imbalance > 1 and row.layout.spread > 1:
+        raise ValueError(
+            "the whole program gives all experts as many tokens: nothing to compare "
+            f"with a plan whose imbalance is {found.imbalance:g}"
+        )
     return dry_run(
         train, found.shape, row.layout, found.sequence, machine.compiled,
         world=found.gpus, node=machine.node, host=found.host,

@@ -11,7 +11,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
 )
 
-from simgpu._plan.compose import Layout, blocks_of
+from simgpu._plan.layout import Layout, blocks_of
 from simgpu._plan.llama import Block, First, Last, angles_of
 from simgpu._plan.shapes import Shape
 
