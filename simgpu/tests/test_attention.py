@@ -96,6 +96,25 @@ def test_values_and_gradients_are_those_of_the_formula(dtype, by_cudnn, options)
     agree(out, inputs, *expected(*inputs, **options), near)
 
 
+@pytest.mark.parametrize("wide, narrow", [(24, 16), (16, 24)])
+@pytest.mark.parametrize("dtype, card", [
+    (torch.float32, "A100"), (torch.bfloat16, "A100"), (torch.bfloat16, "H100"),
+], ids=str)  # fmt: skip
+def test_values_are_wider_or_narrower_than_queries(dtype, card, wide, narrow):
+    """As in latent attention (MLA), where queries have positions and values none."""
+    simgpu.stop()
+    simgpu.start(1, card)
+    torch.manual_seed(0)
+    inputs = [
+        heads(4, 6, n, dtype=dtype).requires_grad_() for n in (wide, wide, narrow)
+    ]
+    kernel = CUDNN if card == "H100" else EFFICIENT  # flash attention takes none such
+    assert attention_kernel(*inputs, is_causal=True) == kernel
+    out = F.scaled_dot_product_attention(*inputs, is_causal=True)
+    near = 1e-5 if dtype == torch.float32 else 4e-2
+    agree(out, inputs, *expected(*inputs, is_causal=True), near)
+
+
 @pytest.mark.parametrize(("inputs", "options", "kernel"), [
     ({}, {}, EFFICIENT), (HALF, {}, FLASH), (HALF, {"is_causal": True}, FLASH),
     (HALF, {"attn_mask": torch.ones(6, 6)}, EFFICIENT),

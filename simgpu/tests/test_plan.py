@@ -16,17 +16,29 @@ from simgpu._plan.layout import Layout, blocks_of
 from simgpu._plan.llama import RECOMPUTE
 from simgpu._plan.schedule import Pass, Stage
 from simgpu._plan.search import AXES, plan
-from simgpu._plan.shapes import MODELS, Shape, shape_of
+from simgpu._plan.shapes import MODELS, Latent, Shape, shape_of
 from simgpu._ranks.run_ranks import run_ranks
 
 SMALL = Shape(6, 1024, 16, 8, 64, 4096, 16_384)
 TEXT = "layers=6,hidden=1024,heads=16,kv_heads=8,intermediate=4096,vocab=16384"
 ROUTED = SMALL._replace(intermediate=1024, experts=16, chosen=2)
+DEEP = ROUTED._replace(
+    kv_heads=16, chosen=4, shared=1024, dense=1, dense_size=4096,
+    latent=Latent(384, 256, 128, 64, 128),
+)  # fmt: skip
 TOKENS = 2048
 CONFIG = {
     "model_type": "llama", "num_hidden_layers": 6, "hidden_size": 1024,
     "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 4096,
     "vocab_size": 16_384,
+}  # fmt: skip
+
+
+DEEPSEEK = {
+    "model_type": "deepseek_v3", "num_key_value_heads": 16, "q_lora_rank": 384,
+    "kv_lora_rank": 256, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "v_head_dim": 128, "n_routed_experts": 16, "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1024, "n_shared_experts": 1, "first_k_dense_replace": 1,
 }  # fmt: skip
 
 
@@ -91,6 +103,19 @@ def test_the_whole_program_takes_what_is_planned(of):
 @pytest.mark.parametrize("of", EXPERTS, ids=lambda of: "-".join(map(str, of)))
 def test_experts_take_what_is_planned(of):
     time, memory = whole_over_plan(planned(of, ROUTED))
+    assert time == pytest.approx(1.0, abs=0.05)
+    assert memory == pytest.approx(1.0, abs=0.03)
+
+
+@pytest.mark.parametrize("of", [
+    Layout(1, 8, 1, 1, 1, 2, 1, 3, "none", 8),
+    Layout(2, 4, 1, 1, 1, 1, 2, 2, "full", 4),
+    pytest.param(Layout(1, 4, 1, 2, 1, 1, 4, 1, "none", 4), marks=pytest.mark.slow),
+], ids=lambda of: "-".join(map(str, of)))  # fmt: skip
+@pytest.mark.parametrize("queries", [0, 384])
+def test_latent_attention_takes_what_is_planned(of, queries):
+    latent = DEEP.latent._replace(queries=queries)
+    time, memory = whole_over_plan(planned(of, DEEP._replace(latent=latent)))
     assert time == pytest.approx(1.0, abs=0.05)
     assert memory == pytest.approx(1.0, abs=0.03)
 
@@ -166,7 +191,8 @@ def test_models_have_the_parameters_that_they_are_published_with(name, billions)
 
 @pytest.mark.parametrize(("name", "billions"), [
     ("mixtral-8x7b", 12.9), ("mixtral-8x22b", 39.2), ("qwen3-30b-a3b", 3.3),
-    ("qwen3-235b-a22b", 22.0), ("qwen3-8b", 8.2),
+    ("qwen3-235b-a22b", 22.0), ("qwen3-8b", 8.2), ("deepseek-v3", 37.5),
+    ("kimi-k2", 32.9), ("moonlight-16b-a3b", 2.9),
 ])  # fmt: skip
 def test_a_token_meets_the_parameters_that_are_published(name, billions):
     assert MODELS[name].active / 1e9 == pytest.approx(billions, rel=0.02)
@@ -175,10 +201,14 @@ def test_a_token_meets_the_parameters_that_are_published(name, billions):
 def test_parts_have_the_parameters_of_the_model():
     machine = parts.Machine(find_card("H100"), 8, None)
     key = parts.Key(1, TOKENS, 1, "none")
-    for shape in (SMALL._replace(biases=True), ROUTED._replace(head_norms=True)):
-        first, block, last = parts.parts_of(shape, [key], machine)[key][:3]
-        made = sum(first.weights) + shape.layers * sum(block.weights)
-        assert made + sum(last.weights) == shape.parameters
+    for shape in (SMALL._replace(biases=True), ROUTED._replace(head_norms=True), DEEP):
+        made = parts.parts_of(shape, [key], machine)[key]
+        sizes = {name: sum(getattr(made, name).weights)
+                 for name in ("first", "block", "last", "dense")}  # fmt: skip
+        assert sizes["block"] == shape.block
+        assert sizes["dense"] == shape.dense * shape.dense_block
+        blocks = (shape.layers - shape.dense) * shape.block + sizes["dense"]
+        assert sizes["first"] + blocks + sizes["last"] == shape.parameters
 
 
 def test_a_config_says_what_the_sizes_say(tmp_path):
@@ -200,6 +230,8 @@ def test_a_config_says_what_the_sizes_say(tmp_path):
         its = shape_of(CONFIG | more)
         assert (its.experts, its.chosen, its.intermediate) == (8, 2, wide)
     assert shape_of(f"{TEXT},experts=8,chosen=2").experts == 8
+    assert shape_of(CONFIG | DEEPSEEK) == DEEP
+    assert shape_of(CONFIG | DEEPSEEK | {"q_lora_rank": None}).latent.queries == 0
 
 
 @pytest.mark.parametrize(("model", "words"), [
@@ -217,6 +249,8 @@ def test_a_config_says_what_the_sizes_say(tmp_path):
     (CONFIG | {"model_type": "mixtral"}, "lacks num_experts"),
     (CONFIG | {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2,
                "mlp_only_layers": [0]}, "blocks without experts"),
+    (CONFIG | DEEPSEEK | {"v_head_dim": None}, "lacks v_head_dim"),
+    (CONFIG | DEEPSEEK | {"moe_layer_freq": 2}, "blocks without experts"),
 ], ids=str)  # fmt: skip
 def test_a_model_that_cannot_be_is_refused(model, words, tmp_path):
     if isinstance(model, list):
@@ -250,6 +284,13 @@ def test_a_job_that_cannot_be_is_refused(more, words):
     asked = {"gpus": 8, "tokens": 16 * TOKENS, "sequence": TOKENS} | more
     with pytest.raises(ValueError, match=words):
         plan(SMALL, **asked)
+
+
+@pytest.mark.parametrize("axis", ["tp", "cp"])
+def test_latent_attention_is_planned_whole(axis):
+    with pytest.raises(ValueError, match=f"{axis} is 2; latent attention is planned n"):
+        job = {"tokens": 16 * TOKENS, "sequence": TOKENS, "only": {axis: [1, 2]}}
+        plan(DEEP, 8, **job)
 
 
 @pytest.fixture(scope="module")

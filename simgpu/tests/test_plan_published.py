@@ -2,7 +2,8 @@
 
 Sources: NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary-archive.md of 25.11 and
 a draft of it (1eaa55357) and examples/model_verification_cards (067f987df03b);
-NVIDIA/Megatron-LM (d48bd6be0a85), examples/moe_recipes; pytorch/torchtitan
+NVIDIA/Megatron-LM (d48bd6be0a85), examples/moe_recipes; NVIDIA-NeMo/Automodel
+(36044ad3d139), docs/performance-summary.mdx; pytorch/torchtitan
 (b5bcd76c66d0), torchtitan/components/quantization/nvfp4.md, and pull request 1690.
 Figures only.
 
@@ -71,6 +72,8 @@ MEGATRON = {
         1, 32, 2, 1, 1, 1, 32, 1, "none", 64), 4905),
     "235B, 64 GB200, draft": Run("GB200", 64, "3200 GB/s", QWEN, 4096, Layout(
         1, 8, 1, 8, 1, 1, 128, 1, "none", 8), 4668),
+    "Moonlight, 16 H100": Run("H100", 8, "400 GB/s", "moonlight-16b-a3b", 4096, Layout(
+        1, 16, 1, 1, 1, 2, 32, 1, "none", 8), 22528),
 }  # fmt: skip
 # Experts' messages go from node to node, in these runs once for each node that a token
 # goes to and beside other work (HybridEP), in ours once for each expert. Two
@@ -80,6 +83,9 @@ HYBRID = [
     Run("H100", 8, "400 GB/s", QWEN, 4096, FAR, tflops / MOE)
     for tflops in (214.3, 302.0)
 ]
+# The same with DeepEP, in FSDP2: in our pipelines a rank has whole parameters
+AUTOMODEL = Run("H100", 8, "400 GB/s", "kimi-k2", 4096, Layout(
+    1, 32, 1, 8, 4, 1, 16, 1, "full", 32), 924)  # fmt: skip
 TITAN = {
     # what is recomputed is not said: all of it is nearest in memory
     "8B, 4 GB200": Run("GB200", 4, "200 GB/s", "qwen3-8b", 2048, Layout(
@@ -114,6 +120,7 @@ def test_messages_of_experts_from_node_to_node_are_planned_too_slow():
     first, second = (run.share() for run in HYBRID)
     assert first == pytest.approx(0.84, abs=0.02)
     assert second == pytest.approx(0.60, abs=0.02)
+    assert AUTOMODEL.share() == pytest.approx(0.71, abs=0.02)
 
 
 @pytest.mark.parametrize("which", SLICES, ids=str)

@@ -79,7 +79,7 @@ def scaled_dot_product_attention(
     square = not is_causal or query.shape[-2] == key.shape[-2]
     no_flash = mask is not None or not square or gpu.card.capability < _AMPERE
     backend = _choose(query, key, value, no_flash, enable_gqa, gpu.card.capability)
-    if backend == _MATH or not _is_for_cpu_kernel(query, value, mask, dropout_p):
+    if backend == _MATH or dropout_p or _learns(mask):
         with autocast.without():
             return attention_by_products(
                 query, key, value, mask, dropout_p, is_causal,
@@ -214,8 +214,6 @@ def _efficient_takes(query, key, value, capability) -> bool:
     )
 
 
-def _is_for_cpu_kernel(query, value, mask, dropout_p: float) -> bool:
-    """Whether the CPU's kernel, which computes the values, takes them, too."""
-    if dropout_p or query.shape[-1] != value.shape[-1]:
-        return False
-    return mask is None or not (mask.requires_grad and torch.is_grad_enabled())
+def _learns(mask) -> bool:
+    """The CPU's kernel, which computes the values, has no gradient of a mask."""
+    return mask is not None and mask.requires_grad and torch.is_grad_enabled()

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 
 import torch
+from torch.nn.functional import pad
 
 from simgpu._dispatch.low_precision import is_half
 from simgpu._dispatch.operation import handles
@@ -26,29 +27,45 @@ def attend(query, key, value, dropout_p, is_causal, mask, scale):
     """(B, H, S, D) output and (B, H, S) logsumexp of attention on the CPU."""
     if dropout_p:
         raise NotSimulated("dropout inside of fused attention")
-    key, value = _for_each_head(key, query), _for_each_head(value, query)
+    keys, values = _for_each_head(key, query), _for_each_head(value, query)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    inputs = _as_wide(*map(_wide, (query, keys, values)))
     mask = _wide(mask)
-    out, logsumexp = _forward(
-        *map(_wide, (query, key, value)), 0.0, is_causal, attn_mask=mask, scale=scale
-    )
-    return out.to(query.dtype), logsumexp.contiguous()
+    out, logsumexp = _forward(*inputs, 0.0, is_causal, attn_mask=mask, scale=scale)
+    out = out[..., : value.shape[-1]].to(query.dtype)
+    return out, logsumexp.contiguous()
 
 
 def gradients(grad, query, key, value, out, logsumexp, is_causal, mask, scale):
     """The gradients of query, key and value."""
     keys, values = _for_each_head(key, query), _for_each_head(value, query)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    inputs = _as_wide(*map(_wide, (grad, query, keys, values, out)))
     mask = _wide(mask)
     found = _backward(
-        *map(_wide, (grad, query, keys, values, out)), logsumexp, 0.0, is_causal,
-        attn_mask=mask, scale=scale,
+        *inputs, logsumexp, 0.0, is_causal, attn_mask=mask, scale=scale
     )  # fmt: skip
-    dq, dk, dv = (gradient.to(query.dtype) for gradient in found)
+    dq, dk, dv = (
+        gradient[..., : its.shape[-1]].to(query.dtype)
+        for gradient, its in zip(found, (query, key, value), strict=True)
+    )
     return dq, _for_each_group(dk, key), _for_each_group(dv, value)
 
 
 def _wide(tensor):
     """In float32 if it is of half precision: see `low_precision.py`."""
     return tensor.float() if is_half(tensor) else tensor
+
+
+def _as_wide(*tensors):
+    """All with as wide heads, by zeros, which the CPU's kernel asks for."""
+    most = max(tensor.shape[-1] for tensor in tensors)
+    return [
+        tensor
+        if tensor.shape[-1] == most
+        else pad(tensor, (0, most - tensor.shape[-1]))
+        for tensor in tensors
+    ]
 
 
 def _for_each_head(tensor, query):

@@ -11,6 +11,7 @@ FSDP.
 """
 
 import functools
+import itertools
 from typing import NamedTuple
 
 from simgpu._device import overhead
@@ -62,6 +63,7 @@ class Unit(NamedTuple):
     """What FSDP gathers and reduces at a time: a block, or what is not its experts.
 
     Attributes:
+        piece: the block.
         gather: seconds of a message.
         out: of the copies around it.
         forward: the part of a block's forward pass that needs it last.
@@ -71,6 +73,7 @@ class Unit(NamedTuple):
         add_up: of the one between replicas.
     """
 
+    piece: Piece
     gather: float
     out: float
     forward: float
@@ -91,6 +94,9 @@ class Composed:
         nodes = max(1, of.gpus // machine.node)
         self.place = Topology(machine.card, machine.node, nodes, machine.network)
         self.blocks = blocks_of(shape.layers, of.stages * of.chunks)
+        before = itertools.accumulate(self.blocks, initial=0)
+        self.dense = [min(n, max(0, shape.dense - b))
+                      for n, b in zip(self.blocks, before, strict=False)]  # fmt: skip
 
     # memory
 
@@ -111,25 +117,38 @@ class Composed:
 
     def _held(self, rank: int) -> tuple[int, int]:
         """Numbers of blocks and of both ends that a rank has whole."""
-        of, count = self.of, self._blocks(rank)
+        of = self.of
         ends = sum(self.parts.first.weights) * (rank == 0)
         ends += sum(self.parts.last.weights) * (rank == of.stages - 1)
         if self.shape.tied and of.stages == 1:
             ends -= sum(self.parts.first.weights)
-        return count * sum(self.parts.block.weights), ends
+        return sum(n * sum(its.weights) for its, n in self._layers(rank)), ends
 
-    def _blocks(self, rank: int) -> int:
-        return sum(self.blocks[rank :: self.of.stages])
+    def _layers(self, rank: int, parts: Parts | None = None) -> list[tuple[Piece, int]]:
+        """Blocks that a rank has, and how many of each."""
+        return self._of_stages(slice(rank, None, self.of.stages), parts or self.parts)
+
+    def _of_stages(self, which: slice, parts: Parts) -> list[tuple[Piece, int]]:
+        dense = sum(self.dense[which])
+        others = sum(self.blocks[which]) - dense
+        return [its for its in ((parts.dense, dense), (parts.block, others)) if its[1]]
+
+    def _experts(self, rank: int) -> int:
+        """Numbers of all experts that a rank has."""
+        count = sum(n for its, n in self._layers(rank) if its is self.parts.block)
+        return count * self.parts.experts
 
     def _peak(self, rank: int) -> int:
         of, parts = self.of, self.parts
-        one = sum(parts.block.weights)
+        layers = self._layers(rank)
         blocks, ends = self._held(rank)
-        experts = self._blocks(rank) * parts.experts
+        experts = self._experts(rank)
         shared = self._shared(blocks + ends - experts, experts)
         static = 12 * shared + WORKSPACES
-        kept, back = parts.block.forward.kept, parts.block.backward.most
-        count, is_last = self._blocks(rank), rank == of.stages - 1
+        kept = sum(n * its.forward.kept for its, n in layers)
+        # the blocks with most parameters are the last ones, from which backward begins
+        block = layers[-1][0] if layers else Piece(Cost(), Cost())
+        back, is_last = block.backward.most, rank == of.stages - 1
         last = parts.last if is_last else Piece(Cost(), Cost())
         loss = max(last.forward.most, last.forward.kept + last.backward.most)
         head = 2 * sum(last.weights)  # whole gradients, until all of both ends are
@@ -137,10 +156,12 @@ class Composed:
             whole = 2 * (blocks + ends) + 4 * (blocks + ends)
             if is_last and of.stages > 1:  # scores stay as long as the stage's pass
                 loss += 2 * of.micro * self.tokens * self.shape.vocab // of.slices
-            waiting = int(self._waiting(rank) * kept)
+            waiting = int(self._waiting(rank, kept))
             return static + whole + waiting + max(loss, head + back)
         gathered = 2 * ends
-        rest = one - parts.experts
+        one = sum(block.weights)
+        its = parts.experts if block is parts.block else 0
+        rest = one - its
         if of.zero == 2:
             gathered += 2 * blocks
             fetched = 0
@@ -151,7 +172,7 @@ class Composed:
         made = 0 if of.accumulate > 1 else 4 * shared
         own = 2 * one if of.zero == 3 else 0
         of_rest = 4 * (rest + self._shared(rest, 0))
-        of_experts = 4 * (parts.experts + self._shared(0, parts.experts))
+        of_experts = 4 * (its + self._shared(0, its))
         # the one is reduced when the next is there, the other when it is free
         reduced = of_rest + of_experts
         if of.zero == 3:
@@ -160,9 +181,9 @@ class Composed:
             static
             + gathered
             + max(
-                count * kept + loss + fetched,
-                count * kept + head + own + fetched + back,
-                (count - 1) * kept + head + own + back + reduced,
+                kept + loss + fetched,
+                kept + head + own + fetched + back,
+                kept - block.forward.kept + head + own + back + reduced,
                 made + 2 * ends + 4 * ends + 4 * ends // of.shards,
             )
         )
@@ -172,14 +193,14 @@ class Composed:
         of = self.of
         return numbers // of.shards + experts * of.spread // (of.shards * of.slices)
 
-    def _waiting(self, rank: int) -> float:
-        """Blocks whose activations are held at most, of a pipeline."""
+    def _waiting(self, rank: int, kept: int) -> float:
+        """Bytes of activations that are held at most, where one pass keeps so many."""
         of = self.of
         if of.chunks == 1:
-            return min(of.stages - rank, of.accumulate) * self.blocks[rank]
+            return min(of.stages - rank, of.accumulate) * kept
         ahead = 2 * (of.stages - rank - 1) + (of.chunks - 1) * of.stages + 1
         passes = min(ahead, of.accumulate * of.chunks)
-        return passes * self._blocks(rank) / of.chunks
+        return passes * kept / of.chunks
 
     # time
 
@@ -226,18 +247,20 @@ class Composed:
 
     def _pieces(self, rank: int, parts: Parts) -> list[tuple[Piece, int]]:
         made = [(parts.first, 1)] if rank == 0 else []
-        made.append((parts.block, self._blocks(rank)))
+        made += self._layers(rank, parts)
         return made + ([(parts.last, 1)] if rank == self.of.stages - 1 else [])
 
     def _stage(self, number: int) -> Stage:
         """One of all stages, `chunks` of which lie on a rank."""
-        parts, count = self.parts, self.blocks[number]
-        forward, backward = (its.times(count) for its in parts.block[:2])
-        pieces = [(parts.block, count)]
+        parts = self.parts
+        pieces = self._of_stages(slice(number, number + 1), parts)
         for part, at in ((parts.first, 0), (parts.last, len(self.blocks) - 1)):
             if number == at:
-                forward, backward = forward + part.forward, backward + part.backward
                 pieces.append((part, 1))
+        forward = backward = Cost()
+        for its, count in pieces:
+            forward += its.forward.times(count)
+            backward += its.backward.times(count)
         added = self._added(pieces)
         return Stage(Pass(forward.seconds, self._host(forward)),
                      Pass(backward.seconds + added.card,
@@ -266,7 +289,8 @@ class Composed:
     def _with_shards(self, rank: int) -> tuple[float, float]:
         """Both passes of a micro-batch with FSDP's messages, where they are sent."""
         of, parts, rates = self.of, self.parts, self.rates
-        units, (_, ends) = self._units(), self._held(rank)
+        _, ends = self._held(rank)
+        layers = [self._units(its) for its, n in self._layers(rank) for _ in range(n)]
         copied = rates.copy + rates.cast / of.shards
         taken = CHANNELS / self.machine.card.multi_processors
         now = fetched = reduced = summed = 0.0
@@ -283,29 +307,34 @@ class Composed:
             sent.append((now, now + seconds))
             return now + seconds
 
-        following = self._blocks(rank) * units  # in backward, these as well
+        following = [unit for units in layers for unit in units]
         now = self._gather(ends) + ends * copied
-        fetched = send(units[0].gather) if following else now  # the head alone: none
+        # the head alone: none
+        fetched = send(following[0].gather) if following else now
         if rank == 0:
             now = compute(parts.first.forward)
         for i, its in enumerate(following):
             now = max(now, fetched) + its.out
             if i + 1 < len(following):
                 fetched = send(following[i + 1].gather)
-            now = compute(parts.block.forward, its.forward)
+            now = compute(its.piece.forward, its.forward)
         if rank == of.stages - 1:
             now = compute(parts.last.forward)
         middle, again = now, of.zero == 3
-        fetched = send(units[0].gather) if again and following else now
+        layers.reverse()
+        following = [unit for units in layers for unit in units]
+        fetched = send(following[0].gather) if again and following else now
         if rank == of.stages - 1:
             now = compute(parts.last.backward)
-        for i in range(0, len(following), len(units)):
-            for j in range(i, i + len(units) * again):
-                now = max(now, fetched) + following[j].out
-                if j + 1 < len(following):
-                    fetched = send(following[j + 1].gather)
+        gathered = 0
+        for units in layers:
+            for its in units[: len(units) * again]:
+                now = max(now, fetched) + its.out
+                gathered += 1
+                if gathered < len(following):
+                    fetched = send(following[gathered].gather)
             for its in reversed(units):
-                now = compute(parts.block.backward, its.backward)
+                now = compute(its.piece.backward, its.backward)
                 now = max(now, reduced) + its.cast
                 reduced = send(its.reduce)
                 summed = max(summed, reduced) + its.add_up  # in a stream of its own
@@ -314,13 +343,14 @@ class Composed:
         now = max(now, reduced) + ends * rates.cast + self._reduce(ends)
         return middle, max(now, summed) + self._sum(ends) - middle
 
-    def _units(self) -> list[Unit]:
+    def _units(self, piece: Piece) -> list[Unit]:
         """Of a block, in the order in which a pass needs them."""
-        parts, rates, experts = self.parts, self.rates, self.parts.experts
-        rest = sum(parts.block.weights) - experts
+        parts, rates = self.parts, self.rates
+        experts = parts.experts if piece is parts.block else 0
+        rest = sum(piece.weights) - experts
         forward = backward = 0.0  # the experts' parts
         if experts:
-            (first, then), (block, back) = parts.routed[:2], parts.block[:2]
+            (first, then), (block, back) = parts.routed[:2], piece[:2]
             forward = min(1.0, first.seconds / block.seconds)
             done = then.seconds + first.seconds * (self.of.recompute != "none")
             backward = min(1.0, done / back.seconds)
@@ -328,7 +358,7 @@ class Composed:
         def unit(numbers: int, its: int, forward: float, backward: float) -> Unit:
             # from and to messages' buffers; a shard is rounded before it is sent
             out = (numbers + its) * rates.copy + self._shared(numbers, its) * rates.cast
-            return Unit(self._gather(numbers, its), out, forward, backward,
+            return Unit(piece, self._gather(numbers, its), out, forward, backward,
                         (numbers + its) * rates.cast, self._reduce(numbers, its),
                         self._sum(numbers, its))  # fmt: skip
 
@@ -338,7 +368,9 @@ class Composed:
     def _sharding(self) -> Cost:
         """What FSDP launches in both passes: three copies around each gather, one
         before gradients are reduced, and the messages."""
-        of, inner = self.of, self.shape.layers * (1 + (self.parts.experts > 0))
+        of, inner = self.of, self.shape.layers
+        if self.parts.experts:
+            inner += self.shape.layers - self.shape.dense
         units = inner + 1
         gathers = units + inner * (of.zero == 3)
         calls = gathers + units * (1 + (of.replicas > 1))
@@ -372,7 +404,7 @@ class Composed:
         return Group(size, size // near, near, near)
 
     def _optimizer(self, rank: int) -> float:
-        experts = self._blocks(rank) * self.parts.experts
+        experts = self._experts(rank)
         numbers = self._shared(sum(self._held(rank)) - experts, experts)
         return numbers * (self.rates.adam + self.rates.clip)
 

@@ -101,9 +101,9 @@ def _turned(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
 class MLP(nn.Module):
     """A gated MLP, sliced among the ranks of a group."""
 
-    def __init__(self, of: Shape, group):
+    def __init__(self, width: int, inner: int, group):
         super().__init__()
-        width, inner = of.hidden, of.intermediate // (group.size() if group else 1)
+        inner //= group.size() if group else 1
         self.group = group
         self.gate, self.up = _linear(width, inner), _linear(width, inner)
         self.down = _linear(inner, width)
@@ -132,7 +132,8 @@ class Experts(nn.Module):
 class Routed(nn.Module):
     """A router, and experts that are spread over a group of ranks.
 
-    Each expert is chosen as often as any other; the router's loss for that is left out.
+    Each expert is chosen as often as any other, and has room for so many rows, rounded
+    up; the router's loss for that is left out.
     """
 
     def __init__(self, of: Shape, group):
@@ -141,18 +142,68 @@ class Routed(nn.Module):
         self.chosen, self.count = of.chosen, of.experts // self.ranks
         self.router = _linear(of.hidden, of.experts)
         self.experts = Experts(of, self.count)
+        self.shared = MLP(of.hidden, of.shared, None) if of.shared else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.flatten(0, -2)
         weights, chosen = self.router(tokens).float().softmax(-1).topk(self.chosen)
         order = chosen.flatten().argsort(stable=True)  # by expert
-        mine = _exchange(tokens[order // self.chosen], self.group)
+        rows, experts = order // self.chosen, self.ranks * self.count
+        if more := -len(rows) % experts:
+            rows = F.pad(rows, (0, more))
+        mine = _exchange(tokens[rows], self.group)
         mine = mine.unflatten(0, (self.ranks, self.count, -1)).transpose(0, 1)
         out = self.experts(mine.flatten(1, 2)).unflatten(1, (self.ranks, -1))
         out = _exchange(out.transpose(0, 1).flatten(0, 2), self.group)
         out = out[order.argsort()].unflatten(0, (-1, self.chosen))
         weights = weights / weights.sum(-1, keepdim=True)
-        return (out * weights.to(x.dtype)[..., None]).sum(1).view_as(x)
+        out = (out * weights.to(x.dtype)[..., None]).sum(1).view_as(x)
+        return out if self.shared is None else out + self.shared(x)
+
+
+class Projections(nn.Module):
+    """Queries, keys and values, sliced among the ranks of a group by heads."""
+
+    def __init__(self, of: Shape, group):
+        super().__init__()
+        n, width, self.size = group.size() if group else 1, of.hidden, of.head_size
+        queries, keys = of.heads * of.head_size // n, of.kv_heads * of.head_size // n
+        self.query = _linear(width, queries, of.biases)
+        self.key = _linear(width, keys, of.biases)
+        self.value = _linear(width, keys, of.biases)
+        norms = nn.RMSNorm if of.head_norms else nn.Identity
+        self.norm_q, self.norm_k = norms(of.head_size), norms(of.head_size)
+
+    def forward(self, y: torch.Tensor, angles: torch.Tensor) -> tuple:
+        q, k, v = (layer(y).unflatten(-1, (-1, self.size))
+                   for layer in (self.query, self.key, self.value))  # fmt: skip
+        return _turned(self.norm_q(q), angles), _turned(self.norm_k(k), angles), v
+
+
+class LatentProjections(nn.Module):
+    """The same, made from vectors of fewer elements; nothing is sliced."""
+
+    def __init__(self, of: Shape):
+        super().__init__()
+        self.of = its = of.latent
+        width, made = of.hidden, of.heads * sum(its[2:4])
+        self.query = _linear(its.queries or width, made)
+        self.down_q = _linear(width, its.queries) if its.queries else nn.Identity()
+        self.norm_q = nn.RMSNorm(its.queries) if its.queries else nn.Identity()
+        self.down = _linear(width, its.keys + its.turned)
+        self.norm = nn.RMSNorm(its.keys)
+        self.up = _linear(its.keys, of.heads * (its.plain + its.values))
+
+    def forward(self, y: torch.Tensor, angles: torch.Tensor) -> tuple:
+        its = self.of
+        q = self.query(self.norm_q(self.down_q(y))).unflatten(-1, (-1, sum(its[2:4])))
+        plain, turned = q.split((its.plain, its.turned), -1)
+        q = torch.cat((plain, _turned(turned, angles)), -1)
+        small, turned = self.down(y).split((its.keys, its.turned), -1)
+        both = self.up(self.norm(small)).unflatten(-1, (-1, its.plain + its.values))
+        plain, v = both.split((its.plain, its.values), -1)
+        turned = _turned(turned[:, :, None], angles).expand(*plain.shape[:3], -1)
+        return q, torch.cat((plain, turned), -1), v
 
 
 class Block(nn.Module):
@@ -164,23 +215,23 @@ class Block(nn.Module):
         recompute: "none", "selective" or "full".
         spread: the group over whose ranks experts are spread, or None.
         context: the group whose ranks have parts of each sequence, or None.
+        is_dense: whether it has an MLP where others have experts.
     """
 
     def __init__(self, of: Shape, group, recompute: str = "none", spread=None,
-                 context=None):  # fmt: skip
+                 context=None, is_dense: bool = False):  # fmt: skip
         super().__init__()
-        self.group, self.recompute, self.size = group, recompute, of.head_size
-        self.context = context
+        self.group, self.recompute, self.context = group, recompute, context
         n, width = group.size() if group else 1, of.hidden
-        queries, keys = of.heads * of.head_size // n, of.kv_heads * of.head_size // n
         self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.query = _linear(width, queries, of.biases)
-        self.key = _linear(width, keys, of.biases)
-        self.value = _linear(width, keys, of.biases)
-        self.out = _linear(queries, width)
-        self.mlp = Routed(of, spread) if of.experts else MLP(of, group)
-        norms = nn.RMSNorm if of.head_norms else nn.Identity
-        self.norm_q, self.norm_k = norms(of.head_size), norms(of.head_size)
+        self.projections = (
+            LatentProjections(of) if of.latent else Projections(of, group)
+        )
+        self.out = _linear(of.heads * of.widths[1] // n, width)
+        if of.experts and not is_dense:
+            self.mlp = Routed(of, spread)
+        else:
+            self.mlp = MLP(width, of.dense_size if is_dense else of.intermediate, group)
 
     def forward(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
         if self.recompute == "none":
@@ -197,11 +248,8 @@ class Block(nn.Module):
         return self._finish(x, self._attend(*self._project(x, angles)))
 
     def _project(self, x, angles):
-        y = gather(self.norm1(x), self.group)
-        q, k, v = (layer(y).unflatten(-1, (-1, self.size))
-                   for layer in (self.query, self.key, self.value))  # fmt: skip
-        q, k = _turned(self.norm_q(q), angles), _turned(self.norm_k(k), angles)
-        return tuple(its.permute(1, 2, 0, 3) for its in (q, k, v))
+        made = self.projections(gather(self.norm1(x), self.group), angles)
+        return tuple(its.permute(1, 2, 0, 3) for its in made)
 
     def _attend(self, q, k, v):
         if self.context is not None:
@@ -303,14 +351,14 @@ class Last(nn.Module):
 
 
 def angles_of(of: Shape, tokens: int, context=None) -> torch.Tensor:
-    """Of rotary positions: (tokens, 1, 1, half the size of a head), complex.
+    """Of rotary positions: (tokens, 1, 1, half of what is turned), complex.
 
     Args:
         of: the model.
         tokens: of a sequence that this rank has.
         context: the group whose ranks have the others, or None.
     """
-    speeds = 1e4 ** -(torch.arange(0, of.head_size, 2).float() / of.head_size)
+    speeds = 1e4 ** -(torch.arange(0, of.turned, 2).float() / of.turned)
     places = ring.places(tokens, context) if context else torch.arange(tokens)
     turns = places.float()[:, None] * speeds
     return torch.polar(torch.ones_like(turns), turns)[:, None, None]

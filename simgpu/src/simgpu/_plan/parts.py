@@ -44,6 +44,7 @@ class Parts(NamedTuple):
     last: Piece
     experts: int = 0  # numbers of a block's weights that are experts'
     routed: Piece = Piece(Cost(), Cost())  # of a block, the experts and the way there
+    dense: Piece = Piece(Cost(), Cost())  # a block with an MLP in place of experts
 
     def crowded(self, by: float, recompute: str) -> "Parts":
         """Where the fullest rank's experts get `by` times as many tokens as the mean.
@@ -139,8 +140,12 @@ def _measured(shape: Shape, key: Key, group, spread, context,
         "block": (Block(shape, group, key.recompute, spread, context), (x, angles)),
         "last": (Last(shape, group), (x, ids)),
     }
+    if shape.dense:
+        dense = Block(shape, group, key.recompute, spread, context, is_dense=True)
+        parts["dense"] = dense, (x, angles)
     if machine.compiled:
-        parts["block"][0].compile()
+        for name in parts.keys() & {"block", "dense"}:
+            parts[name][0].compile()
     ring = called(context) if context else None
     made = {}
     for name in ("block", *parts):  # the first of all has what libraries take

@@ -268,6 +268,12 @@ def _checked(shape: Shape, gpus: int, machine: Machine, tokens: int, sequence: i
             f"a step of {tokens:,} tokens is no whole number of sequences of "
             f"{sequence:,}"
         )
+    for axis in ("tp", "cp") if shape.latent else ():
+        if max(only.get(axis, [1])) > 1:
+            raise ValueError(
+                f"{axis} is {max(only[axis])}; latent attention is planned neither in "
+                "slices nor in parts of sequences"
+            )
     if max(only.get("cp", [1])) > 1 and not ring.takes(shape.head_size, machine.card):
         raise ValueError(
             f"cp needs flash attention, which takes no heads of {shape.head_size} on "
@@ -316,6 +322,8 @@ def _layouts(shape: Shape, gpus: int, machine: Machine, batch: int, sequence: in
         axis("tp", _divisors(node)), axis("pp", _divisors(gpus)),
         only.get("cp") or _parts(shape, machine.card, sequence),
     ):  # fmt: skip
+        if shape.latent and tp > 1:
+            continue
         if any(size % tp for size in sizes) or gpus % (tp * pp) or pp > shape.layers:
             continue
         if cp < 1 or gpus // (tp * pp) % cp or (cp > 1 and sequence % (2 * cp * tp)):
@@ -343,23 +351,20 @@ def _layouts(shape: Shape, gpus: int, machine: Machine, batch: int, sequence: in
             ):  # fmt: skip
                 its = Layout(dp // shards, shards, tp, pp, chunks, micro, count, zero,
                              again, ep, cp)  # fmt: skip
-                if _can_spread(shape, its, sequence):
+                if _can_spread(shape, its):
                     yield its
 
 
 def _parts(shape: Shape, card: Card, sequence: int) -> list[int]:
     """Among how many ranks the search cuts a sequence."""
-    if not ring.takes(shape.head_size, card):
+    if shape.latent or not ring.takes(shape.head_size, card):
         return [1]
     return [1] + [2**i for i in range(1, 16) if sequence >> i >= _LEAST]
 
 
-def _can_spread(shape: Shape, of: Layout, sequence: int) -> bool:
-    """Whether experts can be on so many ranks, and get as many tokens from each."""
-    if not shape.experts:
-        return True
-    choices = of.micro * sequence // of.context // of.slices * shape.chosen
-    return of.shards * of.slices % of.spread == 0 and choices % shape.experts == 0
+def _can_spread(shape: Shape, of: Layout) -> bool:
+    """Whether experts can be on so many ranks."""
+    return not shape.experts or of.shards * of.slices % of.spread == 0
 
 
 def _divisors(number: int) -> list[int]:

@@ -6,6 +6,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 
+class Latent(NamedTuple):
+    """Attention over vectors that queries, keys and values of a token are made from.
+
+    As in DeepSeek's models (MLA). Sizes are numbers of elements.
+    """
+
+    queries: int  # of the vector for queries; 0: they are made from the token itself
+    keys: int  # of that for keys and values
+    plain: int  # of a head's queries and keys, without positions
+    turned: int  # the others, with positions; all heads' keys share these
+    values: int  # of a head
+
+
 class Shape(NamedTuple):
     """Sizes are numbers of elements; a block has gated MLPs: one, or experts."""
 
@@ -22,18 +35,52 @@ class Shape(NamedTuple):
     experts: int = 0  # of a block; 0: one MLP for all tokens
     chosen: int = 0  # experts of a token
     biases: bool = False  # of queries, keys and values
+    shared: int = 0  # of an MLP beside the experts, for all tokens
+    dense: int = 0  # first blocks, which have an MLP in place of experts
+    dense_size: int = 0  # of that
+    latent: Latent | None = None
 
     @property
     def block(self) -> int:
-        """Parameters of a block."""
+        """Parameters of a block, of one with experts if there are some."""
         return self._block(self.experts or 1)
 
+    @property
+    def dense_block(self) -> int:
+        """Parameters of one of the first `dense` blocks."""
+        return self._attention + (3 * self.dense_size + 2) * self.hidden
+
     def _block(self, mlps: int) -> int:
-        columns = (self.heads + 2 * self.kv_heads) * self.head_size
-        inner = columns + self.heads * self.head_size + 3 * self.intermediate * mlps
-        norms = 2 * self.hidden + 2 * self.head_size * self.head_norms
-        more = norms + columns * self.biases
-        return (inner + self.experts) * self.hidden + more
+        inner = 3 * (self.intermediate * mlps + self.shared) + self.experts
+        return self._attention + (inner + 2) * self.hidden  # and two norms
+
+    @property
+    def _attention(self) -> int:
+        if self.latent is None:
+            columns = (self.heads + 2 * self.kv_heads) * self.head_size
+            norms = 2 * self.head_size * self.head_norms
+            inner = columns + self.heads * self.head_size
+            return inner * self.hidden + norms + columns * self.biases
+        its = self.latent
+        made = self.heads * (its.plain + its.turned)  # queries
+        queries = made * (its.queries or self.hidden)
+        if its.queries:
+            queries += (self.hidden + 1) * its.queries
+        keys = (its.keys + its.turned) * self.hidden + its.keys
+        keys += its.keys * self.heads * (its.plain + its.values)
+        return queries + keys + self.heads * its.values * self.hidden
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Of a head: of queries and keys, and of values."""
+        if self.latent is None:
+            return self.head_size, self.head_size
+        return self.latent.plain + self.latent.turned, self.latent.values
+
+    @property
+    def turned(self) -> int:
+        """Of a head's queries and keys, those with positions."""
+        return self.latent.turned if self.latent else self.head_size
 
     @property
     def embedding(self) -> int:
@@ -42,13 +89,17 @@ class Shape(NamedTuple):
     @property
     def parameters(self) -> int:
         ends = (1 if self.tied else 2) * self.embedding + self.hidden
-        return self.layers * self.block + ends
+        return self._blocks(self.experts or 1) + ends
+
+    def _blocks(self, mlps: int) -> int:
+        others = self.layers - self.dense
+        return self.dense * self.dense_block + others * self._block(mlps)
 
     @property
     def active(self) -> int:
         """Parameters that a token meets."""
-        met = self.layers * self._block(self.chosen or 1)
-        return self.parameters - self.layers * self.block + met
+        ends = self.parameters - self._blocks(self.experts or 1)
+        return self._blocks(self.chosen or 1) + ends
 
     def flops(self, tokens: int) -> float:
         """Floating-point operations that a token costs, forward and backward.
@@ -59,18 +110,19 @@ class Shape(NamedTuple):
         Args:
             tokens: of a sequence.
         """
-        products = self.layers * self._block(self.chosen or 1) + self.embedding
-        scores = 2 * self.layers * self.heads * self.head_size * tokens
+        products = self._blocks(self.chosen or 1) + self.embedding
+        scores = self.layers * self.heads * sum(self.widths) * tokens
         return 6.0 * (products + scores)
 
 
 def _llama(name: str, *sizes: int, tied: bool = False, norms: bool = False,
-           experts: tuple[int, int] = (0, 0)) -> Shape:  # fmt: skip
-    return Shape(*sizes, tied, norms, name, *experts)
+           experts: tuple[int, int] = (0, 0), **more: Any) -> Shape:  # fmt: skip
+    return Shape(*sizes, tied, norms, name, *experts, **more)
 
 
 # layers, width, heads, heads of keys and values, size of a head, width of the MLP,
-# vocabulary: as in each model's own config.json
+# vocabulary: as in each model's own config.json. Without the layers that DeepSeek V3
+# has to predict a second token
 MODELS = {its.name: its for its in (
     _llama("llama2-7b", 32, 4096, 32, 32, 128, 11_008, 32_000),
     _llama("llama2-70b", 80, 8192, 64, 8, 128, 28_672, 32_000),
@@ -89,9 +141,20 @@ MODELS = {its.name: its for its in (
            experts=(128, 8)),
     _llama("qwen3-235b-a22b", 94, 4096, 64, 4, 128, 1536, 151_936, norms=True,
            experts=(128, 8)),
+    _llama("moonlight-16b-a3b", 27, 2048, 16, 16, 128, 1408, 163_840, experts=(64, 6),
+           shared=2 * 1408, dense=1, dense_size=11_264,
+           latent=Latent(0, 512, 128, 64, 128)),
+    _llama("deepseek-v3", 61, 7168, 128, 128, 128, 2048, 129_280, experts=(256, 8),
+           shared=2048, dense=3, dense_size=18_432,
+           latent=Latent(1536, 512, 128, 64, 128)),
+    _llama("kimi-k2", 61, 7168, 64, 64, 128, 2048, 163_840, experts=(384, 8),
+           shared=2048, dense=1, dense_size=18_432,
+           latent=Latent(1536, 512, 128, 64, 128)),
 )}  # fmt: skip
 # model_type of a config.json
-_FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+_FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe",
+             "deepseek_v3", "kimi_k2")  # fmt: skip
+_DEEPSEEK = _FAMILIES[-2:]
 _SIZES = {
     "layers": "num_hidden_layers", "hidden": "hidden_size",
     "heads": "num_attention_heads", "kv_heads": "num_key_value_heads",
@@ -99,8 +162,10 @@ _SIZES = {
     "vocab": "vocab_size",
 }  # fmt: skip
 _NEEDED = ("layers", "hidden", "heads", "intermediate", "vocab")
-_OF_EXPERTS = {"experts": ("num_local_experts", "num_experts"),
+_OF_EXPERTS = {"experts": ("num_local_experts", "n_routed_experts", "num_experts"),
                "chosen": ("num_experts_per_tok",)}  # fmt: skip
+_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
+           "v_head_dim")  # fmt: skip
 
 
 def shape_of(model: str | Mapping[str, Any] | Shape) -> Shape:
@@ -149,7 +214,8 @@ def _of_config(config: Any, where: str) -> Shape:
             f"{', '.join(_FAMILIES)}"
         )
     sizes = {name: config.get(theirs) for name, theirs in _SIZES.items()}
-    if family in ("mixtral", "qwen3_moe"):
+    more = _of_deepseek(config, where) if family in _DEEPSEEK else {}
+    if family in ("mixtral", "qwen3_moe", *_DEEPSEEK):
         for name, theirs in _OF_EXPERTS.items():
             sizes[name] = next((config[its] for its in theirs if its in config), None)
             if sizes[name] is None:
@@ -160,7 +226,22 @@ def _of_config(config: Any, where: str) -> Shape:
             raise ValueError(f"{where} has blocks without experts: not planned")
     shape = _of_sizes(sizes, bool(config.get("tie_word_embeddings")),
                       family.startswith("qwen3"), Path(where).parent.name)  # fmt: skip
-    return shape._replace(biases=family == "qwen2")
+    return shape._replace(biases=family == "qwen2", **more)
+
+
+def _of_deepseek(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """What only such models have."""
+    names = (*_LATENT[1:], "moe_intermediate_size", "intermediate_size")
+    if missing := [name for name in names if not isinstance(config.get(name), int)]:
+        raise ValueError(f"{where} lacks {', '.join(missing)}")
+    if config.get("moe_layer_freq", 1) != 1:
+        raise ValueError(f"{where} has blocks without experts: not planned")
+    width, count = config["moe_intermediate_size"], config.get("n_shared_experts") or 0
+    return {
+        "latent": Latent(*(config.get(name) or 0 for name in _LATENT)),
+        "shared": count * width, "dense": config.get("first_k_dense_replace") or 0,
+        "dense_size": config["intermediate_size"],
+    }  # fmt: skip
 
 
 def _of_text(text: str) -> Shape:

@@ -12,7 +12,7 @@ from torch.distributed.pipelining import (
 )
 
 from simgpu._plan.layout import Layout, blocks_of
-from simgpu._plan.llama import Block, First, Last, angles_of
+from simgpu._plan.llama import Block, First, Last, Routed, angles_of
 from simgpu._plan.shapes import Shape
 
 
@@ -25,11 +25,13 @@ class Stage(nn.Module):
     """
 
     def __init__(self, of: Shape, tokens: int, group, spread, context, recompute: str,
-                 count: int, is_first: bool, is_last: bool):  # fmt: skip
+                 layers: range, is_last: bool):  # fmt: skip
         super().__init__()
+        is_first = layers.start == 0
         self.first = First(of, group) if is_first else None
         self.blocks = nn.ModuleList(
-            Block(of, group, recompute, spread, context) for _ in range(count)
+            Block(of, group, recompute, spread, context, is_dense=i < of.dense)
+            for i in layers
         )
         self.last = Last(of, group) if is_last else None
         if of.tied and is_first and is_last:
@@ -86,13 +88,14 @@ def train(shape: Shape, of: Layout, tokens: int, compiled: bool = False) -> None
     stages = []
     for number in mine:
         with torch.device("meta"):
+            before = sum(counts[:number])
+            layers = range(before, before + counts[number])
             stage = Stage(shape, tokens, group, spread, context, of.recompute,
-                          counts[number], number == 0,
-                          number == len(counts) - 1)  # fmt: skip
+                          layers, number == len(counts) - 1)  # fmt: skip
         for block in stage.blocks:
             if compiled:
                 block.compile()
-            if shape.experts:
+            if isinstance(block.mlp, Routed):
                 fully_shard(block.mlp.experts, **options | {"mesh": experts})
             fully_shard(block, **options)
         fully_shard(stage, **options)
