@@ -96,6 +96,49 @@ def test_values_and_gradients_are_those_of_the_formula(dtype, by_cudnn, options)
     agree(out, inputs, *expected(*inputs, **options), near)
 
 
+@pytest.mark.parametrize("dtype, card, moved", [
+    (torch.float32, "A100", 2 * 4 * 64 * 64), (torch.bfloat16, "A100", 2 * 4 * 32),
+    (torch.bfloat16, "H100", 2 * 4 * 64 * 64),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_dropout_in_attention_drops_weights_and_backward_the_same(
+    dtype, card, moved, is_causal
+):
+    simgpu.stop()
+    simgpu.start(1, card)
+    torch.cuda.manual_seed(0)
+    torch.manual_seed(0)
+    q, k = (heads(4, 64, 16, dtype=dtype) for _ in range(2))
+    # values are one-hot: the result is the weights that are left
+    v = torch.eye(64, device="cuda", dtype=dtype).expand(2, 4, 64, 64)[..., :16]
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    generator = torch.cuda.default_generators[0]
+    before = generator.get_offset()
+    out = F.scaled_dot_product_attention(*inputs, dropout_p=0.25, is_causal=is_causal)
+    assert generator.get_offset() - before == moved
+    generator.set_offset(before)
+    again = F.scaled_dot_product_attention(q, k, v, dropout_p=0.25, is_causal=is_causal)
+    assert torch.equal(out, again)
+    other = F.scaled_dot_product_attention(q, k, v, dropout_p=0.25, is_causal=is_causal)
+    assert not torch.equal(out, other)
+    leaves, right = expected(q, k, v, is_causal=is_causal)
+    seen = right > 0
+    left = (out.cpu().float() > 0) & seen
+    assert left.sum() / seen.sum() == pytest.approx(0.75, abs=0.03)
+    near = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {
+        "rtol": 2e-2, "atol": 1e-2}  # fmt: skip
+    torch.testing.assert_close(out.cpu().float()[left], right[left] / 0.75, **near)
+    # the loss sums what is left of each weight; its gradient is that of the formula
+    weights = torch.randn_like(out)
+    (out * weights).sum().backward()
+    factors = torch.zeros(right.shape).masked_fill_(left, 1 / 0.75)
+    (right * factors * weights.cpu().float()).sum().backward()
+    for mine, leaf in zip(inputs[:2], leaves[:2], strict=True):
+        near = 2e-3 if dtype == torch.float32 else 5e-2
+        torch.testing.assert_close(mine.grad.cpu().float(), leaf.grad,
+                                   rtol=5e-2, atol=near)  # fmt: skip
+
+
 @pytest.mark.parametrize("wide, narrow", [(24, 16), (16, 24)])
 @pytest.mark.parametrize("dtype, card", [
     (torch.float32, "A100"), (torch.bfloat16, "A100"), (torch.bfloat16, "H100"),
@@ -118,7 +161,8 @@ def test_values_are_wider_or_narrower_than_queries(dtype, card, wide, narrow):
 @pytest.mark.parametrize(("inputs", "options", "kernel"), [
     ({}, {}, EFFICIENT), (HALF, {}, FLASH), (HALF, {"is_causal": True}, FLASH),
     (HALF, {"attn_mask": torch.ones(6, 6)}, EFFICIENT),
-    ({"dtype": torch.float64}, {}, MATH), ({}, {"dropout_p": 0.1}, MATH),
+    ({"dtype": torch.float64}, {}, MATH), ({}, {"dropout_p": 0.1}, EFFICIENT),
+    (HALF, {"dropout_p": 0.1}, FLASH),
     ({**HALF, "dim": 320}, {}, EFFICIENT),
 ], ids=str)  # fmt: skip
 def test_the_kernel_is_the_one_that_cuda_would_choose(inputs, options, kernel):

@@ -79,22 +79,23 @@ def scaled_dot_product_attention(
     square = not is_causal or query.shape[-2] == key.shape[-2]
     no_flash = mask is not None or not square or gpu.card.capability < _AMPERE
     backend = _choose(query, key, value, no_flash, enable_gqa, gpu.card.capability)
-    if backend == _MATH or dropout_p or _learns(mask):
+    if backend == _MATH or _learns(mask):
         with autocast.without():
             return attention_by_products(
                 query, key, value, mask, dropout_p, is_causal,
                 scale=scale, enable_gqa=enable_gqa,
             )[0]  # fmt: skip
     if backend == _FLASH:
-        return _flash(query, key, value, 0.0, is_causal, scale=scale)[0]
+        return _flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
     if mask is not None:
         mask = mask.expand(*query.shape[:-1], key.shape[-2])
     learns = query.requires_grad or key.requires_grad or value.requires_grad
     learns = learns and torch.is_grad_enabled()
     if backend == _CUDNN:
-        how = mask, learns, 0.0, is_causal, False
+        how = mask, learns, dropout_p, is_causal, False
         return cudnn_attention.attention(query, key, value, *how, scale=scale)[0]
-    return _efficient(query, key, value, mask, learns, 0.0, is_causal, scale=scale)[0]
+    how = mask, learns, dropout_p, is_causal
+    return _efficient(query, key, value, *how, scale=scale)[0]
 
 
 def _compare_devices(*tensors) -> None:

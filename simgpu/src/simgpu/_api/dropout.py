@@ -1,8 +1,7 @@
 """`F.dropout` in training: CUDA runs it as one kernel that keeps a mask of booleans.
 
 On the CPU it is three passes, and the mask has the type of the input. Leaves out:
-dropout in place and of whole channels, which CUDA does not fuse either, and the one
-inside `F.scaled_dot_product_attention`.
+dropout in place and of whole channels, which CUDA does not fuse either.
 """
 
 import torch

@@ -2,14 +2,15 @@
 
 Models: flash attention and memory-efficient attention, forward and backward, each as
 one kernel that reads queries, keys and values and writes no matrix of weights. Their
-results have the shapes and types that CUDA returns, with tensors for a random state
-that nothing has drawn from. Leaves out: dropout; the gradient of a mask; and that the
+results have the shapes and types that CUDA returns; of dropout they keep the state that
+it was drawn from, and no mask. Leaves out: the gradient of a mask; and that the
 logsumexp of memory-efficient attention is padded to a multiple of 32 queries. Which of
 the two a program gets, `_api/attention.py` decides.
 """
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
@@ -23,33 +24,91 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def attend(query, key, value, dropout_p, is_causal, mask, scale):
+class Dropout(NamedTuple):
+    """Of weights: the probability, and what numbers it is drawn from."""
+
+    p: float = 0.0
+    seed: torch.Tensor | None = None  # its first number
+
+
+NO_DROPOUT = Dropout()
+
+
+def random_states(query, p: float, dtype, *shapes) -> list[torch.Tensor]:
+    """What a kernel keeps of the numbers that it draws; zeros without dropout.
+
+    Args:
+        query: of the attention.
+        p: of the dropout.
+        dtype: of what is kept, of 8 bytes.
+        shapes: of that.
+    """
+    made = [query.new_zeros(shape, dtype=torch.int64) for shape in shapes]
+    if p:
+        made[0].random_(2**62)  # by the GPU's generator, at its offset
+    return [state.view(dtype) for state in made]
+
+
+def attend(query, key, value, is_causal, mask, scale, dropout=NO_DROPOUT):
     """(B, H, S, D) output and (B, H, S) logsumexp of attention on the CPU."""
-    if dropout_p:
-        raise NotSimulated("dropout inside of fused attention")
     keys, values = _for_each_head(key, query), _for_each_head(value, query)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    inputs = _as_wide(*map(_wide, (query, keys, values)))
     mask = _wide(mask)
+    if dropout.p and not query.is_meta:
+        scores = _scores(query, keys, is_causal, mask, scale)
+        kept = scores.softmax(-1).nan_to_num_() * _factors(scores, dropout)
+        return (kept @ _wide(values)).to(query.dtype), scores.logsumexp(-1)
+    inputs = _as_wide(*map(_wide, (query, keys, values)))
     out, logsumexp = _forward(*inputs, 0.0, is_causal, attn_mask=mask, scale=scale)
     out = out[..., : value.shape[-1]].to(query.dtype)
     return out, logsumexp.contiguous()
 
 
-def gradients(grad, query, key, value, out, logsumexp, is_causal, mask, scale):
+def gradients(
+    grad, query, key, value, out, logsumexp, is_causal, mask, scale, dropout=NO_DROPOUT
+):
     """The gradients of query, key and value."""
     keys, values = _for_each_head(key, query), _for_each_head(value, query)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    inputs = _as_wide(*map(_wide, (grad, query, keys, values, out)))
     mask = _wide(mask)
-    found = _backward(
-        *inputs, logsumexp, 0.0, is_causal, attn_mask=mask, scale=scale
-    )  # fmt: skip
+    if dropout.p and not query.is_meta:
+        scores = _scores(query, keys, is_causal, mask, scale)
+        found = _through_dropout(grad, query, keys, values, scores, scale, dropout)
+    else:
+        inputs = _as_wide(*map(_wide, (grad, query, keys, values, out)))
+        how = {"attn_mask": mask, "scale": scale}
+        found = _backward(*inputs, logsumexp, 0.0, is_causal, **how)
     dq, dk, dv = (
         gradient[..., : its.shape[-1]].to(query.dtype)
         for gradient, its in zip(found, (query, key, value), strict=True)
     )
     return dq, _for_each_group(dk, key), _for_each_group(dv, value)
+
+
+def _scores(query, key, is_causal: bool, mask, scale: float) -> torch.Tensor:
+    """(B, H, S, S'), in float32 for half precision."""
+    scores = _wide(query) @ _wide(key).mT * scale
+    if is_causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu_(1)
+        scores.masked_fill_(later, -math.inf)
+    return scores if mask is None else scores + mask
+
+
+def _factors(scores, dropout: Dropout) -> torch.Tensor:
+    """Of each weight: 0, or 1 / (1 - p); the same for the same seed."""
+    seed = int(dropout.seed.flatten()[0])
+    drawn = torch.rand(scores.shape, generator=torch.Generator().manual_seed(seed))
+    return (drawn >= dropout.p).to(scores.dtype) / (1 - dropout.p)
+
+
+def _through_dropout(grad, query, key, value, scores, scale: float, dropout: Dropout):
+    factors, grad = _factors(scores, dropout), _wide(grad)
+    weights = scores.softmax(-1).nan_to_num_()
+    of_weights = grad @ _wide(value).mT * factors
+    sums = (of_weights * weights).sum(-1, keepdim=True)
+    of_scores = weights * (of_weights - sums) * scale
+    of_values = (weights * factors).mT @ grad
+    return of_scores @ _wide(key), of_scores.mT @ _wide(query), of_values
 
 
 def _wide(tensor):
@@ -88,10 +147,11 @@ def _flash(
     if return_debug_mask:
         raise NotSimulated("the weights of flash attention")
     how = _as_flash_sees(query, key, is_causal)
-    out = attend(query, key, value, dropout_p, *how, scale)
+    random_state = random_states(query, dropout_p, torch.uint64, (2,), ())
+    dropout = Dropout(dropout_p, random_state[0])
+    out = attend(query, key, value, *how, scale, dropout)
     if is_causal and (blind := max(0, query.shape[2] - key.shape[2])):
         out[0][:, :, :blind], out[1][:, :, :blind] = 0.0, math.inf
-    random_state = [query.new_zeros(n, dtype=torch.uint64) for n in ((2,), ())]
     lengths = query.shape[2], key.shape[2]
     return *out, None, None, *lengths, *random_state, query.new_empty(0)
 
@@ -101,7 +161,8 @@ def _flash_backward(
     dropout_p, is_causal, philox_seed, philox_offset, *, scale=None,
 ):  # fmt: skip
     results = out, logsumexp, *_as_flash_sees(query, key, is_causal), scale
-    return gradients(grad_out, query, key, value, *results)
+    dropout = Dropout(dropout_p, philox_seed)
+    return gradients(grad_out, query, key, value, *results, dropout)
 
 
 def _as_flash_sees(query, key, is_causal: bool):
@@ -120,10 +181,11 @@ def _efficient(
     query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False,
     *, scale=None,
 ):  # fmt: skip
-    out, logsumexp = attend(query, key, value, dropout_p, is_causal, attn_bias, scale)
+    random_state = random_states(query, dropout_p, torch.int64, (), ())
+    how = is_causal, attn_bias, scale, Dropout(dropout_p, random_state[0])
+    out, logsumexp = attend(query, key, value, *how)
     if not compute_log_sumexp:
         logsumexp = logsumexp.new_empty((*logsumexp.shape[:2], 0))
-    random_state = [query.new_zeros((), dtype=torch.int64) for _ in range(2)]
     return out, logsumexp, *random_state
 
 
@@ -134,7 +196,8 @@ def _efficient_backward(
     if grad_input_mask[3]:
         raise NotSimulated("the gradient of a mask in fused attention")
     results = out, logsumexp, is_causal, attn_bias, scale
-    return *gradients(grad_out, query, key, value, *results), None
+    dropout = Dropout(dropout_p, philox_seed)
+    return *gradients(grad_out, query, key, value, *results, dropout), None
 
 
 def _computes(name: str, formula: Callable) -> None:

@@ -1,8 +1,8 @@
 """cuDNN's fused attention, which PyTorch prefers on Hopper and Blackwell.
 
 Models: what it takes and refuses, one kernel forward and one backward; query, key,
-value, output, its logsumexp and a random state are kept for backward. Leaves out:
-dropout, and the workspace that backward takes while it runs.
+value, output, its logsumexp and a random state are kept for backward. Leaves out: the
+workspace that backward takes while it runs.
 
 Sources: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and
 torch/_meta_registrations.py of torch 2.15, with the cuDNN of `_api/backends.py`. Speed
@@ -15,7 +15,12 @@ import os
 
 import torch
 
-from simgpu._dispatch.attention_kernels import attend, gradients
+from simgpu._dispatch.attention_kernels import (
+    Dropout,
+    attend,
+    gradients,
+    random_states,
+)
 from simgpu._dispatch.kernel_work import COUNTED, by_formula
 from simgpu._dispatch.low_precision import HALF
 from simgpu._dispatch.operation import handles
@@ -67,9 +72,10 @@ def _forward(
     query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False,
     return_debug_mask=False, *, scale=None,
 ):  # fmt: skip
-    out, sums = attend(query, key, value, dropout_p, is_causal, attn_bias, scale)
+    random_state = random_states(query, dropout_p, torch.int64, (), ())
+    how = is_causal, attn_bias, scale, Dropout(dropout_p, random_state[0])
+    out, sums = attend(query, key, value, *how)
     sums = sums[..., None] if compute_log_sumexp else sums.new_empty(0)
-    random_state = [query.new_zeros((), dtype=torch.int64) for _ in range(2)]
     lengths = query.shape[2], key.shape[2]
     return out, sums, None, None, *lengths, *random_state, None
 
@@ -79,7 +85,8 @@ def _backward(
     cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, *, scale=None,
 ):  # fmt: skip
     results = out, logsumexp.squeeze(-1), is_causal, attn_bias, scale
-    return gradients(grad_out, query, key, value, *results)
+    dropout = Dropout(dropout_p, philox_seed)
+    return gradients(grad_out, query, key, value, *results, dropout)
 
 
 def _count(call: Call, out):

@@ -207,7 +207,7 @@ def _attend(query, key, value, rule: _Rule, scale):
         )
     causal = rule.is_triangle(queries, keys)
     mask = None if causal else rule.mask(queries, keys)
-    out, logsumexp = attend(query, key, value, 0.0, causal, mask, scale)
+    out, logsumexp = attend(query, key, value, causal, mask, scale)
     if mask is not None and (blind := mask.isinf().all(1)).any():
         out[:, :, blind], logsumexp[:, :, blind] = 0.0, math.inf
     return out, logsumexp

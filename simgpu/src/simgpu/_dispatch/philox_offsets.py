@@ -29,8 +29,8 @@ def increment(call, out: torch.Tensor, card: Card) -> int:
         out: its first result.
         card: of the generator's GPU, whose threads bound the grid.
     """
-    if "attention" in call.operation.name:  # dropout in it is refused
-        return 0
+    if "attention" in call.operation.name:
+        return _in_attention(call)
     of = _INCREMENTS.get(call.operation.name, _elementwise)
     return -(-of(call, out, card) // 4) * 4
 
@@ -108,6 +108,17 @@ def _dropout(call, out: torch.Tensor, card: Card) -> int:
     if train is False or call.argument(1, "p") == 1:
         return 0
     return _one_kernel(out.numel(), 4, card)
+
+
+def _in_attention(call) -> int:
+    """Dropout in it: flash_api.cpp counts threads, attention.cu elements of scores."""
+    given = {argument.name: value for argument, value in call.named_arguments()}
+    if not given.get("dropout_p"):
+        return 0
+    (batch, heads, queries, _), key = given["query"].shape, given["key"]
+    flash = "flash" in call.operation.name
+    numbers = 32 if flash else queries * key.shape[2]
+    return -(-batch * heads * numbers // 4) * 4
 
 
 def _rrelu(call, out: torch.Tensor, card: Card) -> int:
