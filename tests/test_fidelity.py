@@ -181,7 +181,7 @@ def write(folder: Path, name: str, data) -> None:
 def test_rows_in_one_estimate_take_what_each_takes_alone():
     kind = operations.KINDS["gemm_fp16"]
     rows = [["A100", 64, 128, 128, 6.0], ["T4", 4096, 4096, 4096, 1.0],
-            ["B300", 64, 128, 128, 6.0], ["A100", 64, 128, 6.0],
+            ["B9000", 64, 128, 128, 6.0], ["A100", 64, 128, 6.0],
             ["A100", 8192, 128, 8192, 6.0], "row"]  # fmt: skip
     found = operations.seconds_alone(kind, rows)
     assert found == {
@@ -192,7 +192,7 @@ def test_rows_in_one_estimate_take_what_each_takes_alone():
 
 def test_rows_that_cannot_be_compared_are_counted_with_the_reason(tmp_path, capsys):
     write(tmp_path, "gemm_fp16_more.json", {"rows": [
-        ["A100", 64, 128, 128, 6.0], ["B300", 64, 128, 128, 6.0],
+        ["A100", 64, 128, 128, 6.0], ["B9000", 64, 128, 128, 6.0],
         ["A100", 64, 128, 6.0], ["A100", 64, 128, 128, 0.0], "row",
     ]})  # fmt: skip
     write(tmp_path, "gemm_fp32.json", {"rows": [["T4", "einsum", 1, 2, 3, 4, 5.0]]})
@@ -210,7 +210,7 @@ def test_rows_that_cannot_be_compared_are_counted_with_the_reason(tmp_path, caps
         ("vector_fp32", 'it has no list "rows"'),
         ("copies", "no JSON: Expecting property name enclosed in double quotes: "
          "line 1 column 2 (char 1)"),
-        ("gemm_fp16", "unknown: 'B300'"),
+        ("gemm_fp16", "unknown: 'B9000'"),
         ("gemm_fp16", "product_fp16() missing 1 required positional argument: 'k'"),
         ("gemm_fp16", "nothing was measured"),
         ("gemm_fp16", "a row is a list"),

@@ -23,13 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what type checkers and editors read; at run time see `_HOMES`
     from simgpu._device.allocator import CachingAllocator
-    from simgpu._device.cards import (
-        CARDS,
-        Card,
-        find_card,
-        parse_memory,
-        show_bytes,
-    )
+    from simgpu._device.cards import CARDS, Card, find_card
+    from simgpu._device.sizes import parse_memory, show_bytes
     from simgpu._distributed.messages import Message
     from simgpu._dry.api import DryRunFailed, dry_run
     from simgpu._dry.report import DryReport
@@ -122,13 +117,13 @@ _HOMES = {
     "installed": "_startup",
     "is_program_code": "_frames",
     "is_running": "_startup",
-    "parse_memory": "_device.cards",
+    "parse_memory": "_device.sizes",
     "plan": "_plan.search",
     "prove": "_prove",
     "real_gpus": "_startup",
     "request": "_startup",
     "run_ranks": "_ranks.run_ranks",
-    "show_bytes": "_device.cards",
+    "show_bytes": "_device.sizes",
     "start": "_startup",
     "stop": "_startup",
     "timeline": "_startup",

@@ -18,7 +18,8 @@ from typing import NamedTuple
 import torch
 
 from simgpu import _startup as startup
-from simgpu._device.cards import Card, find_card, parse_memory
+from simgpu._device.cards import Card, find_card
+from simgpu._device.sizes import parse_memory
 from simgpu._dispatch.placement import place
 from simgpu._dispatch.without_values import CallWithoutValues
 from simgpu._request import Request

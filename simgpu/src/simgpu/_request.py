@@ -3,7 +3,8 @@
 from numbers import Integral
 from typing import NamedTuple
 
-from simgpu._device.cards import Card, find_card, parse_memory
+from simgpu._device.cards import Card, find_card
+from simgpu._device.sizes import parse_memory
 
 MOST_GPUS = 64
 RACES = ("raise", "show", "warn", "off")

@@ -17,13 +17,11 @@ datasheet's 7.7 TB/s.
 """
 
 import os
-import re
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from simgpu._device import measured
-
-KIB, MIB, GIB = 1024, 1024**2, 1024**3
+from simgpu._device.sizes import GIB, KIB, MIB
 
 
 class Host(NamedTuple):
@@ -367,8 +365,6 @@ MORE_CARDS = {
 }
 """The same: found by name like those of `CARDS`."""
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
-
 
 def find_card(name: str | os.PathLike[str] | Card) -> Card:
     """The card of that name, in any case; a `Card` of your own is taken as it is.
@@ -406,32 +402,3 @@ def card_from(constants: dict[str, Any]) -> Card:
         "capability": tuple(constants["capability"]),
         "host": None if host is None else Host(**host),
     })  # fmt: skip
-
-
-def parse_memory(size: int | str) -> int:
-    """Bytes in `size`: a number of bytes, or text such as "512MB" or "1.5 GiB".
-
-    As everywhere in PyTorch, MB and MiB both mean 1024 * 1024 bytes.
-
-    Raises:
-        ValueError: for what is not a size, and for less than 1 MiB.
-    """
-    if not isinstance(size, (int, str)):
-        raise ValueError(f'cannot read {size!r} as memory; write "512MB" or "16GB"')
-    if isinstance(size, str):
-        match = _SIZE.fullmatch(size.strip())
-        if not match:
-            raise ValueError(f'cannot read {size!r} as memory; write "512MB" or "16GB"')
-        unit = 1024 ** " KMGT".index(match[2].upper() or " ")
-        size = int(float(match[1]) * unit)
-    if size < MIB:
-        raise ValueError(f"{size} bytes is too little memory for a GPU (at least 1 MB)")
-    return size
-
-
-def show_bytes(size: int) -> str:
-    """`size` as PyTorch's allocator writes it: "512.00 MiB", but "1024.00 MiB"."""
-    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
-        if size > unit:
-            return f"{size / unit:.2f} {name}"
-    return f"{size} bytes"

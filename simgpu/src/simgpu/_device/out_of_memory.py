@@ -5,7 +5,7 @@ import os
 import torch
 
 from simgpu._compat import is_torch
-from simgpu._device.cards import show_bytes
+from simgpu._device.sizes import show_bytes
 
 FULL = "_simgpu_full"  # marks other errors that say so
 _FRAGMENTED = (

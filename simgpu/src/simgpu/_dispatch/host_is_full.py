@@ -4,7 +4,7 @@ import re
 
 import torch
 
-from simgpu._device.cards import show_bytes
+from simgpu._device.sizes import show_bytes
 from simgpu._dispatch.named_devices import find_gpu
 from simgpu._dispatch.operation_call import Call
 

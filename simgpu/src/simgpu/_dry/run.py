@@ -14,8 +14,9 @@ import torch
 
 from simgpu import _startup as startup
 from simgpu._device import measured, overhead
-from simgpu._device.cards import CARDS, MORE_CARDS, Card, find_card, parse_memory
+from simgpu._device.cards import CARDS, MORE_CARDS, Card, find_card
 from simgpu._device.out_of_memory import out_of_memory_of
+from simgpu._device.sizes import parse_memory
 from simgpu._dispatch.kernel_work import work_of
 from simgpu._dispatch.placement import tensors_in
 from simgpu._dry import fed, files, regions, report, values

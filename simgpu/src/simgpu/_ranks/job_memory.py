@@ -6,7 +6,7 @@ The figures are `torch.cuda`'s own, of simulated GPUs and real ones alike.
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from simgpu._device.cards import show_bytes
+from simgpu._device.sizes import show_bytes
 
 
 class GpuMemory(NamedTuple):

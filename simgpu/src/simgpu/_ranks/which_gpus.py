@@ -10,7 +10,8 @@ from numbers import Integral
 from pathlib import Path
 
 from simgpu._device import measured
-from simgpu._device.cards import find_card, parse_memory, show_bytes
+from simgpu._device.cards import find_card
+from simgpu._device.sizes import parse_memory, show_bytes
 from simgpu._switch import wanted
 from simgpu._timing.topology import Topology
 
