@@ -269,11 +269,6 @@ REFUSED = {
         "ranks differ, as the stages of a pipeline do, let one of each kind run: "
         "--kinds pp=4 for four stages, or the ranks themselves, --kinds 0,4.",
     ),
-    "what would be compiled": (
-        "torch.compile(torch.nn.Linear(2, 2))",
-        "torch.compile is not simulated. It makes kernels for a GPU that is not there. "
-        "--compile fuse counts what it would fuse",
-    ),
     "an object of a rank that does not run": (
         "found = [None]\ndist.broadcast_object_list(found, src=3)",
         "rank 0 calls broadcast_object_list for what rank 3 has, which does not run in "

@@ -375,8 +375,6 @@ REFUSED = {
     "torch.cuda.caching_allocator_enable(False)": "caching_allocator_enable(False)",
     "torch._C._cuda_tunableop_enable(True)": "_cuda_tunableop_enable",
     "torch.cuda.MemPool(use_on_oom=True)": "torch.cuda.MemPool(use_on_oom=...)",
-    "torch.compile(nn.Linear(1, 1))": "--no-compile",
-    "nn.Linear(1, 1).compile()": "torch.compile",
     "torch.cuda.nccl.init_rank(2, b'', 0)": "torch.cuda.nccl.init_rank",
     "torch.cuda.nccl.all_reduce([torch.ones(1)], comms=[None])": "communicators of",
     "torch.from_dlpack(torch.ones(1, device=0))": "DLPack",

@@ -26,6 +26,7 @@ LAYERS = [
     {"_sanitizer"},
     {"_runtime"},
     {"_dispatch"},
+    {"_fusing"},
     {"_api"},
     {"_distributed"},
     {"_messages"},

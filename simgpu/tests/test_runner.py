@@ -100,10 +100,10 @@ def test_errors_of_the_script_show_no_line_of_ours(tmp_path):
     assert done.stderr.startswith(f'  File "{path}", line 1\n') and done.status == 1
     done = run(tmp_path, "import simgpu; simgpu.host_busy(-1)")
     assert "simgpu/_startup.py" in done.stderr  # a defect of ours would show
-    script = "import torch\n@torch.compile\ndef f():\n    pass\nf()"
-    done = run(tmp_path, script)
-    assert done.stderr.count("File") == 1 and "--no-compile" in done.stderr
-    assert run(tmp_path, script, flags=["--no-compile"]).status == 0
+    script = "import torch\n@torch.compile\ndef f():\n    1 / 0\nf()"
+    for flags, how in (([], "timed as fused"), (["--no-compile"], "uncompiled")):
+        done = run(tmp_path, script, flags=flags)
+        assert done.stderr.count("File") == 2 and how in done.stderr
 
 
 def test_a_module_runs_as_main(tmp_path):

@@ -159,7 +159,7 @@ DEFECTS = {
         ),
         Defect(
             "compiled code computes again what it reads from five tensors",
-            f"{SIMGPU}/_dry/fusing.py",
+            f"{SIMGPU}/_fusing/fusing.py",
             "_REUSED = 4  #",
             "_REUSED = 5  #",
             "simgpu/tests/test_dry_fuse.py",

@@ -23,7 +23,8 @@ what ran on the GPUs of all ranks to a file, for ui.perfetto.dev.
 each two lines once on stderr, and the program goes on with the right values; `raise`
 ends it with PyTorch's report; `show` lets a read find what the memory held before, and
 ends it where a write comes too early; `off` says nothing.
---no-compile: `torch.compile` gives back what it is given, which runs uncompiled.
+--no-compile: `torch.compile` gives back what it is given. Without this, its values are
+the same, and its operations are timed as the kernels that they would be fused into.
 --no-fork: a launcher behind the command starts a new Python for each rank, which takes
 longer. Ranks that are forked share the seed of Python's hashes.
 --children: what the program starts as commands (`subprocess`, the launcher of

@@ -76,7 +76,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parsed.request = {
         "number": parsed.gpus, "card": parsed.card, "memory": parsed.memory,
         "honour_visible": True, "races": parsed.races,
-        "compile": "eager" if parsed.no_compile else "refuse",
+        "compile": "eager" if parsed.no_compile else "fuse",
     }  # fmt: skip
     try:
         request = check_request(
@@ -123,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--no-compile",
         action="store_true",
-        help="torch.compile gives back what it is given, which runs as it is",
+        help="torch.compile gives back what it is given: no kernels are fused",
     )
     add("--children", action="store_true",
         help="what the program starts as commands has the GPUs, too")  # fmt: skip

@@ -8,8 +8,7 @@ from simgpu._device.sizes import parse_memory
 
 MOST_GPUS = 64
 RACES = ("raise", "show", "warn", "off")
-COMPILE = ("refuse", "eager")
-DRY_COMPILE = (*COMPILE, "fuse")
+COMPILE = ("fuse", "eager", "refuse")
 
 
 class Request(NamedTuple):
@@ -20,13 +19,13 @@ class Request(NamedTuple):
     total_memory: int  # bytes of each
     races: str  # one of RACES
     overhead: bool = False  # whether CUDA and its libraries take memory, too
-    compile: str = "refuse"  # one of COMPILE
+    compile: str = "fuse"  # one of COMPILE
     host: str = "bare"  # as `cost.launches` takes it
 
 
 def check_request(
     number: int, card: str, memory: int | str | None, races: str = "raise",
-    overhead: bool | None = None, compile: str = "refuse",
+    overhead: bool | None = None, compile: str = "fuse",
 ) -> Request:  # fmt: skip
     """What `start()` is asked for, as a `Request`.
 

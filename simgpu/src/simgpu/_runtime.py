@@ -82,6 +82,8 @@ class Runtime:
         self.forked = False  # this is a forked child, where CUDA cannot be used
         self.without_values = False  # tensors have shapes alone: `simgpu.estimate`
         self.call_kind: Any = None  # what an operation becomes, if not a `Call`
+        self.usual_kind: Any = None  # the same outside of CUDA graphs
+        self.fusing: Any = None  # what `torch.compile` fuses, once it was called
         self.peers: Any = None  # what stands for the other ranks, if they do not run
         self.dry: Any = None  # the dry run that this is
         self.thread = ThreadState()

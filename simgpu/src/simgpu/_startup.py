@@ -49,7 +49,7 @@ from simgpu._timing.timeline import Timeline
 def start(
     number: int = 4, card: str = "A100", memory: int | str | None = None, *,
     honour_visible: bool = False, races: str = "raise", overhead: bool | None = None,
-    compile: str = "refuse",
+    compile: str = "fuse",
 ) -> None:  # fmt: skip
     """Give this process `number` simulated GPUs.
 
@@ -73,8 +73,10 @@ def start(
         overhead: whether libraries take memory, too: CUDA's context and NCCL's buffers
             of the card, cuBLAS's workspaces and what kernels take while they run as
             PyTorch counts it; None: if the card has all its memory.
-        compile: what `torch.compile` does: "refuse" with `NotSimulated`; or "eager":
-            give back the function or module as it is, which computes the same.
+        compile: what `torch.compile` does: "fuse": chains of pointwise operations and
+            reductions are one kernel, in time, launches and memory, values are those of
+            the operations; "eager": it gives back what it is given, as it is; "refuse":
+            `NotSimulated`.
 
     Raises:
         ValueError: for a number, card, memory or way that cannot be.

@@ -1,12 +1,11 @@
-"""`torch.compile`: refused, or the program runs as it is, uncompiled.
+"""`torch.compile`: the same values, with fused kernels on the clock; or without these.
 
-What it would make are kernels for a GPU that is not there. A module is refused at once;
-a function when it is called, because packages decorate functions that nobody calls.
-Uncompiled means: `torch.compile` gives back the very module or function, as PyTorch
-does with `disable=True`, so there is no `_orig_mod`. Leaves out: the time and memory
-that compiling would save; the figures are those of eager PyTorch. A dry run may count
-them, see `_dry/fusing.py`. Only `flex_attention` is fused wherever a program compiles
-it, or what calls it: `is_compiled()` says so.
+What it would make are kernels for a GPU that is not there. So operations run one by
+one, and what it would fuse is counted as one kernel: see `_fusing`. With "eager" it
+gives back the very module or function, as PyTorch does with `disable=True`; there is
+no `_orig_mod` either way. With "refuse" a module is refused at once; a function when it
+is called, because packages decorate functions that nobody calls. `flex_attention` is
+fused wherever a program compiles it, or what calls it: `is_compiled()` says so.
 """
 
 import functools
@@ -20,16 +19,17 @@ from torch import nn
 from simgpu import _runtime as state
 from simgpu._compat import call_module
 from simgpu._errors import NotSimulated
+from simgpu._fusing import regions
 
 _ADVICE = (
-    "It makes kernels for a GPU that is not there. --no-compile, or "
-    'simgpu.start(compile="eager"), runs the program uncompiled: the same values.'
+    'It makes kernels for a GPU that is not there. compile="fuse" counts what it would '
+    'fuse, compile="eager" runs the program uncompiled: the same values.'
 )
-_DRY_ADVICE = (
-    "It makes kernels for a GPU that is not there. --compile fuse counts what it would "
-    "fuse, --compile eager runs the program uncompiled."
-)
-_SAYS = "simgpu: torch.compile gives back what it is given: all runs uncompiled"
+_SAYS = {
+    "eager": "simgpu: torch.compile gives back what it is given: all runs uncompiled",
+    "fuse": "simgpu: torch.compile: values are computed operation by operation, and "
+    "timed as fused kernels (--no-compile: as without)",
+}
 _SWITCHES = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")  # PyTorch's own
 _FLEX = "_flex_attention_hop_wrapper"
 _FLEX_MODULE = "torch.nn.attention.flex_attention"
@@ -52,29 +52,30 @@ def compile(model=None, *, disable: bool = False, **options):
     how = state.current().request.compile
     if how in ("fuse", "eager"):
         given, model = model, _noted(model)
-        if how == "fuse":
-            return state.current().dry.compiled(model)
-        if model is given:
-            _tell()
-        return model
-    advice = _ADVICE if state.current().dry is None else _DRY_ADVICE
+        runtime = state.current()
+        fuses = how == "fuse" and regions.begin(runtime)
+        if runtime.dry is not None:
+            runtime.dry.compiles = True
+        elif model is given:
+            _tell("fuse" if fuses else "eager")
+        return regions.compiled(model) if fuses else model
     if isinstance(getattr(model, "__self__", model), nn.Module):
-        raise NotSimulated("torch.compile", advice)
+        raise NotSimulated("torch.compile", _ADVICE)
 
     @functools.wraps(model)
     def refused(*args, **kwargs):
         if state.running is None:
             return model(*args, **kwargs)
-        raise NotSimulated(f"torch.compile of {model.__qualname__}", advice)
+        raise NotSimulated(f"torch.compile of {model.__qualname__}", _ADVICE)
 
     return refused
 
 
-def _tell() -> None:
-    """Say once in a job that nothing is compiled."""
+def _tell(how: str) -> None:
+    """Say once in a job what compiling is."""
     global _told
     if not _told and os.environ.get("RANK", "0") == "0":
-        print(_SAYS, file=sys.stderr, flush=True)
+        print(_SAYS[how], file=sys.stderr, flush=True)
     _told = True
 
 

@@ -27,6 +27,7 @@ from simgpu._dispatch.captured_call import CapturedCall, current_capture
 from simgpu._dispatch.graph_values import Steps
 from simgpu._dispatch.named_devices import gpu_named
 from simgpu._errors import NotSimulated
+from simgpu._fusing.call import FusingCall
 from simgpu._timing.captured import Capture, with_graphs
 
 _MODES = ("global", "thread_local", "relaxed")
@@ -147,7 +148,7 @@ class _Graph:
         finally:
             runtime.clock.end(capture)
             if not runtime.clock.captures and runtime.call_kind is CapturedCall:
-                runtime.call_kind = None
+                runtime.call_kind = runtime.usual_kind
             gpu.memory.private.end(self._pool)
             use = _UseOfPool(gpu.memory.private, self._pool)
             if self._steps is not None:
@@ -262,7 +263,7 @@ CUDAGraph: Any = rebased(torch.cuda.graphs.CUDAGraph, _Graph)
 
 def _has_values(runtime) -> bool:
     """Whether a replay has anything to compute: not in dry runs and estimates."""
-    return runtime.call_kind in (None, CapturedCall)
+    return runtime.call_kind in (None, FusingCall, CapturedCall)
 
 
 def is_current_stream_capturing() -> bool:

@@ -90,8 +90,8 @@ def _passes(runtime: state.Runtime, given) -> bool:
         return False
     if runtime.without_values:
         return False
-    if runtime.dry is not None and runtime.dry.fusing is not None:
-        return False  # which follows what views are of
+    if runtime.fusing is not None:
+        return False  # it follows what views are of
     return not isinstance(given, torch.Tensor) or given.layout is torch.strided
 
 

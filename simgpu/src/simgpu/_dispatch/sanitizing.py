@@ -93,6 +93,26 @@ def after_kernel(call, key, outputs: list[torch.Tensor], blocks: list) -> None:
         sanitizer.access(str(operation.func._schema), key, [], made, new=True)
 
 
+class _Compiled:
+    """What the sanitizer calls compiled code."""
+
+    _schema = "compiled code"
+
+
+def after_compiled(runtime, outputs: list[torch.Tensor]) -> None:
+    """Say that compiled code has made outputs, each on its GPU's current stream."""
+    __tracebackhide__ = True
+    sanitizer = runtime.sanitizer
+    for tensor in outputs:
+        gpu = gpu_of(tensor)
+        key = (gpu.index, runtime.stream_of(gpu))
+        if not sanitizer.watching:
+            sanitizer.note_writer(_Compiled, key, [block_of(tensor)])
+        else:
+            made = [("", *place) for place in blocks_of(tensor)]
+            sanitizer.access(_Compiled._schema, key, [], made, new=True)
+
+
 def before_copy(call, keys, tensor, source, into, target) -> None:
     """Say what a copy between devices reads and writes.
 

@@ -2,8 +2,6 @@
 
     values.py    which tensors have values, and the shapes of those that have none
     call.py      an operation: computed where its values are known, else not
-    fusing.py    compiled code: its kernels, where it is not computed as it stands
-    fusible.py, fused_kernels.py, regions.py   what it fuses, into what, and where
     peers.py     the other ranks of the job, which give what this one gives
     wide.py      where PyTorch itself goes through all ranks, or keeps meshes
     files.py     checkpoints: their shapes

@@ -11,7 +11,7 @@ from simgpu._device import measured
 from simgpu._device.cards import CARDS, Card, find_card
 from simgpu._dry.fresh import FreshRun
 from simgpu._dry.report import DryReport, Kept, of_dict
-from simgpu._request import DRY_COMPILE
+from simgpu._request import COMPILE
 
 _SECONDS = 600.0
 
@@ -25,7 +25,7 @@ def dry_run(
     node: int | None = None, card: str | Card = "H100",
     network: float | str | None = None, rank: int = 0, memory: int | str | None = None,
     steps: int = 3, kinds: str | None = None, routing: str = "even",
-    compile: str = "refuse", tokens: int | None = None,
+    compile: str = "fuse", tokens: int | None = None,
     timeline: str | os.PathLike | None = None,
     memory_snapshot: str | os.PathLike | None = None, seconds: float = _SECONDS,
     host: str | float = "bare", samples: int | None = None,
@@ -56,9 +56,9 @@ def dry_run(
             stages of as many ranks each, "0,16" for these ranks; "same": a message to
             another rank is like that rank's own.
         routing: of tokens to experts: "even" or "refuse".
-        compile: what `torch.compile` does: "refuse"; "eager": give back what it is
-            given; or "fuse": count a chain of pointwise operations and reductions as
-            one kernel.
+        compile: what `torch.compile` does: "fuse": count a chain of pointwise
+            operations and reductions as one kernel; "eager": give back what it is
+            given; or "refuse".
         tokens: of a step of the whole job; None: counted at the embedding.
         timeline: a file for a trace, which ui.perfetto.dev opens.
         memory_snapshot: a file for PyTorch's viewer of memory.
@@ -92,8 +92,8 @@ def dry_run(
         raise ValueError(
             f'network={network!r}: a script takes text, such as "400 Gbit/s"'
         )
-    if compile not in DRY_COMPILE:
-        raise ValueError(f"compile={compile!r}; use one of {DRY_COMPILE}")
+    if compile not in COMPILE:
+        raise ValueError(f"compile={compile!r}; use one of {COMPILE}")
     options = {
         "world": world, "node": node, "rank": rank, "card": _name_of(card),
         "memory": memory, "network": network, "steps": steps, "kinds": kinds,

@@ -22,6 +22,7 @@ from simgpu._dispatch.watched_call import Watched, WatchedCall, unwatched
 from simgpu._dry import fed, values
 from simgpu._errors import NotSimulated
 from simgpu._frames import called_from
+from simgpu._fusing.fusible import MASKS, is_dynamic
 
 _READERS = {"_local_scalar_dense", "is_nonzero", "equal", "allclose"}
 # what a program asks to see that nothing has gone wrong -> what it hears
@@ -40,7 +41,6 @@ _TELLING = _FOLLOWS | _SETS | _COUNTS
 _MESSAGES = ("c10d", "_c10d_functional")
 _CHOOSES = {"topk", "max", "argmax"}
 _WRITTEN = {"running_mean", "running_var"}  # by batch norm, whatever its schema says
-_MASKS = (torch.bool, torch.uint8)
 # as PyTorch has it: a tensor that is asked itself looks for its GPU first
 _is_meta = TensorBase.is_meta.__get__
 
@@ -56,7 +56,7 @@ class DryCall(WatchedCall):
 
     def __init__(self, runtime, operation, func, args, kwargs):
         super().__init__(runtime, operation, func, args, kwargs)
-        fusing = runtime.dry.fusing
+        fusing = runtime.fusing
         # what fuses it, if it is a part of compiled code, and no `with_tensors`
         asks = fusing is not None and (args or kwargs)
         self._fusing = fusing if asks and fusing.takes(self) else None
@@ -86,9 +86,9 @@ class DryCall(WatchedCall):
 
     def log(self, gpu, out, outputs, blocks) -> None:
         super().log(gpu, out, outputs, blocks)
-        dry, name = self.runtime.dry, self.operation.name
-        if dry.fusing is not None and dry.fusing.region is not None:
-            dry.fusing.note_written(outputs or self.tensors[:1])
+        dry, fusing, name = self.runtime.dry, self.runtime.fusing, self.operation.name
+        if fusing is not None and fusing.is_inside():
+            fusing.note_written(outputs or self.tensors[:1])
         if name == "embedding" and current_graph_task_id() == -1:
             dry.fed.note(*self.args[:2])
         if current_graph_task_id() != -1 and torch.is_grad_enabled():
@@ -136,7 +136,7 @@ class DryCall(WatchedCall):
                 return True  # of which PyTorch computes nothing, or what we leave to it
             if not values.fits(tensor.nbytes, tensor.dtype, on_host):
                 return False
-        if not operation.makes or self.is_dynamic(operation, args):
+        if not operation.makes or is_dynamic(operation, args):
             return True
         try:
             found = values.result_of(self._shaper(func), args, kwargs)
@@ -145,14 +145,6 @@ class DryCall(WatchedCall):
         if found is None:
             return True
         return all(values.fits(p.nbytes, p.dtype, on_host) for p in found.tensors())
-
-    def is_dynamic(self, operation, args) -> bool:
-        """Whether the shape of its result depends on values."""
-        if operation.dynamic:
-            if operation.name not in ("index", "_unsafe_index"):
-                return True
-            return any(index is not None and index.dtype in _MASKS for index in args[1])
-        return False
 
     def _shaper(self, func):
         """What tells the shapes: the operation, or what computes it in its place."""
@@ -168,7 +160,7 @@ class DryCall(WatchedCall):
             return self._skip_in_place(operation, func, args, kwargs)
         if operation.name == "index":
             args = _with_places(args)
-        if self.is_dynamic(operation, args):
+        if is_dynamic(operation, args):
             raise NotSimulated(
                 f"{operation.name}, whose shape depends on values that a dry run does "
                 f"not know ({called_from()}),",
@@ -293,7 +285,7 @@ def _with_places(args: tuple) -> tuple:
     """
     found: list = []
     for index in args[1]:
-        if index is None or index.dtype not in _MASKS:
+        if index is None or index.dtype not in MASKS:
             found.append(index)
         elif not values.is_unknown(index):
             found += index.nonzero(as_tuple=True)

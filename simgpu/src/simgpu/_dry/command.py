@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 from simgpu import _failures as failures
 from simgpu._dry import launchers
-from simgpu._request import DRY_COMPILE
+from simgpu._request import COMPILE
 
 FITS, FAILED, WRONG, FULL = 0, 1, 2, 3
 _WITH_VALUE = {
@@ -76,10 +76,10 @@ def parser() -> argparse.ArgumentParser:
     add("--host", default="bare", metavar="KIND",
         help="what a launch and a collective cost it: bare (default, 10 us), fast or "
         "slow, as in trainers (36 us), or microseconds of a launch: 20")  # fmt: skip
-    add("--compile", default="refuse", choices=DRY_COMPILE,
-        metavar="HOW", help="what torch.compile does: refuse (default); eager: give "
-        "back what it is given; fuse: count a chain of pointwise operations and "
-        "reductions as one kernel")  # fmt: skip
+    add("--compile", default="fuse", choices=COMPILE,
+        metavar="HOW", help="what torch.compile does: fuse (default): count a chain of "
+        "pointwise operations and reductions as one kernel; eager: give back what it "
+        "is given; refuse")  # fmt: skip
     add("--no-compile", dest="compile", action="store_const", const="eager",
         help="--compile eager")  # fmt: skip
     add("--json", type=Path, metavar="FILE",

@@ -92,7 +92,7 @@ class DryReport:
             checkpoints do again, over what the card could do in the time; of several
             ranks that ran, their mean.
         unknown_reads: values that the program has read and a dry run does not know.
-        compiled: what `torch.compile` did: "refuse", "eager", "fuse".
+        compiled: what `torch.compile` did: "eager", "fuse"; "" where nobody called it.
         flex_attention: "compiled", "uncompiled", or both: how it was called.
         error: of the out-of-memory.
         error_line: of the program where it came.
@@ -209,7 +209,7 @@ def of(dry, full: BaseException | None) -> DryReport:
     made = DryReport(
         job.world, [dry.rank], gpu.card.name, full is None, peak,
         gpu.memory.both.reserved_bytes.peak, gpu.memory.total, by_kind, by_line,
-        len(dry.moments), compiled=job.compile,
+        len(dry.moments), compiled=job.compile * dry.compiles,
         flex_attention=sorted(_FLEX[compiled] for compiled in dry.flex_attention),
         unknown_reads=[
             {"line": line, "value": value, "times": n}

@@ -19,11 +19,10 @@ from simgpu._device.out_of_memory import out_of_memory_of
 from simgpu._device.sizes import parse_memory
 from simgpu._dispatch.kernel_work import work_of
 from simgpu._dispatch.placement import tensors_in
-from simgpu._dry import fed, files, regions, report, values
+from simgpu._dry import fed, files, report, values
 from simgpu._dry import kinds as kinds_of_ranks
 from simgpu._dry.call import DryCall
 from simgpu._dry.drawn import drawn_of
-from simgpu._dry.fusing import Fusing
 from simgpu._dry.memory import Watch
 from simgpu._dry.peers import Peers, objects_of
 from simgpu._dry.progress import Progress
@@ -32,7 +31,7 @@ from simgpu._dry.wide import meshes_apart, narrowed
 from simgpu._frames import called_from
 from simgpu._nvidia_smi import on_path
 from simgpu._rank_variables import Place
-from simgpu._request import DRY_COMPILE, MOST_GPUS, Request
+from simgpu._request import COMPILE, MOST_GPUS, Request
 from simgpu._runtime import Runtime
 from simgpu._timing.cost import host_seconds, launches
 from simgpu._timing.topology import Topology
@@ -57,8 +56,7 @@ class Job:
         kinds: which ranks run where ranks differ, see `kinds.parse`.
         routing: "even": the indices that `topk`, `max` and `argmax` find are spread
             evenly, as a router's would be; "refuse": they are not known.
-        compile: what `torch.compile` does: "refuse" and "eager", as `simgpu.start`
-            takes them, or "fuse": chains of operations are one kernel, see `fusing.py`.
+        compile: what `torch.compile` does, as `simgpu.start` takes it.
         tokens: of a step of the whole job; None: counted, see `fed.py`.
         host: what launches and collectives cost it, as `cost.launches` takes it.
         samples: of a step of the whole job; None: counted, as tokens are.
@@ -76,7 +74,7 @@ class Job:
     steps: int = 3
     kinds: str | None = None
     routing: str = "even"
-    compile: str = "refuse"
+    compile: str = "fuse"
     tokens: int | None = None
     host: str | float = "bare"
     samples: int | None = None
@@ -104,8 +102,8 @@ class Job:
             )
         if self.routing not in ROUTING:
             raise ValueError(f"routing={self.routing!r}; use one of {ROUTING}")
-        if self.compile not in DRY_COMPILE:
-            raise ValueError(f"compile={self.compile!r}; use one of {DRY_COMPILE}")
+        if self.compile not in COMPILE:
+            raise ValueError(f"compile={self.compile!r}; use one of {COMPILE}")
         object.__setattr__(self, "host", str(self.host))  # frozen; it may be a number
         launches(self.host)
         object.__setattr__(self, "node", node)  # frozen
@@ -163,9 +161,8 @@ class DryRun:
                  progress: Progress | None = None):  # fmt: skip
         self.job, self.rank, self.progress = job, rank, progress
         self.runtime = Runtime(job.request(), False)
-        self.runtime.call_kind = DryCall
+        self.runtime.call_kind = self.runtime.usual_kind = DryCall
         self.runtime.peers = Peers(job.found, store)
-        self.fusing = Fusing(self.runtime) if job.compile == "fuse" else None
         self.runtime.dry, self.runtime.network = self, job.network
         self.gpu = self.runtime.gpus[rank % job.node]
         self.reads: Counter[tuple[str, object]] = Counter()
@@ -175,10 +172,7 @@ class DryRun:
         self.recomputed = 0  # floating-point operations of forward done again
         self.fed = fed.Counted()
         self.flex_attention: set[bool] = set()  # whether its calls are compiled
-
-    def compiled(self, model):
-        """What `torch.compile` gives back, where its operations are fused."""
-        return regions.compiled(model)
+        self.compiles = False  # `torch.compile` was called
 
     def resize(self, storage, nbytes: int, resize_: Callable) -> None:
         """A storage changes its size; see `values.resize`."""

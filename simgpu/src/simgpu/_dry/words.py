@@ -150,7 +150,7 @@ def _of_compiling(report: "DryReport") -> list[str]:
         lines.append("  torch.compile gave back what it was given (--no-compile)")
     elif report.compiled == "fuse" and report.step_seconds:
         lines.append("  torch.compile: chains of pointwise operations and reductions "
-                     "counted as one kernel (--compile fuse)")  # fmt: skip
+                     "counted as one kernel")  # fmt: skip
     for how in report.flex_attention:
         lines.append(_FLEX[how])
     return lines

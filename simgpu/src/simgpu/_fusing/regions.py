@@ -1,4 +1,4 @@
-"""Where compiled code begins and ends: `torch.compile` under `--compile fuse`.
+"""Where compiled code begins and ends.
 
 A call of a compiled module or function is a region, and so is its part of the backward
 pass, from the gradients of its results to those of its inputs. Compiled code within
@@ -13,6 +13,11 @@ from torch import nn
 
 from simgpu import _runtime as state
 from simgpu._compat import current_graph_task_id, execution_engine
+from simgpu._dispatch import sanitizing
+from simgpu._dispatch.placement import memory_of
+from simgpu._fusing.call import FusingCall
+from simgpu._fusing.fusing import Fusing
+from simgpu._fusing.kernels import Lazy
 
 
 def compiled(model):
@@ -23,13 +28,25 @@ def compiled(model):
 
     @functools.wraps(model)
     def call(*args, **kwargs):
-        dry = getattr(state.running, "dry", None)
-        fusing = None if dry is None else dry.fusing
-        if fusing is None or fusing.region is not None:
+        fusing = getattr(state.running, "fusing", None)
+        if fusing is None or fusing.region is not None or not _fuses(state.running):
             return model(*args, **kwargs)
         return _Region(fusing).run(model, args, kwargs)
 
     return call
+
+
+def begin(runtime) -> bool:
+    """From now on operations may be parts of compiled code; False if they cannot be."""
+    if runtime.fusing is None and runtime.call_kind in (None, runtime.usual_kind):
+        runtime.fusing = Fusing(runtime)
+        runtime.call_kind = runtime.usual_kind = runtime.usual_kind or FusingCall
+    return runtime.fusing is not None
+
+
+def _fuses(runtime) -> bool:
+    """Whether operations can be fused now; those of a CUDA graph are not."""
+    return runtime.call_kind is runtime.usual_kind
 
 
 class _Region:
@@ -39,14 +56,19 @@ class _Region:
         self.fusing = fusing
 
     def run(self, function: Callable, args: tuple, kwargs: dict):
-        fusing, out = self.fusing, None
+        fusing, results = self.fusing, []
         fusing.enter(self)
         try:
             out = function(*args, **kwargs)
+            results = list(_tensors(out))
         finally:
-            fusing.leave(_tensors(out))
+            fusing.leave(results)
+        runtime = fusing.runtime
+        if runtime.sanitizer.mode != "off":
+            written = [t for t in results if type(memory_of(t)) is Lazy]
+            sanitizing.after_compiled(runtime, written)
         if torch.is_grad_enabled():
-            self._follow_gradients(_tensors(out), _tensors((args, kwargs)))
+            self._follow_gradients(results, _tensors((args, kwargs)))
         return out
 
     def _follow_gradients(self, results, inputs) -> None:
@@ -60,6 +82,8 @@ class _Region:
     def _begin(self, _gradients) -> None:
         fusing = self.fusing
         if fusing.region is self or fusing.runtime is not state.running:
+            return
+        if not _fuses(fusing.runtime):
             return
         if fusing.region is not None:
             fusing.leave(None)

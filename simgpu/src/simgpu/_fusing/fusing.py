@@ -1,4 +1,4 @@
-"""`--compile fuse`: the kernels that `torch.compile` makes of chains of operations.
+"""The kernels that `torch.compile` makes of chains of operations.
 
 Models, in compiled code: a pointwise operation, or one that goes along rows (a softmax,
 a norm), takes no kernel and no memory until its result is needed: by a matrix product
@@ -18,6 +18,7 @@ Source: torch/_inductor/scheduler.py (which nodes are fused), config.py
 backward) of PyTorch 2.13. How near that comes is in `tests/test_dry_fuse.py`.
 """
 
+import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable
@@ -27,8 +28,8 @@ import torch
 from simgpu._device.gpu import Gpu
 from simgpu._dispatch.kernel_work import bytes_in
 from simgpu._dispatch.placement import place_all, storage_of, tensors_in
-from simgpu._dry import fusible
-from simgpu._dry.fused_kernels import (
+from simgpu._fusing import fusible
+from simgpu._fusing.kernels import (
     EACH,
     ROW,
     Kernel,
@@ -47,15 +48,17 @@ _DEEPEST = 200  # operations in a chain that is not written
 
 
 class Fusing:
-    """The compiled code of a dry run.
+    """The compiled code of a program.
 
     Attributes:
         region: what runs now is compiled; None where nothing is.
+        thread: in which it does; what other threads run meanwhile is not.
     """
 
     def __init__(self, runtime):
         self.runtime = runtime
         self.region: object = None
+        self.thread = 0
         self._made: list[weakref.ref[Lazy]] = []  # in this region
         self._held: list[Node] = []  # with marks that a later kernel may need
         self._number = self._place = 0
@@ -68,7 +71,11 @@ class Fusing:
     # -- regions -----------------------------------------------------------------------
 
     def enter(self, region: object) -> None:
-        self.region = region
+        self.region, self.thread = region, threading.get_ident()
+
+    def is_inside(self) -> bool:
+        """Whether what this thread runs is compiled."""
+        return self.region is not None and self.thread == threading.get_ident()
 
     def leave(self, results: Iterable[torch.Tensor] | None) -> None:
         """The end of a region.
@@ -111,7 +118,8 @@ class Fusing:
         operation = call.operation
         if operation.silent or operation.in_parts and operation.name != "_to_copy":
             return False
-        if self.region is not None and fusible.is_fused(call):
+        inside = self.is_inside()
+        if inside and fusible.is_fused(call):
             return True
         for tensor in call.tensors:
             lazy = lazy_of(tensor)
@@ -119,7 +127,7 @@ class Fusing:
                 self.write(lazy)
         if self._open:
             self._launch()
-        if self.region is not None and fusible.breaks_graph(call):
+        if inside and fusible.breaks_graph(call):
             self._recent.clear()
         return False
 

@@ -3,7 +3,7 @@
 import torch
 
 from simgpu._dispatch.kernel_work import bytes_in
-from simgpu._dry.fused_kernels import ROW, Way, in_steps, source_of
+from simgpu._fusing.kernels import ROW, Way, in_steps, source_of
 
 _POINTWISE = {
     "_to_copy", "cat", "stack", "native_dropout", "constant_pad_nd", "slice_backward",
@@ -31,6 +31,7 @@ _UNREAD = {"nll_loss_backward": {1}, "copy_": {0}, "zero_": {0}, "fill_": {0}}
 _PICKS = {"nll_loss_forward"}  # it reads of its first tensor one element for a row
 _BREAKS = {"_local_scalar_dense", "is_nonzero", "equal", "_to_copy", "copy_"}
 _UNROLLED = 8  # `unroll_reductions_threshold`: shorter sums are pointwise operations
+MASKS = (torch.bool, torch.uint8)
 # `MixOrderReduction.can_fuse`: elements, rows at least; columns at most
 _MIXED = 5 * 2**20, 4096, 2**14
 
@@ -53,11 +54,20 @@ def is_fused(call) -> bool:
             return False
         if gpu is not first and (gpu is not None or tensor.dim()):
             return False
-    if gpus and first is None or call.is_dynamic(operation, call.args):
+    if gpus and first is None or is_dynamic(operation, call.args):
         return False
     device, thread = call.kwargs.get("device"), call.runtime.thread
     to_host = thread.asked_for_copy or thread.asked_for_cpu
     return device is None or device.type != "cpu" or not to_host
+
+
+def is_dynamic(operation, args) -> bool:
+    """Whether the shape of an operation's result depends on values."""
+    if operation.dynamic:
+        if operation.name not in ("index", "_unsafe_index"):
+            return True
+        return any(index is not None and index.dtype in MASKS for index in args[1])
+    return False
 
 
 def breaks_graph(call) -> bool:
