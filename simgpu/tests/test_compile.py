@@ -245,3 +245,26 @@ def test_an_estimate_counts_what_is_not_fused(fused):
         net, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.ReLU()), torch.ones(4, 8)
     compiled = simgpu.estimate(lambda net, x: torch.compile(net)(x), net, x)
     assert compiled.seconds == simgpu.estimate(lambda net, x: net(x), net, x).seconds
+
+
+@pytest.mark.parametrize("look", [
+    lambda y: y.data_ptr(), lambda y: y.untyped_storage().data_ptr(),
+    lambda y: y.record_stream(torch.cuda.current_stream()),
+    lambda y: y.detach().to_sparse(),
+])  # fmt: skip
+def test_what_a_program_asks_for_in_the_middle_is_in_memory(fused, look):
+    events = []
+    state.running.clock.recordings.append(events)
+
+    @torch.compile
+    def function(x):
+        y = x + 1
+        found = look(y)
+        assert [event.name for event in events][:1] == ["fused add"]
+        if isinstance(found, int):
+            assert found == y.data_ptr() > 0x7F00_0000_0000
+        return y * 2
+
+    x = torch.ones(2, device="cuda")
+    events.clear()
+    assert function(x).tolist() == [4.0, 4.0]

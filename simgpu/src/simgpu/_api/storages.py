@@ -16,6 +16,7 @@ from simgpu._dispatch.placement import (
     place_storage,
 )
 from simgpu._dispatch.shared_memory import check_size
+from simgpu._fusing import regions
 
 _raw_device = UntypedStorage.device
 _raw_data_ptr = UntypedStorage.data_ptr
@@ -49,7 +50,7 @@ def device(self):
 
 
 def data_ptr(self):
-    memory = memory_of_storage(self)
+    memory = regions.in_memory(memory_of_storage(self))
     if memory is None or memory.block is None:
         return _raw_data_ptr(self)
     return memory.block.address

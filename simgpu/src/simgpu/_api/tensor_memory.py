@@ -5,8 +5,9 @@ import torch
 from simgpu._dispatch import placement
 from simgpu._dispatch.errors import name_in_errors
 from simgpu._dispatch.host_memory import read_by_host
-from simgpu._dispatch.placement import block_of, gpu_of, is_plain
+from simgpu._dispatch.placement import block_of, gpu_of, is_plain, memory_of
 from simgpu._errors import NotSimulated
+from simgpu._fusing import regions
 
 _raw_numpy = torch.Tensor.numpy
 _raw_tolist = torch.Tensor.tolist
@@ -82,6 +83,7 @@ def is_pinned(self, device=None):
 
 def record_stream(self, stream):
     """Once freed, the tensor's block waits for what `stream` was given until then."""
+    regions.in_memory(memory_of(self))
     gpu, block = gpu_of(self), block_of(self)
     if gpu is None:
         raise NotImplementedError(
@@ -93,6 +95,7 @@ def record_stream(self, stream):
 
 def data_ptr(self):
     """The simulated address of a GPU tensor: memory that is reused has the same."""
+    regions.in_memory(memory_of(self))
     block = block_of(self)
     if block is None:
         return _raw_data_ptr(self)

@@ -27,7 +27,7 @@ import torch
 
 from simgpu._device.gpu import Gpu
 from simgpu._dispatch.kernel_work import bytes_in
-from simgpu._dispatch.placement import place_all, storage_of, tensors_in
+from simgpu._dispatch.placement import memory_of, place_all, storage_of, tensors_in
 from simgpu._fusing import fusible
 from simgpu._fusing.kernels import (
     EACH,
@@ -62,6 +62,7 @@ class Fusing:
         self._made: list[weakref.ref[Lazy]] = []  # in this region
         self._held: list[Node] = []  # with marks that a later kernel may need
         self._number = self._place = 0
+        self._lock = threading.RLock()  # a program's threads come in turn
         self._open: list[Kernel] = []  # not launched yet
         self._recent: deque[Kernel] = deque(maxlen=_RECENT)
         # mark -> place of the kernel that wrote it; + 0.5 where the kernel
@@ -83,15 +84,16 @@ class Fusing:
         Args:
             results: that are written now; None: all that are left.
         """
-        if results is None:
-            lazies = [lazy() for lazy in self._made]
-        else:
-            lazies = [lazy_of(result) for result in results]
-        for lazy in lazies:
-            if lazy is not None:
-                self.write(lazy)
-        self.region = None
-        self._launch()
+        with self._lock:
+            if results is None:
+                lazies = [lazy() for lazy in self._made]
+            else:
+                lazies = [lazy_of(result) for result in results]
+            for lazy in lazies:
+                if lazy is not None:
+                    self.write(lazy)
+            self.region = None
+            self._launch()
 
     def _launch(self) -> None:
         """What was collected are kernels now."""
@@ -121,18 +123,29 @@ class Fusing:
         inside = self.is_inside()
         if inside and fusible.is_fused(call):
             return True
-        for tensor in call.tensors:
-            lazy = lazy_of(tensor)
-            if lazy is not None:
-                self.write(lazy)
-        if self._open:
-            self._launch()
-        if inside and fusible.breaks_graph(call):
-            self._recent.clear()
+        with self._lock:
+            for tensor in call.tensors:
+                lazy = lazy_of(tensor)
+                if lazy is not None:
+                    self.write(lazy)
+            if self._open:
+                self._launch()
+            if inside and fusible.breaks_graph(call):
+                self._recent.clear()
         return False
+
+    def write_now(self, lazy: Lazy) -> None:
+        """The program asks where a result is."""
+        with self._lock:
+            self.write(lazy)
+            self._launch()
 
     def run(self, call, gpu: Gpu, out) -> None:
         """A call that is fused has the result `out`."""
+        with self._lock:
+            self._run(call, gpu, out)
+
+    def _run(self, call, gpu: Gpu, out) -> None:
         name = call.operation.name
         outputs = tensors_in(out if isinstance(out, (tuple, list)) else (out,))
         new = [t for t in outputs if getattr(storage_of(t), "_simgpu", None) is None]
@@ -172,7 +185,7 @@ class Fusing:
         """A kernel that is not fused has written tensors."""
         self._place += 1
         for tensor in tensors:
-            memory = getattr(storage_of(tensor), "_simgpu", None)
+            memory = memory_of(tensor)
             if memory is not None:
                 self._born[weakref.ref(memory)] = self._place
 

@@ -14,7 +14,7 @@ from torch import nn
 from simgpu import _runtime as state
 from simgpu._compat import current_graph_task_id, execution_engine
 from simgpu._dispatch import sanitizing
-from simgpu._dispatch.placement import memory_of
+from simgpu._dispatch.placement import DeviceMemory, memory_of
 from simgpu._fusing.call import FusingCall
 from simgpu._fusing.fusing import Fusing
 from simgpu._fusing.kernels import Lazy
@@ -34,6 +34,13 @@ def compiled(model):
         return _Region(fusing).run(model, args, kwargs)
 
     return call
+
+
+def in_memory(memory: DeviceMemory | None) -> DeviceMemory | None:
+    """A mark of which the program asks where it is: it is written now."""
+    if type(memory) is Lazy and memory.node is not None:
+        state.current().fusing.write_now(memory)
+    return memory
 
 
 def begin(runtime) -> bool:
