@@ -157,7 +157,7 @@ def test_values_are_those_of_the_operations_and_kernels_are_fewer(fused):
         assert torch.equal(mine, theirs)
     mine, theirs = (sum(nbytes for *_, nbytes in its) for its in (kernels, other[2]))
     assert len(kernels) == len(other[2]) - 15
-    assert mine < 0.8 * theirs and peak < 0.9 * other[3]
+    assert mine < 0.8 * theirs and peak < 0.95 * other[3]
     assert any(name.startswith("fused silu, mul") for _, name, _ in kernels)
 
 

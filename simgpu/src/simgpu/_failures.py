@@ -26,6 +26,7 @@ _NO_TRITON = (
     "in the environment runs them in its interpreter."
 )
 _OURS = str(Path(__file__).parent) + os.sep
+_COMPILED = os.path.join(_OURS, "_fusing", "regions.py")  # through which errors pass
 
 
 def report(kind, error, trace, show, folder: str | None = None) -> None:
@@ -47,8 +48,8 @@ def report(kind, error, trace, show, folder: str | None = None) -> None:
         text = str(error)  # which names the ranks, and this one's line
         write_line(text)
     else:
-        if kind.__name__ in _ON_PURPOSE:
-            error = error.with_traceback(trace := of_program(trace))
+        hidden = _OURS if kind.__name__ in _ON_PURPOSE else _COMPILED
+        error = error.with_traceback(trace := of_program(trace, hidden))
         show(kind, error, trace)
         text = "".join(traceback.format_exception(kind, error, trace)).rstrip()
     if rank is not None:
@@ -61,11 +62,11 @@ def report(kind, error, trace, show, folder: str | None = None) -> None:
     _tell_other_ranks()
 
 
-def of_program(trace):
-    """A traceback without the simulator's own lines."""
+def of_program(trace, hidden: str = _OURS):
+    """A traceback without the simulator's own lines, or those of a part of it."""
     steps = []
     while trace is not None:
-        if not trace.tb_frame.f_code.co_filename.startswith(_OURS):
+        if not trace.tb_frame.f_code.co_filename.startswith(hidden):
             steps.append(trace)
         trace = trace.tb_next
     for step in reversed(steps):

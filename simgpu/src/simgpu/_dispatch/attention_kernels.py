@@ -95,10 +95,10 @@ def _scores(query, key, is_causal: bool, mask, scale: float) -> torch.Tensor:
 
 
 def _factors(scores, dropout: Dropout) -> torch.Tensor:
-    """Of each weight: 0, or 1 / (1 - p); the same for the same seed."""
+    """Of each weight: 0, or 1 / (1 - p), the same for the same seed; 0 for p of 1."""
     seed = int(dropout.seed.flatten()[0])
     drawn = torch.rand(scores.shape, generator=torch.Generator().manual_seed(seed))
-    return (drawn >= dropout.p).to(scores.dtype) / (1 - dropout.p)
+    return (drawn >= dropout.p).to(scores.dtype) / max(1 - dropout.p, 1e-30)
 
 
 def _through_dropout(grad, query, key, value, scores, scale: float, dropout: Dropout):

@@ -1,7 +1,6 @@
 """An operation that may be a part of compiled code."""
 
-from torch._ops import OpOverload
-
+from simgpu._compat import torch_ops
 from simgpu._dispatch import sanitizing
 from simgpu._dispatch.operation import operation_of
 from simgpu._dispatch.operation_call import Call
@@ -25,7 +24,7 @@ class FusingCall(Call):
         asks = getattr(self.func, "asks", None)
         if asks is not None:  # in place only where it is a kernel by itself
             self.func = asks
-            if isinstance(asks, OpOverload):
+            if isinstance(asks, torch_ops.OpOverload):
                 self.operation = operation_of(asks)
         if self.is_logged() and self.runtime.sanitizer.watching:
             sanitizing.before_kernel(self, gpu)

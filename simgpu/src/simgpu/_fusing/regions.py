@@ -28,6 +28,7 @@ def compiled(model):
 
     @functools.wraps(model)
     def call(*args, **kwargs):
+        __tracebackhide__ = True
         fusing = getattr(state.running, "fusing", None)
         if fusing is None or fusing.region is not None or not _fuses(state.running):
             return model(*args, **kwargs)
@@ -63,6 +64,7 @@ class _Region:
         self.fusing = fusing
 
     def run(self, function: Callable, args: tuple, kwargs: dict):
+        __tracebackhide__ = True
         fusing, results = self.fusing, []
         fusing.enter(self)
         try:
